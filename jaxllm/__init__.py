@@ -1,0 +1,33 @@
+"""An LLM inference engine for people who live in JAX."""
+
+from importlib import import_module as _import_module
+from pathlib import Path as _Path
+from typing import TYPE_CHECKING
+
+# A checkout keeps models/, sharding/ and pallas_kernels/ beside this folder, a wheel inside it.
+_root = _Path(__file__).parents[1]
+if (_root / "pyproject.toml").is_file():
+    __path__.append(str(_root))
+
+if TYPE_CHECKING:
+    from jaxllm.async_llm import AsyncLLM
+    from jaxllm.llm import LLM
+    from jaxllm.outputs import CompletionOutput, RequestOutput
+    from jaxllm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "CompletionOutput": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+}
+
+
+def __getattr__(name: str):
+    """Loads public names on first use, so that commands which need no jax start without it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
+    return getattr(_import_module(f"jaxllm.{_HOMES[name]}"), name)

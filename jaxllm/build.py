@@ -1,0 +1,151 @@
+"""From what a user has (a directory, a Flax module, a parameter pytree) to an engine."""
+
+import dataclasses
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxllm.checkpoint.config import read_config, resolve_dtype
+from jaxllm.checkpoint.loader import check_mesh, load_params, place_params
+from jaxllm.engine import memory
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.executables import ModelShape
+from jaxllm.engine.runner import Runner
+from jaxllm.errors import OutOfMemoryError
+from jaxllm.models import registry, transformer
+from jaxllm.sharding.mesh import make_mesh
+from jaxllm.sharding.rules import sharding
+from jaxllm.text.tokenizer import Tokenizer, wrap
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MODEL = Path(__file__).parent / "default_model"
+BLOCK_SIZE = 32  # tokens
+MAX_NUM_SEQS = {"cpu": 64}  # elsewhere 256
+MAX_NUM_BATCHED_TOKENS = {"cpu": 512}  # elsewhere 2048
+
+
+class Source(NamedTuple):
+    """A model to serve, before anything of it is on the mesh."""
+
+    cfg: Any
+    model: nnx.Module  # of ShapeDtypeStructs
+    params: Any  # the caller's pytree, or a function (mesh) -> nnx.State that loads them
+    eos_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+
+
+def build_engine(
+    model: Any = None,
+    *,
+    tokenizer: Any = None,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
+    enable_prefix_caching: bool = True,
+    mesh: str | Mesh | None = None,
+    seed: int = 0,
+) -> Engine:
+    """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments."""
+    mesh = make_mesh(mesh)
+    platform = mesh.devices.flat[0].platform
+    source = _source(model, dtype, platform, tokenizer)
+    graph, state = nnx.split(source.model)
+    check_mesh(state, mesh)
+    if not callable(source.params):
+        state = place_params(source.params, state, mesh)
+    shape = _model_shape(source.cfg, graph, state, mesh)
+    max_num_seqs = max_num_seqs or MAX_NUM_SEQS.get(platform, 256)
+    wanted = EngineConfig(
+        max_model_len=max_model_len or source.cfg.max_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens
+        or max(max_num_seqs, MAX_NUM_BATCHED_TOKENS.get(platform, 2048)),
+        block_size=block_size or BLOCK_SIZE,
+        num_blocks=num_blocks or 2**30,  # resolved below
+        enable_prefix_caching=enable_prefix_caching,
+        seed=seed,
+    )
+    config = _sized(wanted, shape, mesh, num_blocks, explicit_len=max_model_len is not None)
+    runner = Runner(shape, config, mesh)  # compiles while the parameters load
+    try:
+        runner.set_params(source.params(mesh) if callable(source.params) else state)
+    except BaseException:
+        runner.close()
+        raise
+    return Engine(runner, vocab=source.cfg.vocab, eos_ids=source.eos_ids, tokenizer=source.tokenizer)
+
+
+def _source(model: Any, dtype: str, platform: str, tokenizer: Any) -> Source:
+    tokenizer = None if tokenizer is None else wrap(tokenizer)
+    if model is None or isinstance(model, str | Path):
+        directory = DEFAULT_MODEL if model is None else Path(model)
+        spec = read_config(directory, resolve_dtype(dtype, platform))
+        abstract = transformer.abstract(spec.module.Model, spec.cfg)
+        tokenizer = tokenizer or Tokenizer.from_dir(directory)
+        return Source(spec.cfg, abstract, partial(load_params, directory, spec), spec.eos_token_ids, tokenizer)
+    if dtype != "auto":
+        raise ValueError(f"dtype={dtype!r} is for checkpoints; parameters given as arrays keep theirs, so leave it 'auto'")
+    cfg, params = _module_or_params(model)
+    cfg = dataclasses.replace(cfg, dtype=jax.tree.leaves(params)[0].dtype)
+    abstract = transformer.abstract(registry.model_for(cfg), cfg)
+    eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return Source(cfg, abstract, params, eos_ids, tokenizer)
+
+
+def _module_or_params(model: Any) -> tuple[Any, Any]:
+    if isinstance(model, nnx.Module):
+        return model.cfg, nnx.state(model, nnx.Param)
+    if isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
+        return model
+    raise TypeError(
+        f"model is a {type(model).__qualname__}; give a directory in Hugging Face format, a Flax module of "
+        "jaxllm.models, or a pair (configuration, parameter pytree)"
+    )
+
+
+def _model_shape(cfg: Any, graph: nnx.GraphDef, state: nnx.State, mesh: Mesh) -> ModelShape:
+    """`state` holds the parameters, or their shapes."""
+
+    def place(variable: nnx.Variable) -> nnx.Variable:
+        value = variable.get_value()
+        where = sharding(variable.get_metadata("axes"), mesh)
+        return variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
+
+    state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    leaves, treedef = jax.tree.flatten(state)
+    return ModelShape(
+        graph=graph, treedef=treedef, leaves=tuple(leaves), num_layers=cfg.num_layers, kv_heads=cfg.kv_heads,
+        head_dim=cfg.head_dim, vocab=cfg.vocab, dtype=cfg.dtype,
+        token_widths=(cfg.embed, 2 * cfg.mlp, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim),
+    )  # fmt: skip
+
+
+def _sized(
+    wanted: EngineConfig, shape: ModelShape, mesh: Mesh, num_blocks: int | None, *, explicit_len: bool
+) -> EngineConfig:
+    """`wanted` with the number of blocks that fit, and a context no longer than they hold unless it was asked for."""
+    if num_blocks is not None:
+        return wanted
+    blocks = memory.num_blocks(shape, wanted, mesh)
+    room = blocks * wanted.block_size
+    max_model_len = wanted.max_model_len
+    if room < max_model_len:
+        if explicit_len:
+            missing = (max_model_len - room) / wanted.block_size * memory.block_bytes(shape, wanted.block_size, mesh)
+            raise OutOfMemoryError(
+                f"max_model_len={max_model_len} tokens need {missing / 1e9:.2f} GB more for the KV pool on each device, "
+                f"which holds {room} tokens; lower max_model_len, or use more devices or a smaller dtype"
+            )
+        log.info("max_model_len is %d of the model's %d tokens, which is what the KV pool holds", room, max_model_len)
+        max_model_len = room
+    return dataclasses.replace(wanted, num_blocks=blocks, max_model_len=max_model_len)

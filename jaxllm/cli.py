@@ -1,0 +1,115 @@
+"""What the commands share: engine options, exit codes, and the compilation cache."""
+
+import argparse
+import logging
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import JaxLLMError
+
+log = logging.getLogger(__name__)
+
+_ENGINE_OPTIONS = (
+    "model", "dtype", "mesh", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+    "num_blocks",
+)  # fmt: skip
+CACHE_BYTES = 2 * 2**30
+EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (
+    2,
+    130,
+    141,
+)  # the last two as a shell reports the signals
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of an engine; each left out means the engine's own default."""
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add("--model", metavar="DIR", help="model in Hugging Face format (default: the embedded one)")
+    add("--dtype", help="of weights and KV cache: bfloat16, float16 or float32")
+    add("--mesh", metavar="SPEC", help="devices for each axis, e.g. tensor=4 (default: one device)")
+    add("--max-model-len", type=int, metavar="N", help="most tokens of a sequence, prompt included")
+    add("--max-num-seqs", type=int, metavar="N", help="most sequences that run at once")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens of a step")
+    add("--block-size", type=int, metavar="N", help="tokens of a KV block")
+    add("--num-blocks", type=int, metavar="N", help="KV blocks (default: as many as fit)")
+    add("--no-prefix-caching", action="store_true", help="compute beginnings that prompts share each time")
+
+
+def engine_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments for `LLM` that were given on the command line."""
+    given = {name: getattr(arguments, name) for name in _ENGINE_OPTIONS}
+    given["enable_prefix_caching"] = False if arguments.no_prefix_caching else None
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def run_command(command: Callable[[], int]) -> int:
+    """Runs `command` and returns its exit code; errors that are not bugs become a line, not a traceback."""
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would complain when it flushes the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_CLOSED_PIPE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except (ValueError, OSError, JaxLLMError) as error:
+        log.debug("the command failed", exc_info=True)
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+def setup_compilation_cache() -> None:
+    """Keeps compiled executables across runs, up to 2 GiB; JAX options set in the environment stay as they are.
+
+    For commands only: the options are the whole process's. Raises `ValueError` if others could write to the cache.
+    """
+    import jax
+
+    options: dict[str, Any] = {
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,  # no limit, and none that the file system chooses
+    }
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        try:
+            options["jax_compilation_cache_dir"] = str(cache_dir())
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+            log.warning("there is no compilation cache, so each start compiles anew: %s", error)
+            return
+        # The limit deletes files, so it goes with a directory that is ours alone.
+        options["jax_compilation_cache_max_size"] = CACHE_BYTES
+    for name, value in options.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
+
+
+def cache_dir() -> Path:
+    """The directory of compiled executables, made if need be. Raises `ValueError` if it is not private."""
+    # As the XDG specification says, a relative path counts as none.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    home = (base if base.is_absolute() else Path.home() / ".cache") / "jaxllm"
+    for folder in (home, home / "xla"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(folder)
+    return home / "xla"
+
+
+def _check_private(folder: Path) -> None:
+    """Whoever can write compiled code there can run code as this user."""
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        trouble = f"belongs to user {status.st_uid}, not to you (user {os.getuid()})"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        trouble = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    else:
+        return
+    raise ValueError(
+        f"the compilation cache {folder} {trouble}, but what it holds runs as you. Remove it, or set "
+        "JAX_COMPILATION_CACHE_DIR to a directory of your own"
+    )

@@ -1,0 +1,81 @@
+"""The compile plan: every executable the engine will ever run, known before the start, compiled in the background."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+
+from jaxllm.errors import EngineDeadError
+
+log = logging.getLogger(__name__)
+
+
+class CompilePlan:
+    """Compiles `jobs` (name -> a function that lowers) one after the other, in their order, in one thread.
+
+    An executable, once there, accepts only the shapes, dtypes and shardings it was made for: anything else raises a
+    TypeError that names the argument, and nothing ever compiles behind the engine's back.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[Hashable, Callable[[], jax.stages.Lowered]],
+        check: Callable[[Hashable, jax.stages.Compiled], None] = lambda name, compiled: None,
+    ):
+        self._check = check
+        self.total = len(jobs)
+        self.seconds = 0.0
+        self._done: dict[Hashable, jax.stages.Compiled] = {}
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._stop = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-compile")
+        self._thread.submit(self._run, dict(jobs))
+
+    @property
+    def num_done(self) -> int:
+        return len(self._done)
+
+    def ready(self, name: Hashable) -> bool:
+        return name in self._done
+
+    def __getitem__(self, name: Hashable) -> jax.stages.Compiled:
+        return self._done[name]
+
+    def wait(self, names: Sequence[Hashable], tick: Callable[[], None] = lambda: None) -> None:
+        """Blocks until all `names` are there, calling `tick` now and then. Raises what the compiler raised."""
+        with self._changed:
+            while not all(name in self._done for name in names):
+                if self._error is not None:
+                    raise EngineDeadError(f"compiling a step failed: {self._error}") from self._error
+                if self._stop:
+                    raise EngineDeadError("the engine was closed while it compiled")
+                self._changed.wait(0.1)
+                tick()
+        tick()
+
+    def close(self) -> None:
+        """Stops after the executable being compiled, which can't be interrupted."""
+        self._stop = True
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, jobs: Mapping[Hashable, Callable[[], jax.stages.Lowered]]) -> None:
+        try:
+            for name, lower in jobs.items():
+                if self._stop:
+                    return
+                start = time.perf_counter()
+                compiled = lower().compile()
+                self._check(name, compiled)
+                with self._changed:
+                    self._done[name] = compiled
+                    self.seconds += time.perf_counter() - start
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits
+            log.error("compiling %s failed; the engine goes on with what it has: %s", name, error)
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()

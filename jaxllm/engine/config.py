@@ -1,0 +1,35 @@
+"""The engine's settings, checked once; `auto` and None are resolved into numbers before the engine exists."""
+
+from dataclasses import dataclass
+
+from jaxllm.sampling_params import _check_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes of the batch and of the pool. Raises `ValueError` naming field, value and range."""
+
+    max_model_len: int  # tokens of a sequence, prompt included
+    max_num_seqs: int  # sequences running at once: slots
+    max_num_batched_tokens: int  # tokens of a step
+    block_size: int  # tokens of a block
+    num_blocks: int
+    enable_prefix_caching: bool = True
+    seed: int = 0  # of requests that bring none
+
+    def __post_init__(self) -> None:
+        _check_int("max_model_len", self.max_model_len, 2, 2**24)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, 2**16)
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs, 2**20)
+        _check_int("block_size", self.block_size, 1, 2**12)
+        _check_int("num_blocks", self.num_blocks, 1, 2**30)
+        _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_model_len > self.num_blocks * self.block_size:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} tokens don't fit the KV pool of {self.num_blocks} blocks of "
+                f"{self.block_size} = {self.num_blocks * self.block_size} tokens; lower max_model_len or raise num_blocks"
+            )
+
+    @property
+    def blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)

@@ -1,0 +1,250 @@
+"""The engine's loop: schedule, run, commit. Single-threaded; `LLM` and `AsyncLLM` drive it."""
+
+import itertools
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from jaxllm.engine.block_pool import BlockPool
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.output import Group
+from jaxllm.engine.request import Request
+from jaxllm.engine.runner import Handle, Runner
+from jaxllm.engine.scheduler import Plan, Scheduler
+from jaxllm.errors import EngineDeadError
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    num_blocks: int
+    block_size: int  # tokens
+    blocks_used: int
+    peak_blocks_used: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_prompt_tokens: int  # of requests admitted so far
+    num_cached_tokens: int  # of those, found in the prefix cache
+    num_executables: int  # in the compile plan
+    num_compiled: int
+    compile_s: float
+
+
+class Engine:
+    """Serves requests of token ids on a `Runner`. `vocab` and `eos_ids` are the model's."""
+
+    def __init__(self, runner: Runner, *, vocab: int, eos_ids: Sequence[int], tokenizer: Any = None):
+        self.config: EngineConfig = runner.config
+        self.runner, self.tokenizer = runner, tokenizer
+        self.vocab, self.eos_ids = vocab, frozenset(eos_ids)
+        self.scheduler = Scheduler(
+            BlockPool(self.config.num_blocks, self.config.block_size),
+            max_num_seqs=self.config.max_num_seqs,
+            prefix_caching=self.config.enable_prefix_caching,
+        )
+        self._rng = random.Random(self.config.seed)
+        self._arrivals = itertools.count()
+        self._groups: dict[str, Group] = {}
+        self._in_flight: Handle | None = None
+        self._interrupted = True  # the device state is unknown: build one before the next step
+        self._peak_blocks = 0
+        self._dead: BaseException | None = None
+
+    # ---- requests
+
+    def add(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        prompt: str | None = None,
+        priority: int = 0,
+        stream: bool = False,
+    ) -> None:
+        """Accepts a request, or raises `ValueError` with what is wrong with it. Everything is checked here."""
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine is dead: {self._dead}") from self._dead
+        if request_id in self._groups:
+            raise ValueError(f"request id {request_id!r} is in use; choose another")
+        prompt_token_ids = self.validate(prompt_token_ids, params)
+        group = Group(
+            request_id=request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, params=params,
+            tokenizer=self.tokenizer, stream=stream,
+        )  # fmt: skip
+        seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
+        for index in range(params.n):
+            group.samples.append(self._sample(group, index, seed, priority))
+        self._groups[request_id] = group
+        for sample in group.samples:
+            self.scheduler.add(sample)
+
+    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """The prompt as a list, if this engine can serve it with `params`; ValueError otherwise."""
+        ids = list(prompt_token_ids)
+        if not ids:
+            raise ValueError("the prompt has no tokens; give at least one")
+        if not all(type(i) is int and 0 <= i < self.vocab for i in ids):
+            bad = next(i for i in ids if type(i) is not int or not 0 <= i < self.vocab)
+            raise ValueError(f"prompt token id {bad!r} is not an integer in [0, {self.vocab - 1}]")
+        if len(ids) >= self.config.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, but max_model_len={self.config.max_model_len} leaves room for "
+                f"{self.config.max_model_len - 1} and one to generate; shorten it or raise max_model_len"
+            )
+        bad_stops = [i for i in params.stop_token_ids if i >= self.vocab]
+        if bad_stops:
+            raise ValueError(f"stop_token_ids {bad_stops} are outside the vocabulary [0, {self.vocab - 1}]")
+        if params.stops and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the engine has none; use stop_token_ids")
+        return ids
+
+    def _sample(self, group: Group, index: int, seed: int, priority: int) -> Request:
+        params, prompt = group.params, group.prompt_token_ids
+        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        limit = self.config.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt) + params.max_tokens)
+        return Request(
+            prompt_token_ids=prompt, params=params, arrival=next(self._arrivals), seed=seed, sample_index=index,
+            max_total_len=limit, stop_ids=eos_ids.union(params.stop_token_ids), eos_ids=eos_ids, priority=priority,
+            owner=group,
+        )  # fmt: skip
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request at any time and frees its blocks; None if there is no such request (any more)."""
+        group = self._groups.pop(request_id, None)
+        if group is None:
+            return None
+        for sample in group.samples:
+            self.scheduler.finish(sample, "abort")
+        return group.output()
+
+    def has_work(self) -> bool:
+        return self._in_flight is not None or self.scheduler.has_work()
+
+    # ---- the loop
+
+    def step(self) -> list[RequestOutput]:
+        """Dispatches one step, then commits the one before it. Returns the requests that have news: all that
+        finished, and those that stream. An exception other than the device's leaves the engine usable."""
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine is dead: {self._dead}") from self._dead
+        if self._interrupted:  # by the first call, or by Ctrl-C in the middle of the last one
+            self._rebuild([])
+        self._interrupted = True
+        news = self._step()
+        self._interrupted = False
+        return news
+
+    def _step(self) -> list[RequestOutput]:
+        scheduler, full = self.scheduler, self.scheduler.num_unfinished_full > 0
+        max_tokens = self.runner.max_tokens(full)
+        if not max_tokens:
+            self.runner.wait_first(full)
+            max_tokens = self.runner.max_tokens(full)
+        plan = scheduler.schedule(max_tokens)
+        done, self._in_flight = self._in_flight, None
+        failed: tuple[Plan, Exception] | None = None
+        if plan is not None:
+            self._peak_blocks = max(self._peak_blocks, scheduler.pool.num_used)
+            try:
+                self._in_flight = self.runner.dispatch(plan)
+            except Exception as error:  # noqa: BLE001 - whatever it was, the donated state is gone
+                failed = plan, error
+        updated: list[Request] = []
+        if done is not None:
+            try:
+                tokens = self.runner.collect(done)
+            except Exception as error:  # noqa: BLE001 - raised on the device; the step after it has no state either
+                failed = done.plan, error
+            else:
+                updated = scheduler.commit(done.plan, tokens)
+        if failed is not None:
+            updated += self._recover(*failed)
+        return self._news(updated)
+
+    def _news(self, updated: Sequence[Request]) -> list[RequestOutput]:
+        changed: dict[str, Group] = {}
+        for sample in updated:
+            group = sample.owner
+            if group.watches_text and sample.finish_reason in (None, "length"):
+                self._watch_text(group, sample)
+            if group.stream or sample.finish_reason:
+                changed[group.request_id] = group
+        news = []
+        for request_id, group in changed.items():
+            if group.finished:
+                self._groups.pop(request_id, None)
+            if group.finished or group.stream:
+                news.append(group.output())
+        return news
+
+    def _watch_text(self, group: Group, sample: Request) -> None:
+        try:
+            stop = group.push(sample)
+        except Exception as error:  # noqa: BLE001 - its own work failed: it ends, its neighbours go on
+            log.exception("request %s failed on the host", group.request_id)
+            sample.error = f"decoding its text failed: {error}"
+            self.scheduler.finish(sample, "error")
+            sample.finish_reason = "error"
+            return
+        if stop is not None:
+            self.scheduler.finish(sample, "stop")
+            sample.finish_reason, sample.stop_reason = "stop", stop  # also if its length ended it just now
+
+    # ---- failure
+
+    def _recover(self, plan: Plan, error: Exception) -> list[Request]:
+        log.error("a step of %d tokens failed and is recomputed: %s", plan.num_tokens, error)
+        return self._rebuild(plan.rows)
+
+    def _rebuild(self, blamed: Sequence[Request]) -> list[Request]:
+        """A new device state; all running requests start over. Returns those that were ended for it."""
+        self._in_flight = None
+        quarantined = self.scheduler.requeue_all(blamed)
+        try:
+            self.runner.wait_first()
+            self.runner.reset()
+        except Exception as error:
+            self._dead = error
+            raise EngineDeadError(f"the device state could not be built: {error}") from error
+        return quarantined
+
+    # ---- the rest
+
+    def update_params(self, params: nnx.State) -> None:
+        """Replaces the parameters between two steps, and drops the prefix cache, which came from the old ones."""
+        self.runner.set_params(params)
+        self.scheduler.pool.forget_keys()
+
+    def wait_compiled(self, tick: Callable[[], None] = lambda: None, *, first: bool = False) -> None:
+        """Blocks until all executables (or `first`: enough to serve) are compiled."""
+        if first:
+            self.runner.wait_first(tick=tick)
+        else:
+            self.runner.wait_all()
+
+    def stats(self) -> EngineStats:
+        scheduler, compile_plan = self.scheduler, self.runner.compile_plan
+        return EngineStats(
+            num_blocks=self.config.num_blocks, block_size=self.config.block_size,
+            blocks_used=scheduler.pool.num_used, peak_blocks_used=self._peak_blocks,
+            num_running=len(scheduler.running), num_waiting=scheduler.num_waiting,
+            num_preemptions=scheduler.num_preemptions, num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens, num_executables=compile_plan.total,
+            num_compiled=compile_plan.num_done, compile_s=compile_plan.seconds,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stops compiling and frees the device's memory."""
+        self.runner.close()
+        self._dead = self._dead or RuntimeError("it was closed")

@@ -1,0 +1,133 @@
+"""Owns the device: parameters, state and executables. Sees plans and arrays, never a queue."""
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jaxllm.engine import memory
+from jaxllm.engine.batch import ADMIT_SIZES, AdmitLayout, StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.compiler import CompilePlan
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.executables import Lowering, ModelShape
+from jaxllm.engine.scheduler import Plan
+from jaxllm.engine.state import DeviceState
+
+log = logging.getLogger(__name__)
+
+
+class Handle(NamedTuple):
+    """A dispatched step: its plan, and what the host will read of it."""
+
+    plan: Plan
+    result: Array  # int32 [seqs]: the sampled tokens, on their way to the host
+
+
+class Runner:
+    """Runs plans on `mesh`. Compiling starts at once; `set_params` must come before the first step."""
+
+    def __init__(self, model_shape: ModelShape, config: EngineConfig, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.abstract_params = jax.tree.unflatten(model_shape.treedef, model_shape.leaves)
+        self.ladder = token_ladder(config.max_num_batched_tokens)
+        self._layouts = {t: StepLayout(t, config.max_num_seqs, config.block_size) for t in self.ladder}
+        self._admits = {n: AdmitLayout(n, config.max_num_seqs, config.blocks_per_seq) for n in ADMIT_SIZES}
+        self._leaves: list[Array] = []
+        self._state: DeviceState | None = None
+        self._max_tokens = {False: 0, True: 0}  # of the steps that can run so far, by sampler
+        lowering = Lowering(model_shape, config, mesh)
+        self._temp_bound = memory.step_bytes(model_shape, config, mesh)
+        self.compile_plan = CompilePlan(lowering.jobs(list(self._layouts.values())), self._check_memory)
+
+    def set_params(self, params: nnx.State) -> None:
+        """Uses `params`, which lie where the executables want them, from the next step on. ValueError for a dtype
+        other than that of the parameters before."""
+        want = jax.tree_util.tree_leaves_with_path(self.abstract_params)
+        leaves = jax.tree.leaves(params)
+        for (path, expected), leaf in zip(want, leaves, strict=True):
+            if leaf.dtype != expected.dtype:
+                name = jax.tree_util.keystr(path)
+                raise ValueError(f"parameter {name} is {leaf.dtype}, the engine's is {expected.dtype}; cast it first")
+        self._leaves = leaves
+
+    def max_tokens(self, full_sampler: bool) -> int:
+        """How many tokens a step may have with the executables compiled so far; 0 while there are none."""
+        known = self._max_tokens[full_sampler]
+        if known == self.ladder[-1]:
+            return known
+        for tokens in self.ladder:
+            sampler = ("sample", self._layouts[tokens].seqs, full_sampler)
+            if not (self.compile_plan.ready(("step", tokens)) and self.compile_plan.ready(sampler)):
+                break
+            self._max_tokens[full_sampler] = tokens
+        return self._max_tokens[full_sampler]
+
+    def wait_first(self, full_sampler: bool = False, tick: Callable[[], None] = lambda: None) -> None:
+        """Blocks until a step can run."""
+        first = self.ladder[0]
+        self.compile_plan.wait(
+            ["init", ("admit", 1), ("step", first), ("sample", self._layouts[first].seqs, full_sampler)], tick
+        )
+
+    def wait_all(self) -> None:
+        """Blocks until every executable is there."""
+        seqs = {layout.seqs for layout in self._layouts.values()}
+        samplers = [("sample", n, full) for n in seqs for full in (False, True)]
+        self.compile_plan.wait([("step", t) for t in self.ladder] + samplers + [("admit", n) for n in ADMIT_SIZES])
+
+    def close(self) -> None:
+        """Stops compiling and lets go of the device's memory."""
+        self.compile_plan.close()
+        self._state, self._leaves = None, []
+
+    def reset(self) -> None:
+        """A fresh, empty state: at the start, and after a failed step took the old one with it."""
+        self._state = None  # free the old pool first
+        self._state = self.compile_plan["init"]()
+
+    def dispatch(self, plan: Plan) -> Handle:
+        """Puts a step on the device's queue and awaits nothing."""
+        self._admit(plan)
+        state = self._state
+        layout = self._layouts[pick_bucket(self.ladder, plan.num_tokens)]
+        run = self.compile_plan["step", layout.tokens]
+        pools, slots, logits, sample_slots = run(self._leaves, state.kv_pools, state.slots, layout.pack(plan))
+        result = sample_slots
+        if plan.num_samples:
+            draw = self.compile_plan["sample", layout.seqs, plan.full_sampler]
+            last_token, result = draw(slots.last_token, slots.length, state.sampling, logits, sample_slots)
+            slots = replace(slots, last_token=last_token)
+        self._state = DeviceState(pools, slots, state.sampling)
+        result.copy_to_host_async()
+        return Handle(plan, result)
+
+    def collect(self, handle: Handle) -> list[int]:
+        """Waits for a step; the token of each row (meaningless for rows that don't sample). Raises what it raised."""
+        return np.asarray(handle.result).tolist()
+
+    def _admit(self, plan: Plan) -> None:
+        size = ADMIT_SIZES[0]
+        if len(plan.admitted) > 1 and self.compile_plan.ready(("admit", ADMIT_SIZES[-1])):
+            size = ADMIT_SIZES[-1]
+        for at in range(0, len(plan.admitted), size):
+            packed = self._admits[size].pack(plan.admitted[at : at + size])
+            slots, sampling = self.compile_plan["admit", size](self._state.slots, self._state.sampling, packed)
+            self._state = replace(self._state, slots=slots, sampling=sampling)
+
+    def _check_memory(self, name: Hashable, compiled: jax.stages.Compiled) -> None:
+        """Compares the bound that sized the pool with what the compiler says the largest step takes."""
+        if name != ("step", self.ladder[-1]):
+            return
+        analysis = compiled.memory_analysis()
+        if analysis is not None and analysis.temp_size_in_bytes > self._temp_bound:
+            log.warning(
+                "a step of %d tokens takes %.2f GB of temporary memory, more than the %.2f GB left beside the KV pool; "
+                "if it runs out of memory, lower max_num_batched_tokens or num_blocks",
+                self.ladder[-1], analysis.temp_size_in_bytes / 1e9, self._temp_bound / 1e9,
+            )  # fmt: skip

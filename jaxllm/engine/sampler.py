@@ -1,0 +1,110 @@
+"""From logits to tokens: masks, temperature, min-p, top-k, top-p, and a Gumbel draw. No sort anywhere."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxllm.engine.state import SamplingTable
+
+NOT_FINITE = -1  # in place of a token
+
+
+def sample(
+    logits: Float[Array, "seqs vocab"],
+    slots: Int[Array, " seqs"],
+    lengths: Int[Array, " slots"],
+    table: SamplingTable,
+    *,
+    full: bool,
+) -> Int[Array, " seqs"]:
+    """A token for each row, whose parameters are those of its slot (padding rows give garbage).
+
+    `lengths` counts each slot's tokens before the new one, whose position it thereby is. A row whose logits are
+    not finite gives `NOT_FINITE`. Only `full` masks stop ids (before `min_len`).
+    """
+    row = jax.tree.map(lambda column: column.at[slots].get(mode="clip"), table)
+    length = lengths.at[slots].get(mode="clip")
+    finite = jnp.isfinite(jnp.max(logits, axis=-1))
+    if full:
+        logits = mask_stop_ids(logits, row.stop_ids, length < row.min_len)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw(logits: Array) -> Array:
+        scaled = logits / jnp.where(row.temperature > 0, row.temperature, 1.0)[:, None]
+        filters = (row.top_k > 0) | (row.top_p < 1) | (row.min_p > 0)
+        kept = jax.lax.cond(
+            jnp.any(filters & (row.temperature > 0)),
+            lambda x: jnp.where(x >= threshold(x, row.top_k, row.top_p, row.min_p)[:, None], x, -jnp.inf),
+            lambda x: x,
+            scaled,
+        )
+        keys = jax.vmap(sample_key)(row.seed, row.sample_index, length)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+        drawn = jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)  # Gumbel-max: a draw from softmax(kept)
+        return jnp.where(row.temperature > 0, drawn, greedy)
+
+    tokens = jax.lax.cond(jnp.any(row.temperature > 0), draw, lambda _: greedy, logits)
+    return jnp.where(finite, tokens, NOT_FINITE)
+
+
+def sample_key(seed: UInt32[Array, "2"], sample_index: Int[Array, ""], position: Int[Array, ""]) -> Array:
+    """The draw's key: it depends on the request and the position alone, never on neighbours."""
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    return jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
+
+
+def mask_stop_ids(
+    logits: Float[Array, "seqs vocab"], stop_ids: Int[Array, "seqs stop_ids"], active: Bool[Array, " seqs"]
+) -> Float[Array, "seqs vocab"]:
+    # Ids that don't count lie past the vocabulary: -1 would wrap to the last token.
+    ids = jnp.where(active[:, None] & (stop_ids >= 0), stop_ids, logits.shape[1])
+    return jax.vmap(lambda row, row_ids: row.at[row_ids].set(-jnp.inf, mode="drop"))(logits, ids)
+
+
+def threshold(
+    logits: Float[Array, "seqs vocab"],
+    top_k: Int[Array, " seqs"],
+    top_p: Float[Array, " seqs"],
+    min_p: Float[Array, " seqs"],
+) -> Float[Array, " seqs"]:
+    """The smallest logit that min-p, top-k and top-p, one after the other, keep in each row."""
+    top = jnp.max(logits, axis=-1)
+    at_least = jnp.where(min_p > 0, top + jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)
+    weights = jnp.exp(logits - top[:, None])
+
+    def kept(limit: Array) -> Array:
+        return logits >= jnp.maximum(limit, at_least)[:, None]
+
+    # Top-k: the highest limit that keeps k tokens (or all that min-p left, if they are fewer).
+    k = jnp.where(top_k > 0, top_k, logits.shape[1])
+    k = jnp.minimum(k, jnp.sum(kept(at_least), axis=-1, dtype=jnp.int32))
+    at_least = jnp.maximum(at_least, highest_limit(lambda x: jnp.sum(kept(x), axis=-1, dtype=jnp.int32) >= k, top))
+
+    # Top-p: the highest limit that keeps a share p of what is left.
+    share = jnp.where(top_p < 1, top_p, 0.0) * jnp.sum(jnp.where(kept(at_least), weights, 0.0), axis=-1)
+    by_p = highest_limit(lambda x: jnp.sum(jnp.where(kept(x), weights, 0.0), axis=-1) >= share, top)
+    return jnp.maximum(at_least, jnp.where(top_p < 1, by_p, -jnp.inf))
+
+
+def highest_limit(enough, top: Float[Array, " seqs"]) -> Float[Array, " seqs"]:
+    """The highest float32 `x <= top` in each row with `enough(x)`, which holds at -inf and is monotone.
+
+    Bisection over the bits of a float32, mapped to integers of the same order: 32 passes find it exactly.
+    """
+
+    def to_float(ordered: Array) -> Array:
+        bits = jnp.where(ordered < 0, ordered ^ jnp.int32(0x7FFFFFFF), ordered)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    bits = jax.lax.bitcast_convert_type(top, jnp.int32)
+    high = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    low = jnp.full_like(high, -0x7F800001)  # -inf
+
+    def halve(_, bounds):  # enough(low) holds throughout; the answer is in [low, high]
+        low, high = bounds
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # the mean rounded up, without overflow
+        ok = enough(to_float(middle))
+        return jnp.where(ok, middle, low), jnp.where(ok, high, middle - 1)
+
+    low, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
+    return to_float(low)

@@ -1,0 +1,21 @@
+"""What can go wrong from a user's point of view. Each message says what, why and what to do."""
+
+
+class JaxLLMError(Exception):
+    """Base of the errors that are neither a bad argument nor a bug."""
+
+
+class ModelFormatError(JaxLLMError, ValueError):
+    """A checkpoint that cannot be used: unsupported, incomplete, misshapen, truncated or hostile."""
+
+
+class MeshError(JaxLLMError, ValueError):
+    """A mesh that does not fit the model or the machine."""
+
+
+class OutOfMemoryError(JaxLLMError):
+    """The model, or its smallest KV pool, does not fit the device."""
+
+
+class EngineDeadError(JaxLLMError):
+    """The engine stopped and takes no more requests; the cause is chained."""

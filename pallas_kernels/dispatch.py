@@ -1,0 +1,24 @@
+"""The one place that picks a kernel. No try/except: a kernel that breaks must break loudly."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+
+import jax
+
+log = logging.getLogger(__name__)
+
+
+def choose(implementations: Mapping[str, Callable], preferred: Mapping[str, str], name: str) -> Callable:
+    """The implementation called `name`, or for "auto" the preferred one of the default platform."""
+    if name == "auto":
+        name = preferred.get(jax.default_backend(), "reference")
+    if name not in implementations:
+        raise ValueError(f"unknown implementation {name!r}; have {sorted(implementations)}")
+    _announce(implementations[name])
+    return implementations[name]
+
+
+@functools.cache
+def _announce(fn: Callable) -> None:
+    log.info("using %s.%s", fn.__module__, fn.__qualname__)

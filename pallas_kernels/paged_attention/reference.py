@@ -1,0 +1,101 @@
+"""What ragged paged attention means, in jnp. Runs everywhere; every kernel is tested against it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def ragged_paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    kv_pool: Float[Array, "blocks 2 kv_heads block_size head_dim"],
+    block_tables: Int[Array, "seqs blocks_per_seq"],
+    cu_q_lens: Int[Array, " seqs_plus_1"],
+    kv_lens: Int[Array, " seqs"],
+    distribution: Int[Array, "2"],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "blocks 2 kv_heads block_size head_dim"]]:
+    """Causal attention of a ragged batch over paged keys and values (PagedAttention, arXiv 2309.06180).
+
+    The tokens of sequence `s` are rows `cu_q_lens[s]:cu_q_lens[s + 1]`, its last `q_len` positions; `kv_lens`
+    counts its tokens, these included. `distribution` is (leading sequences that have one token each, all sequences);
+    those past it are padding, whose tokens write nothing and come out unspecified. Query head `h` reads KV head
+    `h // (heads // kv_heads)`.
+    """
+    pool = write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution)
+    tokens, heads, head_dim = q.shape
+    _, _, kv_heads, block_size, _ = pool.shape
+    seq, positions, valid = token_positions(cu_q_lens, kv_lens, distribution, tokens)
+    tables = block_tables[seq]  # [tokens, blocks_per_seq]
+    q = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32) * scale
+    in_block = jnp.arange(block_size, dtype=jnp.int32)
+
+    def attend_block(i, carry):  # online softmax, so that no [tokens, kv_len] scores are held
+        kv = pool[tables[:, i]].astype(jnp.float32)  # [tokens, 2, kv_heads, block_size, head_dim]
+        age = positions[:, None] - (i * block_size + in_block)[None]
+        visible = (age >= 0) & valid[:, None]
+        if sliding_window is not None:
+            visible &= age < sliding_window
+        scores = cap(jnp.einsum("tkgd,tksd->tkgs", q, kv[:, 0]), soft_cap)
+        values = jnp.where(visible[:, None, :, None], kv[:, 1], 0)
+        return online_softmax(carry, scores, visible[:, None, None, :], "tkgs,tksd->tkgd", values)
+
+    num_blocks = (jnp.max(jnp.where(valid, positions, -1)) + block_size) // block_size
+    carry = jax.lax.fori_loop(0, num_blocks, attend_block, softmax_start(q.shape))
+    return finish_softmax(carry).reshape(tokens, heads, head_dim).astype(v.dtype), pool
+
+
+def token_positions(
+    cu_q_lens: Int[Array, " seqs_plus_1"], kv_lens: Int[Array, " seqs"], distribution: Int[Array, "2"], tokens: int
+) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"], Array]:
+    """The sequence and the position of each flat token, and whether it is one (and no padding)."""
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    seq = jnp.searchsorted(cu_q_lens, index, side="right", method="compare_all").astype(jnp.int32) - 1
+    valid = index < cu_q_lens[distribution[1]]
+    seq = jnp.where(valid, seq, 0)
+    start = kv_lens - jnp.diff(cu_q_lens)
+    return seq, jnp.where(valid, start[seq] + index - cu_q_lens[seq], 0), valid
+
+
+def write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution):
+    """The pool with the new keys and values in their blocks, in place when the pool is donated."""
+    num_blocks, _, _, block_size, _ = kv_pool.shape
+    seq, positions, valid = token_positions(cu_q_lens, kv_lens, distribution, k.shape[0])
+    # Padding writes past the pool, each row elsewhere so that the indices stay unique: dropped, never wrapped.
+    nowhere = num_blocks + jnp.arange(k.shape[0], dtype=jnp.int32)
+    block = jnp.where(valid, block_tables[seq, positions // block_size], nowhere)
+    kv = jnp.stack([k, v], axis=1).astype(kv_pool.dtype)  # [tokens, 2, kv_heads, head_dim]
+    return kv_pool.at[block, :, :, positions % block_size].set(kv, mode="drop", unique_indices=True)
+
+
+def cap(scores: Array, soft_cap: float | None) -> Array:
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def softmax_start(shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    """Maximum, normaliser and accumulator of an online softmax over nothing, for values of `shape`."""
+    return jnp.full(shape[:-1], -jnp.inf), jnp.zeros(shape[:-1]), jnp.zeros(shape)
+
+
+def online_softmax(carry, scores, visible, weighted_sum: str, values):
+    """One step of the online softmax (Milakov and Gimelshein, arXiv 1805.02867) in float32.
+
+    `visible` broadcasts against `scores`; `values` must be finite where nothing is visible.
+    """
+    top, total, acc = carry
+    scores = jnp.where(jnp.broadcast_to(visible, scores.shape), scores, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
+    safe_top = jnp.where(jnp.isfinite(new_top), new_top, 0.0)  # a row that has seen nothing yet
+    p = jnp.exp(scores - safe_top[..., None])
+    rescale = jnp.exp(top - safe_top)
+    acc = acc * rescale[..., None] + jnp.einsum(weighted_sum, p, values)
+    return new_top, total * rescale + jnp.sum(p, axis=-1), acc
+
+
+def finish_softmax(carry) -> Array:
+    _, total, acc = carry
+    return acc / jnp.where(total > 0, total, 1.0)[..., None]

@@ -1,0 +1,54 @@
+"""Logical array axes -> mesh axes. The only file that knows both vocabularies."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.errors import MeshError
+
+Axes = Sequence[str | None]
+
+# Megatron's split: attention by KV head, the MLP by its hidden width, the vocabulary by token.
+RULES = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "experts": "expert"}
+
+
+def partition_spec(axes: Axes, mesh: Mesh) -> PartitionSpec:
+    """Where `mesh` splits an array whose dimensions are named `axes`; None is never split."""
+    mesh_axes = [RULES.get(axis) if axis else None for axis in axes]
+    mesh_axes = [axis if axis in mesh.axis_names else None for axis in mesh_axes]
+    used = [axis for axis in mesh_axes if axis]
+    if len(used) != len(set(used)):
+        raise ValueError(f"logical axes {tuple(axes)} use a mesh axis twice: {mesh_axes}")
+    return PartitionSpec(*mesh_axes)
+
+
+def sharding(axes: Axes, mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, partition_spec(axes, mesh))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def check_divides(name: str, shape: Sequence[int], axes: Axes, mesh: Mesh) -> None:
+    """Raises `MeshError` if `mesh` does not split array `name` into equal parts."""
+    for size, axis, mesh_axis in zip(shape, axes, partition_spec(axes, mesh), strict=True):
+        if mesh_axis and size % mesh.shape[mesh_axis]:
+            raise MeshError(
+                f"mesh axis {mesh_axis!r} has {mesh.shape[mesh_axis]} devices, which do not divide "
+                f"the {size} {axis} of {name}; choose a divisor of {size}"
+            )
+
+
+def shard_map(fn: Callable, mesh: Mesh, in_axes: Sequence[Axes], out_axes: Sequence[Axes]) -> Callable:
+    """`fn` run on each device's part of its arguments. A mesh of one device needs no wrapper."""
+    if mesh.size == 1:
+        return fn
+    return jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=tuple(partition_spec(axes, mesh) for axes in in_axes),
+        out_specs=tuple(partition_spec(axes, mesh) for axes in out_axes),
+        check_vma=False,  # kernels loop over data-dependent bounds that the checker can't type
+    )
