@@ -19,6 +19,7 @@ from jaxllm.engine.executables import ModelShape
 from jaxllm.engine.runner import Runner
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import registry, transformer
+from jaxllm.models.transformer import Params
 from jaxllm.sharding.mesh import make_mesh
 from jaxllm.sharding.rules import sharding
 from jaxllm.text.tokenizer import Tokenizer, wrap
@@ -36,7 +37,7 @@ class Source(NamedTuple):
 
     cfg: Any
     model: nnx.Module  # of ShapeDtypeStructs
-    params: Any  # the caller's pytree, or a function (mesh) -> nnx.State that loads them
+    params: Any  # the caller's pytree, or a function (mesh) -> Params that loads them
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
 
@@ -113,7 +114,7 @@ def _module_or_params(model: Any) -> tuple[Any, Any]:
     )
 
 
-def _model_shape(cfg: Any, graph: nnx.GraphDef, state: nnx.State, mesh: Mesh) -> ModelShape:
+def _model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> ModelShape:
     """`state` holds the parameters, or their shapes."""
 
     def place(variable: nnx.Variable) -> nnx.Variable:

@@ -3,9 +3,12 @@
 import argparse
 import logging
 import os
+import signal
 import stat
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add = group.add_argument
     add("--model", metavar="DIR", help="model in Hugging Face format (default: the embedded one)")
-    add("--dtype", help="of weights and KV cache: bfloat16, float16 or float32")
+    add("--dtype", help="of weights and KV cache: bfloat16, float16, float32 or auto (default: auto)")
     add("--mesh", metavar="SPEC", help="devices for each axis, e.g. tensor=4 (default: one device)")
     add("--max-model-len", type=int, metavar="N", help="most tokens of a sequence, prompt included")
     add("--max-num-seqs", type=int, metavar="N", help="most sequences that run at once")
@@ -50,7 +53,8 @@ def engine_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
 def run_command(command: Callable[[], int]) -> int:
     """Runs `command` and returns its exit code; errors that are not bugs become a line, not a traceback."""
     try:
-        code = command()
+        with _no_lost_interrupt():
+            code = command()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -65,10 +69,30 @@ def run_command(command: Callable[[], int]) -> int:
         return EXIT_USER_ERROR
 
 
-def setup_compilation_cache() -> None:
-    """Keeps compiled executables across runs, up to 2 GiB; JAX options set in the environment stay as they are.
+@contextmanager
+def _no_lost_interrupt() -> Iterator[None]:
+    """Python drops a Ctrl-C that arrives in a finalizer, or in the garbage-collection hook that jax has: this
+    repeats it a moment later."""
 
-    For commands only: the options are the whole process's. Raises `ValueError` if others could write to the cache.
+    def hook(dropped: Any) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            # Not at once, or it would end in this hook. A signal, unlike an exception, wakes a sleeping call.
+            main_thread = threading.main_thread().ident
+            threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+        else:
+            previous(dropped)
+
+    previous, sys.unraisablehook = sys.unraisablehook, hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
+
+
+def setup_compilation_cache() -> None:
+    """Keeps compiled executables across runs, up to 2 GiB. JAX options set in the environment stay.
+
+    For commands only: the options are the whole process's. Raises `ValueError` if others can write there.
     """
     import jax
 

@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from io import TextIOBase
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jaxllm.cli import (
     EXIT_INTERRUPTED,
@@ -18,6 +19,7 @@ from jaxllm.cli import (
     run_command,
     setup_compilation_cache,
 )
+from jaxllm.errors import JaxLLMError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
@@ -28,7 +30,7 @@ _SAMPLING_OPTIONS = (
     ("top_k", int, "choose among this many of the likeliest tokens; 0: all"),
     ("top_p", float, "choose among the likeliest tokens of this probability together"),
     ("min_p", float, "leave out tokens below this part of the likeliest one's probability"),
-    ("seed", int, "the same text every time"),
+    ("seed", int, "an integer that gives the same text every time"),
     ("max_tokens", int, "most tokens to generate"),
     ("min_tokens", int, "no end before this many tokens"),
 )
@@ -38,7 +40,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if a request failed, 2 for bad input, 130 after Ctrl-C, 141 on a closed pipe."""
+    """Returns the exit code: 1 if a request failed, 2 for bad input, 130 on Ctrl-C, 141 on a closed pipe."""
     arguments = _parser().parse_args(argv)
     return run_command(lambda: _generate(arguments))
 
@@ -122,21 +124,24 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _stream(llm: Any, prompts: list[str], params: SamplingParams, printer: "Printer", meter: "Meter") -> bool:
     """Shows completions as they come in. Returns whether Ctrl-C ended them; no request is left running."""
     try:
-        printer.start()
         with closing(llm.stream(prompts, params)) as updates:
+            printer.start()
             for index, output in updates:
                 meter.update(index, output)
                 printer.update(index, output)
     except KeyboardInterrupt:
         printer.interrupt()
         return True
+    except JaxLLMError:
+        printer.interrupt()
+        raise
     return False
 
 
 class Printer:
     """Writes completions in order: the first unfinished one as it grows, later ones when it is their turn."""
 
-    def __init__(self, prompts: Sequence[str], n: int, *, echo: bool, out: TextIO):
+    def __init__(self, prompts: Sequence[str], n: int, *, echo: bool, out: TextIOBase):
         self._prompts, self._n, self._echo, self._out = prompts, n, echo, out
         self._turns = [(prompt, sample) for prompt in range(len(prompts)) for sample in range(n)]
         self._turn = 0

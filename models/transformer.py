@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.models.layers import MLP, Attention, RMSNorm, Rope, einsum, param
 
+Params = Any  # an `nnx.State` of arrays, or of their shapes (its own annotation trips run-time type checkers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:

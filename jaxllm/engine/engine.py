@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flax import nnx
-
 from jaxllm.engine.block_pool import BlockPool
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.output import Group
@@ -16,6 +14,7 @@ from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Handle, Runner
 from jaxllm.engine.scheduler import Plan, Scheduler
 from jaxllm.errors import EngineDeadError
+from jaxllm.models.transformer import Params
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
@@ -221,7 +220,7 @@ class Engine:
 
     # ---- the rest
 
-    def update_params(self, params: nnx.State) -> None:
+    def update_params(self, params: Params) -> None:
         """Replaces the parameters between two steps, and drops the prefix cache, which came from the old ones."""
         self.runner.set_params(params)
         self.scheduler.pool.forget_keys()

@@ -1,7 +1,7 @@
 """The functions that run on the device, and how each is lowered. Every writer of the state takes it donated."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ def step(
     """One forward pass over a ragged batch; logits of each row's last token, and the slots of rows that sample."""
     given = layout.unpack(packed)
     slot_of_new, index, block = given.new_blocks
-    slots = replace(slots, block_table=slots.block_table.at[slot_of_new, index].set(block, mode="drop"))
+    slots = slots._replace(block_table=slots.block_table.at[slot_of_new, index].set(block, mode="drop"))
 
     def of_rows(column: Array) -> Array:
         return column.at[given.slots].get(mode="clip")
@@ -62,7 +62,7 @@ def step(
     model = nnx.merge(model_shape.graph, jax.tree.unflatten(model_shape.treedef, leaves))
     hidden, caches = model(tokens, positions, [Paged(pool, batch, mesh) for pool in kv_pools])
     logits = model.logits(hidden[jnp.maximum(cu_q_lens[1:] - 1, 0)])
-    slots = replace(slots, length=slots.length.at[given.slots].add(given.q_lens, mode="drop"))
+    slots = slots._replace(length=slots.length.at[given.slots].add(given.q_lens, mode="drop"))
     sample_slots = jnp.where(given.samples > 0, given.slots, layout.max_num_seqs)
     return [cache.kv_pool for cache in caches], slots, logits, sample_slots
 

@@ -2,12 +2,10 @@
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -18,6 +16,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.executables import Lowering, ModelShape
 from jaxllm.engine.scheduler import Plan
 from jaxllm.engine.state import DeviceState
+from jaxllm.models.transformer import Params
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ class Runner:
         self._temp_bound = memory.step_bytes(model_shape, config, mesh)
         self.compile_plan = CompilePlan(lowering.jobs(list(self._layouts.values())), self._check_memory)
 
-    def set_params(self, params: nnx.State) -> None:
+    def set_params(self, params: Params) -> None:
         """Uses `params`, which lie where the executables want them, from the next step on. ValueError for a dtype
         other than that of the parameters before."""
         want = jax.tree_util.tree_leaves_with_path(self.abstract_params)
@@ -102,7 +101,7 @@ class Runner:
         if plan.num_samples:
             draw = self.compile_plan["sample", layout.seqs, plan.full_sampler]
             last_token, result = draw(slots.last_token, slots.length, state.sampling, logits, sample_slots)
-            slots = replace(slots, last_token=last_token)
+            slots = slots._replace(last_token=last_token)
         self._state = DeviceState(pools, slots, state.sampling)
         result.copy_to_host_async()
         return Handle(plan, result)
@@ -118,7 +117,7 @@ class Runner:
         for at in range(0, len(plan.admitted), size):
             packed = self._admits[size].pack(plan.admitted[at : at + size])
             slots, sampling = self.compile_plan["admit", size](self._state.slots, self._state.sampling, packed)
-            self._state = replace(self._state, slots=slots, sampling=sampling)
+            self._state = self._state._replace(slots=slots, sampling=sampling)
 
     def _check_memory(self, name: Hashable, compiled: jax.stages.Compiled) -> None:
         """Compares the bound that sized the pool with what the compiler says the largest step takes."""

@@ -1,6 +1,6 @@
 """The engine's state on the device: the KV pool and the slot table. Passed in, donated, returned."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxllm.engine.batch import NUM_STOP_IDS, SlotRow
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """What every step reads and writes of a running sequence. The host is the allocator, this its mirror."""
 
     block_table: Int[Array, "slots blocks_per_seq"]
@@ -19,9 +17,7 @@ class Slots:
     last_token: Int[Array, " slots"]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SamplingTable:
+class SamplingTable(NamedTuple):
     """How each slot samples: written when a sequence is admitted, read by the samplers."""
 
     seed: UInt32[Array, "slots 2"]
@@ -34,9 +30,9 @@ class SamplingTable:
     stop_ids: Int[Array, "slots stop_ids"]  # full sampler: padded with -1
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DeviceState:
+class DeviceState(NamedTuple):
+    """One pytree. (No dataclass: its fields also hold shapes and shardings while executables are lowered.)"""
+
     kv_pools: list[Float[Array, "blocks 2 kv_heads block_size head_dim"]]  # one a layer
     slots: Slots
     sampling: SamplingTable

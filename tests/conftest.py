@@ -1,0 +1,30 @@
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import pytest  # noqa: E402
+
+from tests.tiny import Tiny, clean, make_llm  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    return Tiny()
+
+
+@pytest.fixture(scope="session")
+def shared_llm(tiny):
+    llm = make_llm(tiny.model)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture
+def llm(shared_llm):
+    """The shared engine, idle and clean before and after the test."""
+    shared_llm.engine.scheduler.pool.forget_keys()
+    yield shared_llm
+    clean(shared_llm)

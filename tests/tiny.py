@@ -1,0 +1,86 @@
+"""A tiny random model, what it should say, and an engine of it that tests can share."""
+
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.models import qwen3
+from jaxllm.models.cache import Dense
+from jaxllm.models.layers import Rope
+
+MAX_LEN = 96
+TIE = 1e-4  # two logits closer than this share of the largest may come out in either order
+
+
+class Tiny:
+    """A model and its oracle: no cache, no batch, the whole sequence each time."""
+
+    def __init__(self, seed: int = 0, *, kv_heads: int = 2, **sizes):
+        fields = dict(
+            vocab=96, embed=32, num_layers=2, heads=4, head_dim=16, mlp=48, rope=Rope(theta=1e4), max_len=MAX_LEN,
+            qk_norm=True, dtype=jnp.float32,
+        )  # fmt: skip
+        self.cfg = qwen3.Config(kv_heads=kv_heads, **(fields | sizes))
+        self.model = qwen3.Model(self.cfg, rngs=nnx.Rngs(params=seed))
+
+    @cached_property
+    def _forward(self):
+        graph, params = nnx.split(self.model)
+
+        @jax.jit
+        def forward(params, tokens):
+            model = nnx.merge(graph, params)
+            positions = jnp.arange(MAX_LEN, dtype=jnp.int32)[None]
+            hidden, _ = model(tokens, positions, [Dense()] * self.cfg.num_layers)
+            return model.logits(hidden)[0]
+
+        return lambda tokens: forward(params, tokens)
+
+    def logits(self, ids) -> np.ndarray:
+        """`[len(ids), vocab]`."""
+        padded = jnp.zeros((1, MAX_LEN), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids, jnp.int32))
+        return np.asarray(self._forward(padded))[: len(ids)]
+
+    def assert_greedy(self, prompt, output) -> None:
+        """`output` is a greedy continuation of `prompt`, ties within `TIE` either way."""
+        logits = self.logits([*prompt, *output])[len(prompt) - 1 : -1]
+        chosen = logits[np.arange(len(output)), output]
+        lost = logits.max(axis=-1) - chosen
+        assert lost.max() <= TIE * np.abs(logits).max(), f"token {lost.argmax()} is not the best by {lost.max()}"
+
+
+def prompts_of(lengths, vocab: int = 96, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+
+def greedy(max_tokens: int, **fields) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **fields)
+
+
+def ids(*prompts) -> list[dict]:
+    return [{"prompt_token_ids": list(p)} for p in prompts]
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in outputs]
+
+
+def make_llm(model, **options) -> LLM:
+    """An engine of few and small executables, all compiled."""
+    sizes = dict(max_num_seqs=8, max_num_batched_tokens=24, block_size=4, num_blocks=64)
+    llm = LLM(model, **(sizes | options))
+    llm.wait_compiled()
+    return llm
+
+
+def clean(llm: LLM) -> None:
+    """Asserts that an idle engine has everything back, and empties its prefix cache for the next test."""
+    assert not llm.engine.has_work()
+    llm.engine.scheduler.check()
+    assert llm.stats().blocks_used == 0
+    llm.engine.scheduler.pool.forget_keys()
