@@ -70,7 +70,8 @@ class AsyncLLM:
         parsed = await asyncio.to_thread(parse_prompt, prompt, self.tokenizer)
         self._engine.validate(parsed.token_ids, params)
         stream = _Stream()
-        self._post(lambda: self._add(stream, parsed, params, request_id, priority))
+        if not self._post(lambda: self._add(stream, parsed, params, request_id, priority)):
+            raise self._error or EngineDeadError("the engine was closed")
         finished = False
         try:
             while not finished:
@@ -98,12 +99,14 @@ class AsyncLLM:
 
     # ---- the engine's thread
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], None]) -> bool:
+        """Hands a command to the engine's thread; False if it has stopped and will run no more."""
         with self._wake:
             if self._closing or self._error is not None:
-                raise self._error or EngineDeadError("the engine was closed")
+                return False
             self._inbox.append(command)
             self._wake.notify()
+            return True
 
     def _run(self) -> None:
         try:

@@ -79,7 +79,7 @@ def build_engine(
     config = _sized(wanted, shape, mesh, num_blocks, explicit_len=max_model_len is not None)
     runner = Runner(shape, config, mesh)  # compiles while the parameters load
     try:
-        runner.set_params(source.params(mesh) if callable(source.params) else state)
+        runner.set_params(source.params(state, mesh) if callable(source.params) else state)
     except BaseException:
         runner.close()
         raise
@@ -95,7 +95,7 @@ def _source(model: Any, dtype: str, platform: str, tokenizer: Any) -> Source:
         tokenizer = tokenizer or Tokenizer.from_dir(directory)
         return Source(spec.cfg, abstract, partial(load_params, directory, spec), spec.eos_token_ids, tokenizer)
     if dtype != "auto":
-        raise ValueError(f"dtype={dtype!r} is for checkpoints; parameters given as arrays keep theirs, so leave it 'auto'")
+        raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
     cfg, params = _module_or_params(model)
     cfg = dataclasses.replace(cfg, dtype=jax.tree.leaves(params)[0].dtype)
     abstract = transformer.abstract(registry.model_for(cfg), cfg)
@@ -144,8 +144,8 @@ def _sized(
         if explicit_len:
             missing = (max_model_len - room) / wanted.block_size * memory.block_bytes(shape, wanted.block_size, mesh)
             raise OutOfMemoryError(
-                f"max_model_len={max_model_len} tokens need {missing / 1e9:.2f} GB more for the KV pool on each device, "
-                f"which holds {room} tokens; lower max_model_len, or use more devices or a smaller dtype"
+                f"max_model_len={max_model_len} tokens need {missing / 1e9:.2f} GB more for the KV pool on each "
+                f"device, which holds {room} tokens; lower max_model_len, or use more devices or a smaller dtype"
             )
         log.info("max_model_len is %d of the model's %d tokens, which is what the KV pool holds", room, max_model_len)
         max_model_len = room

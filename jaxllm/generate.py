@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 import re
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -110,7 +111,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
-    with LLM(**engine_kwargs(arguments)) as llm:
+    seed = secrets.randbits(63)  # of requests without one: another text each time
+    with LLM(**engine_kwargs(arguments), seed=seed) as llm:
         printer = Printer(prompts, params.n, echo=not arguments.no_echo, out=sys.stdout)
         meter = Meter()
         was_interrupted = _stream(llm, prompts, params, printer, meter)

@@ -54,8 +54,11 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching, mesh=mesh, seed=seed,
         )  # fmt: skip
         self._ids = itertools.count()
-        with tqdm(total=self.stats().num_executables, desc="compiling", unit="step", disable=None, leave=False) as bar:
-            self.engine.wait_compiled(lambda: bar.update(self.stats().num_compiled - bar.n), first=True)
+        try:
+            self._wait_first()
+        except BaseException:  # Ctrl-C too: compiling goes on in a thread otherwise
+            self.close()
+            raise
 
     @property
     def tokenizer(self) -> Any:
@@ -108,6 +111,10 @@ class LLM:
         """Blocks until every executable is compiled: before a benchmark, say."""
         self.engine.wait_compiled()
 
+    def _wait_first(self) -> None:
+        with tqdm(total=self.stats().num_executables, desc="compiling", unit="step", disable=None, leave=False) as bar:
+            self.engine.wait_compiled(lambda: bar.update(self.stats().num_compiled - bar.n), first=True)
+
     def close(self) -> None:
         """Frees the device's memory and stops compiling."""
         self.engine.close()
@@ -134,8 +141,9 @@ class LLM:
         try:
             for request_id, prompt, sampling, priority in requests:
                 self.engine.add(
-                    prompt.token_ids, sampling, request_id=request_id, prompt=prompt.text, priority=priority, stream=stream
-                )
+                    prompt.token_ids, sampling,
+                    request_id=request_id, prompt=prompt.text, priority=priority, stream=stream,
+                )  # fmt: skip
             unfinished = set(index)
             while unfinished:
                 for output in self.engine.step():

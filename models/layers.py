@@ -37,6 +37,12 @@ class RMSNorm(nnx.Module):
         return y * jnp.broadcast_to(self.scale[...].astype(x.dtype), y.shape)
 
 
+_LLAMA3_FIELDS = {
+    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "original_max_len": "original_max_position_embeddings",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embeddings (arXiv 2104.09864), halves rotated, with the frequency scalings of `kind`."""
@@ -46,19 +52,20 @@ class Rope:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_len: int = 8192
+    original_max_len: float = 8192.0
 
     @classmethod
     def from_hf(cls, hf: dict) -> "Rope":
-        """From a `config.json`, in the form of transformers 5 (`rope_parameters`) or before."""
+        """From a `config.json`, in the form of transformers 5 (`rope_parameters`) or before. KeyError for a missing
+        key, ValueError for a kind that is not supported."""
         p = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
         kind = p.get("rope_type", p.get("type", "default"))
         if kind not in ("default", "linear", "llama3"):
             raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, llama3")
-        fields = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-                  "original_max_len": "original_max_position_embeddings"}  # fmt: skip
-        scaling = {ours: p[theirs] for ours, theirs in fields.items() if theirs in p} if kind != "default" else {}
-        return cls(theta=p.get("rope_theta", hf.get("rope_theta", 10000.0)), kind=kind, **scaling)
+        needed = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3_FIELDS}[kind]
+        scaling = {ours: p[theirs] for ours, theirs in needed.items()}
+        theta = float(p.get("rope_theta", hf.get("rope_theta", 10000.0)))
+        return cls(theta=theta, kind=kind, **{name: float(value) for name, value in scaling.items()})
 
     def inv_freq(self, head_dim: int) -> np.ndarray:
         """Radians a position for each pair of features, float32 `[head_dim // 2]`."""

@@ -26,8 +26,8 @@ class EngineConfig:
         _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_model_len > self.num_blocks * self.block_size:
             raise ValueError(
-                f"max_model_len={self.max_model_len} tokens don't fit the KV pool of {self.num_blocks} blocks of "
-                f"{self.block_size} = {self.num_blocks * self.block_size} tokens; lower max_model_len or raise num_blocks"
+                f"max_model_len={self.max_model_len} tokens don't fit the KV pool of {self.num_blocks} blocks "
+                f"of {self.block_size} = {self.num_blocks * self.block_size} tokens; lower max_model_len, or raise num_blocks"
             )
 
     @property

@@ -113,7 +113,8 @@ class Lowering:
     def state(self) -> DeviceState:
         """The shapes of the state, with shardings."""
         shape, config = self.model_shape, self.config
-        pool = self._like(kv_shape(config.num_blocks, config.block_size, shape.kv_heads, shape.head_dim), shape.dtype, KV_AXES)
+        pool = kv_shape(config.num_blocks, config.block_size, shape.kv_heads, shape.head_dim)
+        pool = self._like(pool, shape.dtype, KV_AXES)
         slots, sampling = jax.eval_shape(partial(empty_slots, config.max_num_seqs, config.blocks_per_seq))
         slots, sampling = jax.tree.map(lambda x: self._like(x.shape, x.dtype), (slots, sampling))
         return DeviceState([pool] * shape.num_layers, slots, sampling)

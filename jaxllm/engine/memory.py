@@ -29,7 +29,8 @@ def leaf_bytes(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
 def block_bytes(shape: ModelShape, block_size: int, mesh: Mesh) -> int:
     """Bytes of one block on each device, keys and values of all layers."""
     kv_heads = shape.kv_heads // mesh.shape.get("tensor", 1)
-    return math.prod(kv_shape(1, block_size, kv_heads, shape.head_dim)) * jnp.dtype(shape.dtype).itemsize * shape.num_layers
+    cells = math.prod(kv_shape(1, block_size, kv_heads, shape.head_dim))
+    return cells * jnp.dtype(shape.dtype).itemsize * shape.num_layers
 
 
 def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:

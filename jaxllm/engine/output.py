@@ -29,7 +29,10 @@ class Group:
         self._detokenizers: list[Detokenizer | None] = [None] * self.params.n
         self._decode = self.tokenizer is not None and self.params.detokenize
         if self._decode and (self.stream or self.params.stops):
-            self._detokenizers = [Detokenizer(self.tokenizer, self.params) for _ in range(self.params.n)]
+            self._detokenizers = [self._detokenizer() for _ in range(self.params.n)]
+
+    def _detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.tokenizer, self.params, self.prompt_token_ids)
 
     @property
     def watches_text(self) -> bool:
@@ -70,7 +73,7 @@ class Group:
         detokenizer = self._detokenizers[sample.sample_index]
         if detokenizer is None:  # no stop strings: "stop" means by its last token, which is no text
             ids = sample.output_token_ids[: -1 if sample.finish_reason == "stop" else None]
-            detokenizer = Detokenizer(self.tokenizer, self.params)
+            detokenizer = self._detokenizer()
             detokenizer.push(ids)
         if sample.finish_reason:
             detokenizer.finish()

@@ -1,0 +1,253 @@
+"""Parameters onto a mesh: from a checkpoint, tensor by tensor, or from the caller's own arrays."""
+
+import logging
+import math
+import re
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from itertools import product
+from os import cpu_count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from flax import nnx
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jaxllm.checkpoint.config import ModelSpec
+from jaxllm.checkpoint.files import FLOATS, StoredTensor, find_tensors, read
+from jaxllm.errors import ModelFormatError
+from jaxllm.models import transformer
+from jaxllm.models.transformer import Params
+from jaxllm.models.weights import Weight
+from jaxllm.sharding import rules
+
+log = logging.getLogger(__name__)
+
+_ALIGNMENT = 64  # bytes
+_TILE = 2**18  # elements; source and target of a transposed copy stay in the L2 cache
+_COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # in old checkpoints, and computed here
+
+
+class Part(NamedTuple):
+    """A checkpoint tensor's place in a parameter."""
+
+    name: str
+    axes: str  # einops pattern, from the tensor to the parameter
+    sizes: dict[str, int]  # of the pattern's axes
+    place: tuple[slice, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        groups = re.findall(r"\([^)]*\)|\S+", self.axes.split("->")[0])
+        return tuple(math.prod(self.sizes[axis] for axis in group.strip("()").split()) for group in groups)
+
+
+Plan = Mapping[str, list[Part]]  # dotted name of the parameter -> what fills it
+
+
+def abstract_params(spec: ModelSpec) -> Params:
+    """The parameters as `ShapeDtypeStruct`s, each with its logical axes."""
+    return nnx.state(transformer.abstract(spec.module.Model, spec.cfg), nnx.Param)
+
+
+def check_mesh(params: Params, mesh: Mesh) -> None:
+    """Raises `MeshError` if `mesh` does not split one of `params` (abstract or not) evenly."""
+    for name, var in _named(params).items():
+        rules.check_divides(name, var.get_value().shape, var.axes, mesh)
+
+
+def load_params(model_dir: Path, spec: ModelSpec, params: Params, mesh: Mesh) -> Params:
+    """Reads a safetensors checkpoint into arrays like the abstract `params`, split over `mesh`.
+
+    The host holds two parameters at most, besides those that live there. A mesh (`MeshError`) and tensors
+    (`ModelFormatError`) that don't fit the model are found before data is read, non-finite values then.
+    """
+    params = jax.tree.map(lambda leaf: leaf, params)
+    check_mesh(params, mesh)
+    stored = find_tensors(model_dir)
+    plan = _plan(spec, params)
+    _check(model_dir, spec, plan, stored)
+
+    start = time.perf_counter()
+    sizes = [stored[part.name].num_bytes for parts in plan.values() for part in parts]
+    scratch = np.empty(max(sizes), np.uint8)  # reused, as the first touch of fresh pages is slow
+    bar = tqdm(total=sum(sizes), desc="loading", unit="B", unit_scale=True, disable=None, leave=False)
+    with bar, ThreadPoolExecutor(min(16, cpu_count() or 1)) as pool:
+        previous = None
+        for name, var in _named(params).items():
+            host = _empty(var.get_value())
+            for part in plan[name]:
+                tensor = stored[part.name]
+                _fill(host, part, tensor, scratch, pool)
+                bar.update(tensor.num_bytes)
+            array = _shard(host, var, mesh)
+            jax.block_until_ready(previous)  # one transfer runs while the next parameter is read, and no more
+            previous = array
+            var.set_value(array)
+        jax.block_until_ready(previous)
+    seconds = time.perf_counter() - start
+    gigabytes = sum(sizes) / 1e9
+    log.info("loaded %.2f GB in %.1f s (%.2f GB/s)", gigabytes, seconds, gigabytes / seconds)
+    return params
+
+
+def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
+    """The caller's parameters, split over `mesh`, in the state that `abstract` describes.
+
+    `params` is an `nnx.State`, or nested dicts and lists with the same paths; any floating dtype is kept. An
+    array that lies as wanted already is shared, not copied, so donating it elsewhere ends both. Raises
+    `ValueError` naming the leaves that don't fit, and `MeshError`.
+    """
+    check_mesh(abstract, mesh)
+    want, got = _named(abstract), _named(params)
+    missing, unexpected = sorted(want.keys() - got.keys()), sorted(got.keys() - want.keys())
+    if missing or unexpected:
+        raise ValueError(
+            f"parameters do not fit the model: missing {_some(missing)}, unexpected {_some(unexpected)}; "
+            "pass nnx.state(model) of a model with the same config, or nested dicts with the same paths"
+        )
+    for name, var in want.items():
+        _check_leaf(name, got[name], var.get_value().shape)
+    shardings = [rules.sharding(var.axes, mesh) for var in want.values()]
+    arrays = jax.device_put([_value(got[name]) for name in want], shardings)
+    placed = jax.tree.map(lambda leaf: leaf, abstract)
+    for var, array in zip(_named(placed).values(), arrays, strict=True):
+        var.set_value(array)
+    return placed
+
+
+def _check_leaf(name: str, leaf: Any, shape: tuple[int, ...]) -> None:
+    value = _value(leaf)
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise ValueError(f"parameter {name} is a {type(value).__name__}; pass a jax or numpy array")
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise ValueError(f"parameter {name} has been deleted or donated; pass the arrays that replaced it")
+    if value.shape != shape:
+        raise ValueError(f"parameter {name} has shape {value.shape}, but the model's config wants {shape}")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise ValueError(f"parameter {name} has dtype {value.dtype}; convert it to a floating one")
+
+
+def _named(params: Any) -> dict[str, Any]:
+    """The variables (or arrays, in a plain pytree) by their dotted names."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _plan(spec: ModelSpec, params: Params) -> Plan:
+    shapes = {name: var.get_value().shape for name, var in _named(params).items()}
+    plan: dict[str, list[Part]] = {name: [] for name in shapes}
+    for name, weight in _table(spec).items():
+        if weight.path in plan:
+            plan[weight.path].append(_part(name, weight, shapes[weight.path]))
+    for name, parts in plan.items():
+        filled = sum(math.prod(part.sizes.values()) for part in parts)
+        assert filled == math.prod(shapes[name]), f"WEIGHTS fills {filled} of {name} {shapes[name]}"
+    return plan
+
+
+def _table(spec: ModelSpec) -> dict[str, Weight]:
+    """`WEIGHTS` with its layers spelled out."""
+    table = {}
+    for name, weight in spec.module.WEIGHTS.items():
+        for i in range(spec.cfg.num_layers if "{i}" in name else 1):
+            path = weight.path.replace("{i}", str(i))
+            table[name.replace("{i}", str(i))] = Weight(path, weight.axes, weight.part)
+    return table
+
+
+def _part(name: str, weight: Weight, shape: tuple[int, ...]) -> Part:
+    place = [slice(None)] * len(shape)
+    if weight.part is not None:
+        dim, start, stop = weight.part
+        place[dim] = slice(start, stop)
+    dims = [len(range(size)[piece]) for size, piece in zip(shape, place, strict=True)]
+    sizes = dict(zip(weight.axes.split("->")[1].split(), dims, strict=True))
+    return Part(name, weight.axes, sizes, tuple(place))
+
+
+def _check(model_dir: Path, spec: ModelSpec, plan: Plan, stored: Mapping[str, StoredTensor]) -> None:
+    """Raises `ModelFormatError` unless the checkpoint holds what the model needs, and nothing else."""
+    parts = {part.name: part for parts in plan.values() for part in parts}
+    missing = sorted(parts.keys() - stored.keys())
+    unused = stored.keys() - parts.keys() - _table(spec).keys()  # a tied lm_head is in the table
+    unexpected = sorted(name for name in unused if not _COMPUTED.fullmatch(name))
+    if missing or unexpected:
+        raise ModelFormatError(
+            f"{model_dir}: the tensors are not those of its config.json: missing {_some(missing)}, "
+            f"unexpected {_some(unexpected)}; take config and weights of one model"
+        )
+    for name, part in parts.items():
+        tensor = stored[name]
+        if tensor.dtype not in FLOATS:
+            raise ModelFormatError(
+                f"{tensor.file}: {name} has dtype {tensor.dtype}, but only {list(FLOATS)} are supported; "
+                "take the model's unquantised weights"
+            )
+        if tensor.shape != part.shape:
+            raise ModelFormatError(
+                f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json implies "
+                f"{list(part.shape)}; take config and weights of one model"
+            )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) or "none") + more
+
+
+def _empty(want: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Uninitialised memory, aligned such that JAX on the CPU uses it as it is rather than a copy."""
+    num_bytes = math.prod(want.shape) * want.dtype.itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(want.dtype).reshape(want.shape)
+
+
+def _fill(host: np.ndarray, part: Part, tensor: StoredTensor, scratch: np.ndarray, pool: Executor) -> None:
+    source = rearrange(read(tensor, scratch, pool), part.axes, **part.sizes)
+    if not _copy(source, host[part.place], pool):
+        raise ModelFormatError(
+            f"{tensor.file}: {part.name} holds values that are not finite in {host.dtype}; "
+            "download the file again, or choose a dtype of wider range"
+        )
+
+
+def _copy(source: np.ndarray, target: np.ndarray, pool: Executor) -> bool:
+    """Casts and copies by tiles (faster than a transposed copy at once). False if not all of it is finite."""
+    steps = list(target.shape)
+    while math.prod(steps) > _TILE:
+        longest = steps.index(max(steps))
+        steps[longest] = -(-steps[longest] // 2)
+    corners = product(*(range(0, size, step) for size, step in zip(target.shape, steps, strict=True)))
+    tiles = [tuple(slice(i, i + step) for i, step in zip(corner, steps, strict=True)) for corner in corners]
+    num_stripes = 64  # a task for each tile would cost more than copying it
+    stripes = (tiles[i::num_stripes] for i in range(min(num_stripes, len(tiles))))
+    return all(pool.map(lambda stripe: _copy_tiles(source, target, stripe), stripes))
+
+
+def _copy_tiles(source: np.ndarray, target: np.ndarray, tiles: list[tuple[slice, ...]]) -> bool:
+    exponent = np.array(np.inf, target.dtype).view(f"u{target.itemsize}")  # all its bits: an infinity or NaN
+    finite = True
+    for tile in tiles:
+        with np.errstate(over="ignore"):
+            block = source[tile].astype(target.dtype, order="K")
+        finite &= bool(((block.view(exponent.dtype) & exponent) != exponent).all())
+        target[tile] = block
+    return finite
+
+
+def _shard(host: np.ndarray, var: nnx.Variable, mesh: Mesh) -> jax.Array:
+    sharding = rules.sharding(var.axes, mesh)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

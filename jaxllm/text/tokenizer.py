@@ -1,0 +1,228 @@
+"""Text to token ids and back: `tokenizer.json` through the `tokenizers` library, or the user's object."""
+
+import copy
+import inspect
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxllm.checkpoint.files import read_json
+from jaxllm.errors import ModelFormatError
+from jaxllm.text.streams import ByteStream, ByteTable, PieceStream, PieceTable, TextStream, WindowStream
+
+FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
+MAX_FILE_BYTES = 100_000_000
+_OTHER_FORMATS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json", "*.tiktoken")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# Decoders that treat each token alone, but for the first one and for byte tokens.
+_TOKENWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
+
+
+class Tokenizer:
+    """A fast tokenizer. `eos_token_id` is None if the tokenizer does not name an end of sequence."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, eos_token: str | None = None):
+        """Takes `backend` over: stored padding and truncation, which are for training, are switched off."""
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self._special = _special_contents(backend)
+        self._tables: dict[bool, ByteTable | PieceTable | None] = {}
+        self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
+
+    @classmethod
+    def from_dir(cls, model_dir: str | os.PathLike[str]) -> "Tokenizer":
+        """Reads `tokenizer.json`, and the special tokens' names from `tokenizer_config.json` if it is there.
+
+        Raises `ModelFormatError` if the files are missing, damaged or larger than 100 MB.
+        """
+        path = Path(model_dir) / FILE
+        if not path.is_file():
+            raise ModelFormatError(_missing(path))
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ModelFormatError(f"{path} is larger than {MAX_FILE_BYTES} bytes; download it again")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+            _encode(backend, "a")  # some damage shows only now
+        except Exception as error:  # the library raises the bare class
+            raise ModelFormatError(f"{path} is not a sound tokenizer ({error}); download it again") from error
+        names = _special_tokens(path.with_name(CONFIG))
+        # The configuration is the newer file of the two: a token may have become special only there.
+        unmarked = sorted(set(names.values()) - _special_contents(backend))
+        backend.add_special_tokens([name for name in unmarked if backend.token_to_id(name) is not None])
+        return cls(backend, eos_token=names.get("eos_token"))
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of tokens, added ones included; None if it is unknown."""
+        return self._backend.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer's own rules add. Raises `ValueError`."""
+        return _encode(self._backend, text)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD, ids without a token nothing."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def stream(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+        """An incremental decoder of what follows the prompt.
+
+        After a prompt the first token keeps its leading space, which `decode` strips at the start of a text.
+        """
+        if skip_special_tokens not in self._tables:
+            self._tables[skip_special_tokens] = self._table(skip_special_tokens)
+        table = self._tables[skip_special_tokens]
+        if isinstance(table, ByteTable):
+            return ByteStream(table)
+        if isinstance(table, PieceTable):
+            return PieceStream(table, prompt_token_ids)
+        return WindowStream(lambda ids: self.decode(ids, skip_special_tokens), prompt_token_ids)
+
+    def _table(self, skip_special_tokens: bool) -> ByteTable | PieceTable | None:
+        """What each token decodes to, if this tokenizer's decoder allows to say so."""
+        skipped = self._special if skip_special_tokens else frozenset()
+        decoder = self._backend.decoder
+        steps = [] if decoder is None else _flatten(json.loads(decoder.__getstate__()))
+        if [step["type"] for step in steps] == ["ByteLevel"]:
+            return ByteTable(self._backend, skipped)
+        anchor = self._anchor()
+        if anchor is None or not all(_is_tokenwise(step) for step in steps):
+            return None
+        has_bytes = any(step["type"] == "ByteFallback" for step in steps)
+        return PieceTable(self._backend, skipped, anchor, has_bytes)
+
+    def _anchor(self) -> int | None:
+        """A token that ends in a letter or digit: decoders strip nothing behind it."""
+        for token in range(self._backend.get_vocab_size()):
+            name = self._backend.id_to_token(token)
+            if name and name[-1].isalnum() and name not in self._special:
+                return token
+        return None
+
+
+class _Adapter(Tokenizer):
+    """Any object with `encode` and `decode`: a slow tokenizer, SentencePiece, tiktoken, or the user's own."""
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+        self._skips_special_tokens = _accepts(inner.decode, "skip_special_tokens")
+        eos = getattr(inner, "eos_token_id", None)
+        self.eos_token_id = eos if isinstance(eos, int) else None
+
+    @property
+    def vocab_size(self) -> int | None:
+        if hasattr(self._inner, "__len__"):
+            return len(self._inner)
+        size = getattr(self._inner, "vocab_size", None)
+        return size() if callable(size) else size
+
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._inner.encode(text)]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if self._skips_special_tokens:
+            return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._inner.decode(list(ids))
+
+    def stream(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+        return WindowStream(lambda ids: self.decode(ids, skip_special_tokens), prompt_token_ids)
+
+
+def wrap(tokenizer: Any) -> Tokenizer:
+    """A `Tokenizer` for whatever the user has: ours, a `tokenizers.Tokenizer`, one of transformers, a model
+    directory or its `tokenizer.json`, or an object with `encode(text) -> ids` and `decode(ids) -> text`.
+
+    The user's object is never changed. Raises `TypeError` for anything else.
+    """
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | os.PathLike):
+        path = Path(tokenizer)
+        return Tokenizer.from_dir(path.parent if path.name == FILE else path)
+    if isinstance(tokenizer, tokenizers.Tokenizer):
+        return Tokenizer(copy.deepcopy(tokenizer))
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # a fast tokenizer of transformers
+    if isinstance(backend, tokenizers.Tokenizer):
+        eos = getattr(tokenizer, "eos_token", None)
+        return Tokenizer(copy.deepcopy(backend), eos_token=None if eos is None else str(eos))
+    if callable(getattr(tokenizer, "encode", None)) and callable(getattr(tokenizer, "decode", None)):
+        return _Adapter(tokenizer)
+    raise TypeError(
+        f"a {type(tokenizer).__name__} is not a tokenizer; pass a model directory with {FILE}, a "
+        "tokenizers.Tokenizer, a transformers tokenizer, or an object with encode(text) -> ids and "
+        "decode(ids) -> text"
+    )
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    try:
+        return backend.encode(text).ids
+    except TypeError as error:
+        halves = [i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"]
+        raise ValueError(
+            f"the text holds half of a surrogate pair at character {halves[0]}, which is not Unicode; "
+            "decode its source as UTF-8, or with errors='replace'"
+        ) from error
+    except BaseException as error:
+        # The library's panics on damaged files aren't Exceptions, and would end a server.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer is damaged and failed on a text ({error}); get it again") from error
+
+
+def _missing(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{folder} is not a directory; pass the directory that holds {FILE}"
+    others = sorted({file.name for pattern in _OTHER_FORMATS for file in folder.glob(pattern)})
+    if not others:
+        return f"{path} is missing; take the whole model directory, in Hugging Face format"
+    return (
+        f"{path} is missing, and only {', '.join(others)} is there; a fast {FILE} is needed. Make one with "
+        f"transformers: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    )
+
+
+def _special_tokens(path: Path) -> dict[str, str]:
+    """The special tokens that a `tokenizer_config.json` names: {"eos_token": "</s>"}."""
+    config = read_json(path) if path.is_file() else {}
+    names = {}
+    for key in _SPECIAL_TOKENS:
+        token = config.get(key)
+        name = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(name, str | None):
+            raise ModelFormatError(f"{path}: {key}={token!r:.100} must be a string; download it again")
+        if name:
+            names[key] = name
+    return names
+
+
+def _special_contents(backend: tokenizers.Tokenizer) -> set[str]:
+    return {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+
+
+def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] == "Sequence":
+        return [step for inner in decoder["decoders"] for step in _flatten(inner)]
+    return [decoder]
+
+
+def _is_tokenwise(step: dict[str, Any]) -> bool:
+    if step["type"] == "Strip":  # more than one space could reach into the second token, the end into any
+        return step["start"] <= 1 and step["stop"] == 0
+    if step["type"] == "Replace":  # a longer pattern could match across tokens
+        return len(step["pattern"].get("String", "")) == 1
+    return step["type"] in _TOKENWISE
+
+
+def _accepts(function: Any, name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a built-in function without a signature
+        return False
+    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
