@@ -1,6 +1,6 @@
 """Trains the small model that the package ships, on the source of Python's standard library.
 
-    python scripts/train_default_model.py --out jaxllm/default_model --minutes 65
+    python -m scripts.train_default_model --out jaxllm/default_model --minutes 65
 
 From end to end: source files, a byte-level BPE tokenizer, `jaxllm.models.llama` with `Dense` attention and AdamW
 in float32, a directory in Hugging Face format. The learning rate follows the wall clock, so that a run ends on
@@ -14,9 +14,9 @@ import math
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,18 +27,20 @@ import optax
 from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from safetensors.flax import save_file
+from safetensors.flax import save
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from jaxllm.models import llama
 from jaxllm.models.cache import Dense
+
+log = partial(print, file=sys.stderr, flush=True)
 
 MAX_BYTES = 12_000_000  # of the whole directory
 MAX_LEN = 1024  # tokens
 BOS, EOS = "<|bos|>", "<|eos|>"
 SPECIAL_TOKENS = [BOS, EOS, "<|user|>", "<|assistant|>"]
 # Tests, tables of characters, and the build's own paths teach a small model little.
-LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "encodings"}
+LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "encodings", "python-config.py"}
 # A word keeps one character before it (" x", ".x", "_x"), each digit stands alone, indentation is one piece.
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -53,7 +55,7 @@ class Report(NamedTuple):
 @dataclass(frozen=True)
 class TrainState:
     params: nnx.State
-    optimizer: optax.OptState
+    moments: optax.OptState
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
@@ -64,18 +66,11 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--holdout", type=float, default=0.02, help="share of the files kept for validation")
     add("--minutes", type=float, default=65.0, help="time to train for")
     add("--steps", type=int, default=None, help="stop after this many steps, if that is sooner")
-    add("--vocab", type=int, default=4096)
-    add("--layers", type=int, default=6)
-    add("--embed", type=int, default=256)
-    add("--heads", type=int, default=4)
-    add("--kv-heads", type=int, default=2)
-    add("--head-dim", type=int, default=64)
-    add("--mlp", type=int, default=640)
-    add("--batch", type=int, default=8, help="rows a step")
-    add("--seq-len", type=int, default=256, help="tokens a row")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
-    add("--weight-decay", type=float, default=0.1)
-    add("--seed", type=int, default=0)
+    add("--batch", type=int, default=4, help="rows a step, of --seq-len tokens each")
+    sizes = {"seq-len": 256, "vocab": 4096, "layers": 6, "embed": 256, "heads": 4, "kv-heads": 2, "head-dim": 64}
+    for name, default in (sizes | {"mlp": 640, "seed": 0}).items():
+        add(f"--{name}", type=int, default=default)
     return parser.parse_args(argv)
 
 
@@ -89,29 +84,24 @@ def read_source(folder: Path, holdout: float) -> tuple[list[str], list[str]]:
             chosen = int.from_bytes(digest[:4]) < holdout * 2**32
             (heldout if chosen else train).append(path.read_text(encoding="utf-8"))
     if not train or not heldout:
-        raise ValueError(
-            f"{folder} gives {len(train)} files to train on and {len(heldout)} held out; both need some: "
-            "take a --source with more *.py files or another --holdout"
-        )
+        found = f"{len(train)} files to train on and {len(heldout)} held out"
+        raise ValueError(f"{folder} gives {found}; take a --source of more *.py files or another --holdout")
     return train, heldout
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
     """Byte-level BPE (arXiv 1508.07909) with a start token before each text."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab, special_tokens=SPECIAL_TOKENS, initial_alphabet=to_bytes.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-    )
+    start = (BOS, tokenizer.token_to_id(BOS))
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[start])
     return tokenizer
 
 
@@ -123,23 +113,21 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 def hf_config(options: argparse.Namespace, tokenizer: Tokenizer) -> dict:
     """A `config.json` for transformers 5 (`rope_parameters`, `dtype`) and 4 (`rope_theta`, `torch_dtype`)."""
-    theta = 10000.0
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.get_vocab_size(),
         "hidden_size": options.embed, "intermediate_size": options.mlp, "num_hidden_layers": options.layers,
         "num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads,
         "head_dim": options.head_dim, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "max_position_embeddings": MAX_LEN, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
-        "rope_theta": theta, "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "tie_word_embeddings": True, "bos_token_id": tokenizer.token_to_id(BOS),
-        "eos_token_id": tokenizer.token_to_id(EOS), "dtype": "bfloat16", "torch_dtype": "bfloat16",
+        "max_position_embeddings": MAX_LEN, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS),
+        "dtype": "bfloat16", "torch_dtype": "bfloat16",
     }  # fmt: skip
 
 
 def batches(tokens: np.ndarray, batch: int, seq_len: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """Endless `[batch, seq_len + 1]`: each epoch cuts the tokens elsewhere and shuffles the rows."""
-    num_rows = len(tokens) // seq_len - 2
-    if num_rows < batch:
+    if (num_rows := len(tokens) // seq_len - 1) < batch:
         raise ValueError(f"{len(tokens)} tokens are too few for {batch} rows of {seq_len}; take a larger --source")
     while True:
         starts = rng.integers(seq_len) + seq_len * rng.permutation(num_rows)
@@ -155,53 +143,42 @@ def mean_loss(model: llama.Model, rows: Int[Array, "batch len_plus_1"]) -> Float
     return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), targets).mean()
 
 
-def adamw(weight_decay: float) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) without its learning rate, for matrices decayed and vectors not."""
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.scale_by_adam(b1=0.9, b2=0.98),
-        optax.add_decayed_weights(weight_decay, mask=partial(jax.tree.map, lambda p: p.ndim > 1)),
-    )
+# AdamW (arXiv 1711.05101) at a learning rate of 1, which `train_step` scales; matrices alone decay.
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adamw(1.0, b1=0.9, b2=0.98, weight_decay=0.1, mask=partial(jax.tree.map, lambda p: p.ndim > 1)),
+)
 
 
-def make_step(graph: nnx.GraphDef, optimizer: optax.GradientTransformation) -> Callable:
-    """Compiles `(state, rows, rate) -> (state, loss)`; the state is donated."""
-
-    @partial(jax.jit, donate_argnames="state")
-    def step(state: TrainState, rows: Array, rate: Array) -> tuple[TrainState, Array]:
-        loss, grads = jax.value_and_grad(lambda p: mean_loss(nnx.merge(graph, p), rows))(state.params)
-        updates, moments = optimizer.update(grads, state.optimizer, state.params)
-        params = jax.tree.map(lambda p, update: p - rate * update, state.params, updates)
-        return TrainState(params, moments), loss
-
-    return step
-
-
-def rate_at(progress: float) -> float:
-    """Share of the peak learning rate: a linear start over 2 % of the run, then a cosine to zero."""
-    return min(1.0, progress / 0.02) * (1 + math.cos(math.pi * progress)) / 2
+@partial(jax.jit, static_argnames="graph", donate_argnames="state")
+def train_step(graph: nnx.GraphDef, state: TrainState, rows: Array, rate: Array) -> tuple[TrainState, Array]:
+    """The state after one update, and the loss before it; `state` is donated."""
+    loss, grads = jax.value_and_grad(lambda p: mean_loss(nnx.merge(graph, p), rows))(state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax counts steps in int32 and raises floats to them
+        updates, moments = OPTIMIZER.update(grads, state.moments, state.params)
+    params = jax.tree.map(lambda p, update: p + rate * update, state.params, updates)
+    return TrainState(params, moments), loss
 
 
 def train(model: llama.Model, tokens: np.ndarray, options: argparse.Namespace) -> tuple[nnx.State, list[float]]:
-    """Trains until time or steps are up, the last fifth on rows of `MAX_LEN`, so that all positions are seen."""
+    """Trains until time or steps are up, the last tenth on rows of `MAX_LEN`, so that all positions are seen."""
     graph, params = nnx.split(model)
-    optimizer = adamw(options.weight_decay)
-    state, step = TrainState(params, optimizer.init(params)), make_step(graph, optimizer)
-    rng, step_tokens = np.random.default_rng(options.seed), options.batch * options.seq_len
+    state = TrainState(params, OPTIMIZER.init(params))
+    rng = np.random.default_rng(options.seed)
     short = batches(tokens, options.batch, options.seq_len, rng)
-    long = batches(tokens, max(1, step_tokens // MAX_LEN), MAX_LEN, rng)
-
+    long = batches(tokens, max(1, options.batch * options.seq_len // MAX_LEN), MAX_LEN, rng)
     start = logged = time.monotonic()
     losses, num_tokens, progress = [], 0, 0.0
     while progress < 1:
-        rows = next(short if progress < 0.8 else long)
-        state, loss = step(state, rows, np.float32(options.lr * rate_at(progress)))
+        rows = next(short if progress < 0.9 else long)
+        share = min(1.0, progress / 0.02) * (1 + math.cos(math.pi * progress)) / 2  # warm-up, cosine to zero
+        state, loss = train_step(graph, state, rows, np.float32(options.lr * share))
         losses.append(float(loss))
         num_tokens += rows[:, 1:].size
         seconds = time.monotonic() - start
         progress = max(seconds / (60 * options.minutes), len(losses) / (options.steps or math.inf))
         if time.monotonic() - logged > 10 or progress >= 1:
-            logged, recent = time.monotonic(), sum(losses[-20:]) / len(losses[-20:])
+            logged, recent = time.monotonic(), np.mean(losses[-50:])
             log(f"{progress:4.0%}  step {len(losses)}  loss {recent:.3f}  {num_tokens / seconds:.0f} tokens/s")
     log(f"trained on {num_tokens} tokens ({num_tokens / len(tokens):.1f} epochs) in {seconds / 60:.1f} minutes")
     return state.params, losses
@@ -209,56 +186,44 @@ def train(model: llama.Model, tokens: np.ndarray, options: argparse.Namespace) -
 
 def heldout_loss(model: llama.Model, tokens: np.ndarray) -> float:
     """Nats per token, in rows of at most `MAX_LEN`."""
-    graph, params = nnx.split(model)
-    loss = jax.jit(lambda params, rows: mean_loss(nnx.merge(graph, params), rows))
+    loss = nnx.jit(mean_loss)
     seq_len = min(MAX_LEN, len(tokens) - 1)
     starts = range(0, len(tokens) - seq_len, seq_len)
-    return sum(float(loss(params, tokens[None, i : i + seq_len + 1])) for i in starts) / len(starts)
+    return sum(float(loss(model, tokens[None, i : i + seq_len + 1])) for i in starts) / len(starts)
 
 
 def hf_tensors(model: llama.Model) -> dict[str, jax.Array]:
-    """Tensors under their Hugging Face names: what `llama.WEIGHTS` says of loading, backwards."""
+    """bfloat16 tensors under their Hugging Face names: what `llama.WEIGHTS` says of loading, backwards."""
+    params = {".".join(map(str, path)): var[...] for path, var in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     tensors = {}
     for name, weight in llama.WEIGHTS.items():
         if name == "lm_head.weight" and model.cfg.tie_embeddings:
             continue
         theirs, ours = weight.axes.split(" -> ")
         for i in range(model.cfg.num_layers if "{i}" in name else 1):
-            value = reduce(_child, weight.path.format(i=i).split("."), model)[...]
+            value = params[weight.path.format(i=i)]
             if weight.part is not None:
                 axis, begin, end = weight.part
                 value = value[(slice(None),) * axis + (slice(begin, end),)]
-            tensors[name.format(i=i)] = rearrange(value, f"{ours} -> {theirs}")
+            tensors[name.format(i=i)] = rearrange(value.astype(jnp.bfloat16), f"{ours} -> {theirs}")
     return tensors
 
 
-def _child(node, key: str):
-    return node[int(key)] if key.isdigit() else getattr(node, key)
-
-
 def export(out: Path, model: llama.Model, config: dict, tokenizer: Tokenizer) -> None:
-    """Writes the directory; its files are those that transformers would write."""
+    """Writes the directory that transformers would write."""
     out.mkdir(parents=True, exist_ok=True)
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    texts = {
-        "config.json": config,
-        "generation_config.json": ids,
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-            "clean_up_tokenization_spaces": False, "model_max_length": MAX_LEN,
-        },
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+    text = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
+        "clean_up_tokenization_spaces": False, "model_max_length": MAX_LEN,
     }  # fmt: skip
-    for name, value in texts.items():
-        (out / name).write_text(json.dumps(value, indent=2) + "\n")
+    for kind, value in {"config": config, "generation_config": generation, "tokenizer_config": text}.items():
+        (out / f"{kind}.json").write_text(json.dumps(value, indent=2) + "\n")
     tokenizer.save(str(out / "tokenizer.json"))
-    save_file(hf_tensors(model), out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").write_bytes(save(hf_tensors(model), metadata={"format": "pt"}))
     num_bytes = sum(path.stat().st_size for path in out.iterdir() if path.is_file())
     assert num_bytes <= MAX_BYTES, f"{out} holds {num_bytes} bytes, more than {MAX_BYTES}; take smaller sizes"
     log(f"wrote {out} ({num_bytes / 1e6:.2f} MB)")
-
-
-def log(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> Report:
@@ -270,18 +235,14 @@ def main(argv: list[str] | None = None) -> Report:
     log(f"{len(tokens)} tokens to train on, {len(heldout)} held out ({heldout_bytes / len(heldout):.2f} bytes each)")
 
     config = hf_config(options, tokenizer)
-    cfg = llama.Config.from_hf(config, dtype=jnp.float32)
-    model = llama.Model(cfg, rngs=nnx.Rngs(params=options.seed))
+    model = llama.Model(llama.Config.from_hf(config), rngs=nnx.Rngs(params=options.seed))
     params, losses = train(model, tokens, options)
-
-    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.float32), rounded))
+    nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), params))
     loss = heldout_loss(model, heldout)
-    report = Report(losses, loss, loss / math.log(2) * len(heldout) / heldout_bytes)
-    log(f"held out, as rounded to bfloat16: {loss:.4f} nats per token, {report.bits_per_byte:.4f} bits per byte")
-    nnx.update(model, rounded)
+    bits_per_byte = loss / math.log(2) * len(heldout) / heldout_bytes
+    log(f"held out, as rounded to bfloat16: {loss:.4f} nats per token, {bits_per_byte:.4f} bits per byte")
     export(options.out, model, config, tokenizer)
-    return report
+    return Report(losses, loss, bits_per_byte)
 
 
 if __name__ == "__main__":

@@ -173,6 +173,7 @@ def test_options_reach_the_engine_and_the_request(llm):
         --stop x --stop yz --stop-token-ids 4 --stop-token-ids 5 --ignore-eos
     """
     generate.main(arguments.split())
+    assert llm.made.kwargs.pop("seed") is not None
     assert llm.made.kwargs == {
         "model": "dir", "dtype": "float32", "mesh": "tensor=2", "max_model_len": 64, "max_num_seqs": 4,
         "max_num_batched_tokens": 8, "block_size": 2, "num_blocks": 9, "enable_prefix_caching": False,
@@ -185,8 +186,11 @@ def test_options_reach_the_engine_and_the_request(llm):
 
 def test_options_left_out_are_left_to_the_engine(llm):
     generate.main(["p"])
-    assert llm.made.kwargs == {}
+    first_seed = llm.made.kwargs["seed"]
+    assert llm.made.kwargs == {"seed": first_seed}
     assert (llm.made.params.temperature, llm.made.params.max_tokens) == (0.8, 128)
+    generate.main(["p"])
+    assert llm.made.kwargs["seed"] != first_seed  # another text each time
 
 
 @pytest.mark.parametrize("arguments", [[], ["--file", "-"]])
@@ -299,6 +303,7 @@ def test_a_closed_pipe_ends_quietly():
         from jaxllm.outputs import CompletionOutput, RequestOutput
 
         class LLM:
+            def __init__(self, seed): pass
             def __enter__(self): return self
             def __exit__(self, *_): print("closed", file=sys.stderr)
             def stream(self, prompts, params):

@@ -86,7 +86,7 @@ class Engine:
         for sample in group.samples:
             self.scheduler.add(sample)
 
-    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
+    def validate(self, prompt_token_ids: Sequence[Any], params: SamplingParams) -> list[int]:
         """The prompt as a list, if this engine can serve it with `params`; ValueError otherwise."""
         ids = list(prompt_token_ids)
         if not ids:

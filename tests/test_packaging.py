@@ -1,0 +1,98 @@
+"""The folders install as one package, imports point one way, and commands start without jax."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jaxllm.models.qwen3
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"jaxllm": "jaxllm", "models": "jaxllm.models", "sharding": "jaxllm.sharding",
+           "pallas_kernels": "jaxllm.pallas_kernels"}  # fmt: skip
+
+
+def sources() -> dict[str, Path]:
+    """Module name -> file, of the whole package."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *(p for p in parts if p != "__init__")])] = file
+    return found
+
+
+def imports(file: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names
+
+
+def test_pyproject_lists_every_package():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        ".".join([name, *init.parent.relative_to(ROOT / folder).parts])
+        for name, folder in tool["package-dir"].items()
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+    assert found == set(tool["packages"])
+
+
+def test_generic_names_stay_out_of_the_import_path():
+    assert not {"models", "sharding", "pallas_kernels"} & set(sys.modules)
+
+
+def test_all_folders_come_from_one_tree():
+    home = Path(jaxllm.__file__).parents[1]
+    assert Path(jaxllm.models.qwen3.__file__).is_relative_to(home)
+
+
+@pytest.mark.parametrize(
+    ("layer", "forbidden"),
+    [
+        ("jaxllm.pallas_kernels", ["jaxllm.models", "jaxllm.sharding", "jaxllm.engine", "jaxllm.llm"]),
+        ("jaxllm.sharding", ["jaxllm.models", "jaxllm.pallas_kernels", "jaxllm.engine", "jaxllm.llm"]),
+        ("jaxllm.models", ["jaxllm.engine", "jaxllm.checkpoint", "jaxllm.llm", "jaxllm.text"]),
+        ("jaxllm.checkpoint", ["jaxllm.engine", "jaxllm.llm"]),
+        ("jaxllm.text", ["jaxllm.engine", "jaxllm.llm", "jax"]),
+        ("jaxllm.engine", ["jaxllm.llm", "jaxllm.async_llm", "jaxllm.build", "jaxllm.checkpoint"]),
+        ("jaxllm.engine.scheduler", ["jax", "numpy", "jaxllm.engine.runner", "jaxllm.models"]),
+        ("jaxllm.engine.block_pool", ["jax", "numpy", "jaxllm.engine.scheduler"]),
+        ("jaxllm.engine.request", ["jax", "numpy", "jaxllm.engine.scheduler"]),
+        ("jaxllm.engine.runner", ["jaxllm.engine.engine"]),
+    ],
+)
+def test_imports_point_one_way(layer, forbidden):
+    modules = {name: file for name, file in sources().items() if name == layer or name.startswith(f"{layer}.")}
+    assert modules
+    for name, file in modules.items():
+        for imported in imports(file):
+            bad = [f for f in forbidden if imported == f or imported.startswith(f"{f}.")]
+            assert not bad, f"{name} imports {imported}"
+
+
+def test_no_module_takes_pickles():
+    for name, file in sources().items():
+        assert not {"pickle", "cloudpickle", "dill", "torch"} & imports(file), name
+
+
+@pytest.mark.parametrize("command", ["jaxllm.generate", "jaxllm.bench"])
+def test_help_needs_no_jax(command):
+    code = f"""
+import runpy, sys
+sys.argv = ["x", "--help"]
+try:
+    runpy.run_module({command!r}, run_name="__main__")
+finally:
+    assert "jax" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+

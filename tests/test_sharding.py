@@ -1,0 +1,74 @@
+"""The same tokens on one device and on several, and meshes that don't fit."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jaxllm import LLM
+from jaxllm.errors import MeshError
+from jaxllm.sharding.mesh import make_mesh, rename_axes
+from jaxllm.sharding.rules import partition_spec
+from tests.tiny import Tiny, clean, greedy, ids, make_llm, prompts_of, tokens
+
+PROMPTS = prompts_of([1, 5, 16, 33, 7])
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """Four KV heads, so that four devices can have one each."""
+    return Tiny(kv_heads=4)
+
+
+@pytest.mark.parametrize("mesh", ["tensor=2", "tensor=4", "data=2,tensor=2"])
+def test_the_same_tokens_on_every_mesh(wide, mesh):
+    with make_llm(wide.model, mesh=mesh, max_num_seqs=4, max_num_batched_tokens=8) as llm:
+        size = llm.engine.runner.mesh.shape["tensor"]
+        for _ in range(2):  # the second time with prefix hits
+            for prompt, output in zip(PROMPTS, tokens(llm.generate(ids(*PROMPTS), greedy(8))), strict=True):
+                wide.assert_greedy(prompt, output)
+        pool = llm.engine.runner._state.kv_pools[0]
+        assert pool.sharding.shard_shape(pool.shape)[2] == 4 // size
+        sharded = [leaf for leaf in llm.engine.runner._leaves if not leaf.sharding.is_fully_replicated]
+        assert len(sharded) >= 4 * wide.cfg.num_layers
+        clean(llm)
+
+
+def test_the_callers_mesh_and_parameters_are_used_where_they_lie(wide):
+    theirs = Mesh(np.array(jax.devices()[2:4]), ("model",), axis_types=(AxisType.Explicit,))
+    with pytest.raises(MeshError, match=r"\['model'\] are unknown.*rename_axes"):
+        LLM(wide.model, mesh=theirs)
+    mesh = rename_axes(theirs, {"model": "tensor"})
+    with make_llm(wide.model, mesh=mesh, max_num_seqs=1, max_num_batched_tokens=8) as llm:
+        assert set(llm.engine.runner.mesh.devices.flat) == set(jax.devices()[2:4])
+        placed = llm.engine.runner._leaves
+        for prompt, output in zip(PROMPTS, tokens(llm.generate(ids(*PROMPTS), greedy(3))), strict=True):
+            wide.assert_greedy(prompt, output)
+        llm.update_params(jax.tree.unflatten(jax.tree.structure(llm.engine.runner.abstract_params), placed))
+        addresses = [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in placed]
+        again = [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in llm.engine.runner._leaves]
+        assert addresses == again  # no copy
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("tensor=3", "3 devices, which do not divide the 96 vocab of embed|do not divide the 4 kv_heads"),
+        ("tensor=8", "needs 8 devices, but there are 4"),
+        ("tensor", "expected e.g. 'tensor=4'"),
+        ("banana=2", "expected e.g. 'tensor=4'"),
+        ("tensor=2,tensor=2", "each once"),
+        ("tensor=0", "expected e.g."),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused_with_the_reason(wide, mesh, message):
+    with pytest.raises(MeshError, match=message):
+        LLM(wide.model, mesh=mesh)
+
+
+def test_rules():
+    mesh = make_mesh("data=2,tensor=2")
+    assert partition_spec(("embed", "kv_heads", None), mesh) == PartitionSpec(None, "tensor", None)
+    assert partition_spec(("experts",), mesh) == PartitionSpec(None)  # the mesh has no such axis
+    with pytest.raises(ValueError, match="twice"):
+        partition_spec(("heads", "kv_heads"), mesh)
