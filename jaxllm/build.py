@@ -65,14 +65,15 @@ def build_engine(
     if not callable(source.params):
         state = place_params(source.params, state, mesh)
     shape = _model_shape(source.cfg, graph, state, mesh)
-    max_num_seqs = max_num_seqs or MAX_NUM_SEQS.get(platform, 256)
+    max_num_seqs = _default(max_num_seqs, MAX_NUM_SEQS.get(platform, 256))
     wanted = EngineConfig(
-        max_model_len=max_model_len or source.cfg.max_len,
+        max_model_len=_default(max_model_len, source.cfg.max_len),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens
-        or max(max_num_seqs, MAX_NUM_BATCHED_TOKENS.get(platform, 2048)),
-        block_size=block_size or BLOCK_SIZE,
-        num_blocks=num_blocks or 2**30,  # resolved below
+        max_num_batched_tokens=_default(
+            max_num_batched_tokens, max(max_num_seqs, MAX_NUM_BATCHED_TOKENS.get(platform, 2048))
+        ),
+        block_size=_default(block_size, BLOCK_SIZE),
+        num_blocks=_default(num_blocks, 2**30),  # resolved below
         enable_prefix_caching=enable_prefix_caching,
         seed=seed,
     )
@@ -84,6 +85,10 @@ def build_engine(
         runner.close()
         raise
     return Engine(runner, vocab=source.cfg.vocab, eos_ids=source.eos_ids, tokenizer=source.tokenizer)
+
+
+def _default(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def _source(model: Any, dtype: str, platform: str, tokenizer: Any) -> Source:

@@ -111,11 +111,11 @@ class FakeEngine:
         self.poison: set[Request] = set()  # a step with one of them fails
         self.failures: Counter[Request] = Counter()
 
-    def add(self, prompt, max_new=4, *, seed=0, eos=False, min_tokens=0, **fields) -> Request:
+    def add(self, prompt, max_new=4, *, seed=0, eos=False, stop_ids=(), min_tokens=0, **fields) -> Request:
         request = Request(
             prompt_token_ids=list(prompt), params=SamplingParams(min_tokens=min_tokens, max_tokens=None), seed=seed,
             arrival=len(self.requests), max_total_len=min(len(prompt) + max_new, self.capacity),
-            stop_ids=frozenset({EOS} if eos else ()), eos_ids=frozenset({EOS}), **fields,
+            stop_ids=frozenset([EOS] if eos else stop_ids), eos_ids=frozenset([EOS]), **fields,
         )  # fmt: skip
         self.requests.append(request)
         self.scheduler.add(request)

@@ -1,0 +1,279 @@
+"""One test for each clause of the step contract (design, section 4) that the scheduler keeps."""
+
+import itertools
+
+import pytest
+
+from jaxllm.engine.block_pool import BlockPool
+from jaxllm.engine.request import Request, Status
+from jaxllm.engine.scheduler import Scheduler
+from jaxllm.sampling_params import SamplingParams
+from tests.fake_engine import FakeEngine, expected, truth
+
+
+def rows(plan):
+    return [] if plan is None else plan.rows
+
+
+def test_abort_in_flight_drops_the_result_and_frees_the_blocks():
+    engine = FakeEngine()
+    a, b = engine.add([1], 6), engine.add([2], 6)
+    engine.step()
+    engine.step()
+    assert a in engine.sampling_in_flight() and len(a.output_token_ids) == 1
+    engine.abort(a)
+    assert a.block_ids == [] and a.slot == -1
+    assert rows(engine.step()) == [b]
+    assert len(a.output_token_ids) == 1 and a.finish_reason == "abort"
+    engine.run()
+    assert len(b.output_token_ids) == 6
+
+
+def test_abort_while_waiting_and_twice():
+    engine = FakeEngine(max_num_seqs=1)
+    a, b, c = engine.add([1]), engine.add([2]), engine.add([1])
+    engine.step()
+    engine.abort(b)
+    engine.abort(b)
+    assert engine.scheduler.num_waiting == 1
+    engine.run()
+    assert (a.finish_reason, b.finish_reason, c.finish_reason) == ("length", "abort", "length")
+    assert b.output_token_ids == []
+
+
+def full_pool():
+    """Two requests that fill the pool's four blocks; the next step needs a block for the older one."""
+    engine = FakeEngine(num_blocks=4, block_size=2, max_num_seqs=2)
+    old, young = engine.add([1, 1, 1], 5, seed=1), engine.add([2, 2, 2], 5, seed=2)
+    engine.step()
+    engine.step()
+    assert engine.pool.num_free == 0 and old.num_computed == young.num_computed == 4
+    return engine, old, young
+
+
+def test_victim_in_flight_is_drained_then_evicted_and_keeps_its_token():
+    engine, old, young = full_pool()
+    assert young in engine.sampling_in_flight() and len(young.output_token_ids) == 1
+    plan = engine.step()
+    assert plan is None and young.status is Status.DRAINING
+    assert len(young.output_token_ids) == 2 and young.block_ids
+    plan = engine.step()
+    assert plan.decodes == [old] and len(plan.new_blocks) == 1
+    assert young.status is Status.WAITING and not young.block_ids and len(young.output_token_ids) == 2
+    assert engine.scheduler.num_preemptions == 1
+    engine.run()
+
+
+def test_abort_of_a_draining_request():
+    engine, old, young = full_pool()
+    engine.step()
+    assert young.status is Status.DRAINING
+    engine.abort(young)
+    assert engine.step().decodes == [old]
+    engine.run()
+    assert engine.scheduler.num_preemptions == 0 and len(old.output_token_ids) == 5
+
+
+def test_victim_is_last_by_priority_then_arrival():
+    engine = FakeEngine(num_blocks=6, block_size=2, max_num_seqs=3)
+    a, b, c = (engine.add([t] * 3, 5, seed=t, priority=p) for t, p in ((1, 0), (2, 1), (3, 0)))
+    engine.step()
+    engine.step()
+    engine.step()
+    assert [r.status for r in (a, b, c)] == [Status.RUNNING, Status.DRAINING, Status.RUNNING]
+    engine.run()
+
+
+def test_preempted_prefill_loses_its_row_at_once():
+    """No token of it is in flight, so nothing has to be drained."""
+    engine = FakeEngine(num_blocks=9, block_size=2, max_num_seqs=2, max_tokens=4)
+    old, young = engine.add([1], 6), engine.add([2] * 14, 2)
+    engine.step(max_tokens=3)
+    assert young.num_computed == 2 and engine.pool.num_free == 1
+    engine.step(max_tokens=2)
+    plan = engine.step(max_tokens=2)
+    assert plan.rows == [old, young]
+    engine.step(max_tokens=2)
+    plan = engine.step(max_tokens=2)
+    assert plan.decodes == [old] and young.epoch == 1 and young.output_token_ids == []
+    engine.run()
+
+
+def ends_after(num_tokens):
+    """A request whose last token of so many is the end of sequence."""
+    for seed in itertools.count():
+        engine = FakeEngine()
+        request = engine.add([1], 9, seed=seed, eos=True)
+        if len(expected(request)[0]) == num_tokens:
+            return engine, request
+
+
+def test_end_of_sequence_in_flight_computes_one_token_too_many_and_drops_it():
+    engine, request = ends_after(3)
+    computed = 0
+    while engine.scheduler.has_work() or engine.in_flight:
+        computed += len(rows(engine.step()))
+    assert request.finish_reason == "stop" and request.stop_reason is None
+    assert len(request.output_token_ids) == 3 and computed == 4
+
+
+def test_stop_token_is_the_stop_reason_but_end_of_sequence_is_not():
+    engine = FakeEngine()
+    request = engine.add([1], 9, stop_ids=[1])
+    engine.run()
+    assert (request.finish_reason, request.stop_reason, request.output_token_ids[-1]) == ("stop", 1, 1)
+
+
+def test_length_stop_is_known_when_planning():
+    engine = FakeEngine()
+    request = engine.add([1, 2, 1], 3)
+    assert [rows(engine.step()) for _ in range(4)] == [[request]] * 3 + [[]]
+    assert request.finish_reason == "length" and len(request.output_token_ids) == 3
+
+
+def test_host_dependent_runs_every_other_step_and_nobody_waits():
+    engine = FakeEngine()
+    slow, fast = engine.add([1], 4, host_dependent=True), engine.add([2], 4)
+    plans = [rows(engine.step()) for _ in range(4)]
+    assert [slow in plan for plan in plans] == [True, False, True, False]
+    assert all(fast in plan for plan in plans)
+    engine.run()
+
+
+@pytest.mark.parametrize("fail", ["dispatch", "collect"])
+def test_failed_step_is_recomputed(fail):
+    engine = FakeEngine()
+    a, b = engine.add([1, 2, 1], 6, seed=1), engine.add([2], 6, seed=2)
+    for _ in range(3):
+        engine.step()
+    before = len(a.output_token_ids)
+    engine.step(fail=fail)
+    assert engine.pool.num_used == 0 and a.status is b.status is Status.WAITING
+    assert len(a.output_token_ids) == before + (fail == "dispatch")  # the step before had succeeded
+    engine.run()
+    assert a.finish_reason == b.finish_reason == "length"
+
+
+def test_poison_request_is_quarantined_alone():
+    engine = FakeEngine()
+    neighbours = [engine.add([1], 6, seed=1), engine.add([2], 6, seed=2)]
+    poison = engine.add([1, 1], 6)
+    later = [engine.add([2, 2], 6, seed=3), engine.add([2, 1], 6, seed=4)]
+    engine.poison.add(poison)
+    engine.run()
+    assert poison.finish_reason == "error" and "2 times" in poison.error and poison.output_token_ids == []
+    assert all(request.finish_reason == "length" for request in neighbours + later)
+    assert engine.failures[poison] == 2
+
+
+def test_strikes_are_forgotten_when_a_request_gets_further():
+    engine = FakeEngine(num_blocks=100)
+    a, b = engine.add([1], 90, seed=1), engine.add([2], 90, seed=2)
+    for _ in range(4):
+        for _ in range(20):
+            engine.step()
+        engine.step(fail="collect")
+    engine.run()
+    assert engine.failures[a] > 2 and engine.failures[b] > 2
+    assert a.finish_reason == b.finish_reason == "length"
+
+
+def test_logits_that_are_not_finite_end_only_their_request():
+    engine = FakeEngine()
+    a, b = engine.add([1], 5), engine.add([2], 5)
+    engine.step()
+    plan, tokens = engine.in_flight
+    engine.in_flight = plan, [-1, tokens[1]]
+    engine.run()
+    assert (a.finish_reason, a.output_token_ids) == ("error", []) and "not finite" in a.error
+    assert b.finish_reason == "length"
+
+
+def test_prompt_block_is_hit_only_by_a_later_plan():
+    engine = FakeEngine(block_size=2)
+    first, second = engine.add([1, 2, 1, 2, 1]), engine.add([1, 2, 1, 2, 2])
+    assert rows(engine.step()) == [first]  # the second waits for blocks that are being written
+    assert engine.step().admitted == [(second, 4)]
+    assert second.block_ids[:2] == first.block_ids[:2] and second.num_cached == 4
+    engine.run()
+
+
+def test_waits_for_blocks_of_a_chunked_prefill():
+    engine = FakeEngine(block_size=2, max_tokens=4)
+    prompt = [1, 2, 1, 1, 2, 2, 1, 2, 1]
+    first, second = engine.add(prompt), engine.add(prompt)
+    assert [rows(engine.step()) for _ in range(2)] == [[first], [first]]
+    plan = engine.step()
+    assert plan.admitted == [(second, 8)] and second in plan.decodes
+    engine.run()
+
+
+def test_waiting_ends_when_the_writer_is_aborted():
+    engine = FakeEngine(block_size=2, max_tokens=4)
+    first, second = engine.add([1] * 9), engine.add([1] * 9)
+    engine.step()
+    engine.abort(first)
+    assert engine.step().admitted == [(second, 4)]
+    engine.run()
+
+
+def test_generated_block_is_hit_after_its_commit():
+    engine = FakeEngine(block_size=2)
+    first = engine.add([1, 2, 1], 2, seed=5)
+    engine.step()
+    engine.step()
+    assert first.num_computed == 4 and len(first.output_token_ids) == 1
+    early = engine.add(truth(first, 5), 1)
+    engine.step()
+    assert first.finish_reason and early.num_cached == 4
+    engine.run()
+
+
+def test_update_params_forgets_blocks_that_were_half_written_before():
+    engine = FakeEngine(block_size=4)
+    first = engine.add([1, 2], 6)
+    engine.step()
+    engine.update_params()
+    engine.run()
+    second = engine.add(truth(first, 5), 1)
+    engine.run()
+    assert second.num_cached == 0
+
+
+def test_no_prefix_caching():
+    engine = FakeEngine(prefix_caching=False)
+    requests = [engine.add([1, 2, 1, 2, 1]) for _ in range(3)]
+    engine.run()
+    assert all(request.num_cached == 0 for request in requests)
+
+
+class Counted(Request):
+    """A request that counts how often anyone looks at one."""
+
+    looks = 0
+
+    def __getattribute__(self, name):
+        Counted.looks += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 64])
+def test_schedule_does_not_look_at_the_waiting_queue(max_num_seqs):
+    """Neither when slots are short nor when blocks are."""
+    looks = []
+    for num_waiting in (10, 2_000):
+        scheduler = Scheduler(BlockPool(16, 2), max_num_seqs=max_num_seqs)
+        for arrival in range(num_waiting):
+            scheduler.add(
+                Counted(
+                    prompt_token_ids=[arrival] * 7, params=SamplingParams(), arrival=arrival, seed=0,
+                    max_total_len=32,
+                )  # fmt: skip
+            )
+        for _ in range(3):
+            plan = scheduler.schedule(64)
+            scheduler.commit(plan, [1] * len(plan.rows))
+        Counted.looks = 0
+        assert 2 <= len(scheduler.schedule(64).rows) < 10
+        looks.append(Counted.looks)
+    assert looks[0] == looks[1] < 1000
