@@ -140,7 +140,7 @@ class FakeEngine:
         return [request for request in rows if request.epoch == epochs[request]]
 
     def step(self, *, fail: str | None = None, max_tokens: int | None = None) -> Plan | None:
-        """Dispatches a step, then commits the one before. `fail` says which of the two raises: "dispatch", "collect"."""
+        """Dispatches a step, then commits the one before. `fail`, "dispatch" or "collect", says which raises."""
         scheduler, max_tokens = self.scheduler, max_tokens or self.max_tokens
         epochs = {request: request.epoch for request in self.sampling_in_flight()}
         plan = scheduler.schedule(max_tokens)

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -42,7 +43,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def check(self):
         self.pool.check()
         refs = self.refs()
-        assert self.pool._refs == [refs[block] for block in range(self.pool.num_blocks)]
+        assert self.pool.refs == [refs[block] for block in range(self.pool.num_blocks)]
         assert self.pool.num_used == len(refs) == self.pool.num_blocks - self.pool.num_free
 
     def lookup(self, prefixes, keys):
@@ -204,3 +205,16 @@ def test_no_hit_across_generations():
     pool.release(blocks)
     pool.check()
     assert sorted(pool.allocate(4)) == [0, 1, 2, 3]
+
+
+def test_misuse_is_an_assertion_error_that_says_what():
+    pool = BlockPool(2, BLOCK_SIZE)
+    blocks = pool.allocate(2)
+    with pytest.raises(AssertionError, match="1 blocks wanted, 0 free"):
+        pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="block 1 is freed twice"):
+        pool.release(blocks)
+    with pytest.raises(AssertionError, match="block 0 is free"):
+        pool.register(0, pool.key(b"", (1, 2)))
+    pool.check()

@@ -10,7 +10,8 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from tests.tiny import clean, greedy, ids, make_llm, prompts_of, tokens
 
-LENGTHS = [1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 20, 23, 24, 25, 28, 30, 33, 36, 40, 41, 44, 48, 50, 4, 8, 1, 19, 6, 10]
+LENGTHS = [*range(1, 21, 2), 4, 8, 12, 16, 20, 24, 28, 40, 44, 48, 23, 25, 30, 33, 36, 41, 50, 1, 4, 8, 6, 10]
+assert len(LENGTHS) == 32
 
 
 def test_alone_and_in_a_batch_of_32(llm, tiny):
@@ -64,7 +65,7 @@ def test_requests_with_one_prompt_compute_it_once(llm, tiny):
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_and_resumed(llm, tiny, monkeypatch, prefix_caching):
-    monkeypatch.setattr(llm.engine.scheduler, "prefix_caching", prefix_caching)
+    monkeypatch.setattr(llm.engine.scheduler.prefix_cache, "enabled", prefix_caching)
     pool = llm.engine.scheduler.pool
     held = pool.allocate(pool.num_blocks - 20)  # 20 blocks for 8 requests that grow to 8 blocks each
     before = llm.stats().num_preemptions

@@ -34,7 +34,7 @@ def shape_of(mesh):
 def test_an_8b_model_on_one_and_on_four_devices(monkeypatch):
     monkeypatch.setattr(memory, "device_bytes", lambda mesh: H200)
     one, four = make_mesh(None), make_mesh("tensor=4")
-    assert memory.block_bytes(shape_of(one), 32, one) == 32 * 131072  # 2 x layers x kv_heads x head_dim x 2 bytes a token
+    assert memory.block_bytes(shape_of(one), 32, one) == 32 * 131072  # bytes a token: 2 x 32 layers x 8 x 128 x 2
     assert memory.leaf_bytes(shape_of(one).leaves) == pytest.approx(16.06e9, rel=0.001)
     assert memory.leaf_bytes(shape_of(four).leaves) == pytest.approx(16.06e9 / 4, rel=0.001)
     blocks = memory.num_blocks(shape_of(one), CONFIG, one)
@@ -65,7 +65,9 @@ def test_a_pool_that_is_given_must_hold_one_sequence(tiny):
         LLM(tiny.model, num_blocks=4, block_size=8)
 
 
-@pytest.mark.parametrize("field", ["max_num_seqs", "block_size", "max_num_batched_tokens", "num_blocks", "max_model_len"])
+@pytest.mark.parametrize(
+    "field", ["max_num_seqs", "block_size", "max_num_batched_tokens", "num_blocks", "max_model_len"]
+)
 def test_sizes_are_checked_by_name(tiny, field):
     for value in (-3, 0):
         with pytest.raises(ValueError, match=f"{field}={value} must be an integer"):

@@ -64,6 +64,8 @@ def test_all_folders_come_from_one_tree():
         ("jaxllm.text", ["jaxllm.engine", "jaxllm.llm", "jax"]),
         ("jaxllm.engine", ["jaxllm.llm", "jaxllm.async_llm", "jaxllm.build", "jaxllm.checkpoint"]),
         ("jaxllm.engine.scheduler", ["jax", "numpy", "jaxllm.engine.runner", "jaxllm.models"]),
+        ("jaxllm.engine.plan", ["jax", "numpy", "jaxllm.engine.scheduler"]),
+        ("jaxllm.engine.prefix_cache", ["jax", "numpy", "jaxllm.engine.scheduler"]),
         ("jaxllm.engine.block_pool", ["jax", "numpy", "jaxllm.engine.scheduler"]),
         ("jaxllm.engine.request", ["jax", "numpy", "jaxllm.engine.scheduler"]),
         ("jaxllm.engine.runner", ["jaxllm.engine.engine"]),

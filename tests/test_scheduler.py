@@ -264,12 +264,8 @@ def test_schedule_does_not_look_at_the_waiting_queue(max_num_seqs):
     for num_waiting in (10, 2_000):
         scheduler = Scheduler(BlockPool(16, 2), max_num_seqs=max_num_seqs)
         for arrival in range(num_waiting):
-            scheduler.add(
-                Counted(
-                    prompt_token_ids=[arrival] * 7, params=SamplingParams(), arrival=arrival, seed=0,
-                    max_total_len=32,
-                )  # fmt: skip
-            )
+            fields = {"prompt_token_ids": [arrival] * 7, "arrival": arrival, "seed": 0, "max_total_len": 32}
+            scheduler.add(Counted(params=SamplingParams(), **fields))
         for _ in range(3):
             plan = scheduler.schedule(64)
             scheduler.commit(plan, [1] * len(plan.rows))

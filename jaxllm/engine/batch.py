@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxllm.engine.plan import Plan
 from jaxllm.engine.request import Request
-from jaxllm.engine.scheduler import Plan
 
 FROM_SLOT = -1  # as a token: the slot's last token, which the host may not know yet
 ADMIT_SIZES = (1, 16)  # rows that one `admit` installs; more take several

@@ -18,7 +18,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks, self.block_size = num_blocks, block_size
-        self._refs = [0] * num_blocks
+        self.refs = [0] * num_blocks  # references to each block; others only read them
         self._free = OrderedDict.fromkeys(range(num_blocks))  # the next to hand out first
         self._key_of: dict[int, Key] = {}
         self._block_of: dict[Key, int] = {}
@@ -42,23 +42,23 @@ class BlockPool:
             key = self._key_of.pop(block, None)
             if key is not None:
                 del self._block_of[key]
-            self._refs[block] = 1
+            self.refs[block] = 1
             blocks.append(block)
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Adds a reference to each block, which takes a free one off the free list."""
         for block in blocks:
-            if self._refs[block] == 0:
+            if self.refs[block] == 0:
                 del self._free[block]
-            self._refs[block] += 1
+            self.refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drops a reference to each block of a request, its tail first: the shared head lives longest."""
         for block in reversed(blocks):
-            assert self._refs[block] > 0, f"block {block} is freed twice"
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
+            assert self.refs[block] > 0, f"block {block} is freed twice"
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
                 self._free[block] = None
                 if block not in self._key_of:  # nothing to remember: reuse it before any that can be hit
                     self._free.move_to_end(block, last=False)
@@ -72,7 +72,7 @@ class BlockPool:
 
     def register(self, block: int, key: Key) -> None:
         """Makes a held, full block findable. The first block of a key stays its block."""
-        assert self._refs[block] > 0, f"block {block} is free and can't get a key"
+        assert self.refs[block] > 0, f"block {block} is free and can't get a key"
         if key not in self._block_of and block not in self._key_of:
             self._key_of[block] = key
             self._block_of[key] = block
@@ -89,7 +89,7 @@ class BlockPool:
 
     def count_free(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` lie on the free list, and would leave it if acquired."""
-        return sum(self._refs[block] == 0 for block in blocks)
+        return sum(self.refs[block] == 0 for block in blocks)
 
     def forget_keys(self) -> None:
         """Drops the prefix cache: what the blocks hold is no longer what their keys say. Keys made before this
@@ -101,6 +101,6 @@ class BlockPool:
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant holds. O(blocks)."""
-        assert len(self._refs) == self.num_blocks and min(self._refs, default=0) >= 0
-        assert set(self._free) == {b for b, refs in enumerate(self._refs) if refs == 0}
+        assert len(self.refs) == self.num_blocks and min(self.refs, default=0) >= 0
+        assert set(self._free) == {b for b, refs in enumerate(self.refs) if refs == 0}
         assert {key: block for block, key in self._key_of.items()} == self._block_of

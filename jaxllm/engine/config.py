@@ -27,7 +27,8 @@ class EngineConfig:
         if self.max_model_len > self.num_blocks * self.block_size:
             raise ValueError(
                 f"max_model_len={self.max_model_len} tokens don't fit the KV pool of {self.num_blocks} blocks "
-                f"of {self.block_size} = {self.num_blocks * self.block_size} tokens; lower max_model_len, or raise num_blocks"
+                f"of {self.block_size} = {self.num_blocks * self.block_size} tokens; lower max_model_len, or raise "
+                "num_blocks"
             )
 
     @property

@@ -10,9 +10,10 @@ from typing import Any
 from jaxllm.engine.block_pool import BlockPool
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.output import Group
+from jaxllm.engine.plan import Plan
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Handle, Runner
-from jaxllm.engine.scheduler import Plan, Scheduler
+from jaxllm.engine.scheduler import Scheduler
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
 from jaxllm.outputs import RequestOutput

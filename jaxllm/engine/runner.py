@@ -14,7 +14,7 @@ from jaxllm.engine.batch import ADMIT_SIZES, AdmitLayout, StepLayout, pick_bucke
 from jaxllm.engine.compiler import CompilePlan
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.executables import Lowering, ModelShape
-from jaxllm.engine.scheduler import Plan
+from jaxllm.engine.plan import Plan
 from jaxllm.engine.state import DeviceState
 from jaxllm.models.transformer import Params
 

@@ -6,44 +6,14 @@ tokens of the one before are known; design section 4 says what that means for ev
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from jaxllm.engine.block_pool import BlockPool, Key
+from jaxllm.engine.block_pool import BlockPool
+from jaxllm.engine.plan import NewBlock, Plan
+from jaxllm.engine.prefix_cache import PrefixCache
 from jaxllm.engine.request import Request, Status
 from jaxllm.outputs import FinishReason
 
 MAX_STRIKES = 2  # failed steps with a request in them after which it is quarantined
-
-
-class Chunk(NamedTuple):
-    """Known tokens `start` to `stop` of a request, and whether they reach its end, so that it samples."""
-
-    request: Request
-    start: int
-    stop: int
-    samples: bool
-
-
-class NewBlock(NamedTuple):
-    slot: int
-    index: int  # in the slot's block table
-    block: int
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step. Its rows are `decodes` (one token each, the slot's last), then `chunks`."""
-
-    admitted: list[tuple[Request, int]] = field(default_factory=list)  # slot rows to install first, and their lengths
-    decodes: list[Request] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    new_blocks: list[NewBlock] = field(default_factory=list)
-    num_tokens: int = 0
-    num_samples: int = 0
-    full_sampler: bool = False
-    rows: list[Request] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)  # of each row's request, when planned
 
 
 class Scheduler:
@@ -52,7 +22,7 @@ class Scheduler:
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, prefix_caching: bool = True):
         self.pool = pool
         self.max_num_seqs = max_num_seqs
-        self.prefix_caching = prefix_caching
+        self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.num_prompt_tokens = self.num_cached_tokens = 0
@@ -60,7 +30,6 @@ class Scheduler:
         self._num_waiting = 0
         self._free_slots = list(range(max_num_seqs))
         self._draining: list[Request] = []
-        self._writing: dict[Key, Request] = {}  # prompt blocks that a running prefill has yet to write
         self._num_full = self._num_suspects = 0  # running requests for the full sampler, and under suspicion
         self.num_unfinished_full = 0
 
@@ -104,20 +73,17 @@ class Scheduler:
         self._evict_drained()
         plan = Plan()
         prefills = self._plan_decodes(plan, max_tokens)
-        for request in prefills:
-            if plan.num_tokens < max_tokens:
-                self._plan_chunk(plan, request, max_tokens)
+        for request in prefills:  # those not evicted meanwhile for the sake of a decode
+            if plan.num_tokens < max_tokens and request.status is Status.RUNNING:
+                plan.add_chunk(request, max_tokens - plan.num_tokens)
         if not self._draining:  # blocks are short: what comes free belongs to those who run
             self._admit(plan, max_tokens)
         if not plan.num_tokens:
             return None
         plan.full_sampler = self._num_full > 0
-        plan.num_samples = len(plan.decodes) + sum(chunk.samples for chunk in plan.chunks)
-        plan.rows = plan.decodes + [chunk.request for chunk in plan.chunks]
-        plan.epochs = [request.epoch for request in plan.rows]
-        if self.prefix_caching:
-            for chunk in plan.chunks:  # the next plan may hit them: this one is dispatched before it
-                self._offer_keys(chunk.request, chunk.stop)
+        plan.seal()
+        for chunk in plan.chunks:  # the next plan may hit them: this one is dispatched before it
+            self.prefix_cache.offer(chunk.request, chunk.stop)
         return plan
 
     def _plan_decodes(self, plan: Plan, max_tokens: int) -> list[Request]:
@@ -138,26 +104,12 @@ class Scheduler:
             if request.num_computed == len(request.block_ids) * block_size:
                 if not self._grow(plan, request):
                     continue
-            decodes.append(request)
-            request.num_computed += 1
-            request.num_in_flight += 1
+            plan.add_decode(request)
         if len(decodes) == max_tokens < len(self.running):  # who was left out comes first in the next step
             served = set(decodes)
             self.running.sort(key=served.__contains__)
-        # A victim chosen after its row was planned has left the plan again: see _preempt.
-        plan.num_tokens = len(decodes)
+        plan.num_tokens = len(decodes)  # now, as a victim may have left the plan again
         return prefills
-
-    def _plan_chunk(self, plan: Plan, request: Request, max_tokens: int) -> None:
-        if request.status is not Status.RUNNING:  # evicted for the sake of a decode of this very plan
-            return
-        start = request.num_computed
-        stop = min(request.num_tokens, start + max_tokens - plan.num_tokens)
-        samples = stop == request.num_tokens
-        plan.chunks.append(Chunk(request, start, stop, samples))
-        plan.num_tokens += stop - start
-        request.num_computed = stop
-        request.num_in_flight += samples
 
     def _grow(self, plan: Plan, request: Request) -> bool:
         """Gives `request` one more block, if need be by preempting the last in order. False: not this step."""
@@ -175,11 +127,7 @@ class Scheduler:
 
     def _preempt(self, plan: Plan, victim: Request) -> None:
         """Takes the victim out of the plan; evicts it now, or once the step in flight has been committed."""
-        if victim in plan.decodes:  # rare, so the search may be linear
-            plan.decodes.remove(victim)
-            plan.new_blocks = [new for new in plan.new_blocks if new.slot != victim.slot]
-            victim.num_computed -= 1
-            victim.num_in_flight -= 1
+        plan.remove_decode(victim)
         if victim.num_in_flight:
             victim.status = Status.DRAINING
             self._draining.append(victim)
@@ -208,15 +156,13 @@ class Scheduler:
         self.running.remove(request)
         self._num_full -= request.needs_full_sampler
         self._num_suspects -= request.strikes > 0
-        for key in request.keys[request.num_keyed :]:
-            if self._writing.get(key) is request:
-                del self._writing[key]
+        self.prefix_cache.end(request)
         self.pool.release(request.block_ids)
         self._free_slots.append(request.slot)
         request.block_ids = []
         request.slot = -1
         request.epoch += 1
-        request.num_computed = request.num_in_flight = request.num_keyed = 0
+        request.num_computed = request.num_in_flight = 0
 
     # ---- admission
 
@@ -229,31 +175,21 @@ class Scheduler:
                     return
                 self._num_waiting -= 1
                 plan.admitted.append((request, request.num_computed))
-                heapq.heappop(self._waiting)
                 if request.num_tokens - request.num_computed > 1:
-                    self._plan_chunk(plan, request, max_tokens)
+                    plan.add_chunk(request, max_tokens - plan.num_tokens)
                 else:  # one token is left, which is the slot's last: a decode row like any other
-                    plan.decodes.append(request)
+                    plan.add_decode(request)
                     plan.num_tokens += 1
-                    request.num_computed += 1
-                    request.num_in_flight += 1
-            else:
-                heapq.heappop(self._waiting)
+            heapq.heappop(self._waiting)
 
     def _start(self, request: Request) -> bool:
         """Gives a waiting request its slot and blocks, sharing cached ones; False if it must wait."""
         if request.strikes and self._num_suspects:
             return False  # one suspect at a time, so that a failure names the culprit
-        block_size = self.pool.block_size
-        if request.key_generation != self.pool.generation:
-            request.keys.clear()
-            request.key_generation = self.pool.generation
-        self._extend_keys(request, request.num_tokens)
-        hittable = (request.num_tokens - 1) // block_size  # the last token is always computed: it gives the logits
-        hits = self.pool.lookup(request.keys[:hittable]) if self.prefix_caching else []
-        if len(hits) < hittable and self.prefix_caching and request.keys[len(hits)] in self._writing:
-            return False  # a running prefill is about to write this very block
-        num_new = -(-request.num_tokens // block_size) - len(hits)
+        hits = self.prefix_cache.find(request)
+        if hits is None:
+            return False
+        num_new = -(-request.num_tokens // self.pool.block_size) - len(hits)
         # Room for those who run to grow; without it the newcomer would be evicted again at once.
         reserve = len(self.running) + 1 if self.running else 0
         if num_new + min(reserve, self.pool.num_blocks // 8) > self.pool.num_free - self.pool.count_free(hits):
@@ -262,39 +198,17 @@ class Scheduler:
         request.block_ids = hits + self.pool.allocate(num_new)
         request.slot = self._free_slots.pop()
         request.status = Status.RUNNING
-        request.num_computed = len(hits) * block_size
+        request.num_computed = len(hits) * self.pool.block_size
         request.num_keyed = len(hits)
-        self._count_admission(request)
+        self.prefix_cache.begin(request)
         self.running.append(request)
-        return True
-
-    def _count_admission(self, request: Request) -> None:
         self._num_full += request.needs_full_sampler
         self._num_suspects += request.strikes > 0
         if request.num_cached < 0:
             request.num_cached = request.num_computed
             self.num_prompt_tokens += len(request.prompt_token_ids)
             self.num_cached_tokens += request.num_cached
-        for key in request.keys[request.num_keyed :]:
-            self._writing.setdefault(key, request)
-
-    def _extend_keys(self, request: Request, num_tokens: int) -> None:
-        if not self.prefix_caching:
-            return
-        block_size, keys = self.pool.block_size, request.keys
-        for i in range(len(keys), num_tokens // block_size):
-            tokens = request.token_ids(i * block_size, (i + 1) * block_size)
-            keys.append(self.pool.key(keys[-1] if keys else b"", tokens))
-
-    def _offer_keys(self, request: Request, num_tokens: int) -> None:
-        """Makes the full blocks among the first `num_tokens` tokens findable."""
-        self._extend_keys(request, num_tokens)
-        full = num_tokens // self.pool.block_size
-        for i in range(request.num_keyed, full):
-            self.pool.register(request.block_ids[i], request.keys[i])
-            if self._writing.get(request.keys[i]) is request:
-                del self._writing[request.keys[i]]
-        request.num_keyed = max(request.num_keyed, full)
+        return True
 
     # ---- commit
 
@@ -316,8 +230,8 @@ class Scheduler:
                 continue
             request.output_token_ids.append(token)
             request.num_tokens += 1
-            if self.prefix_caching and (request.num_keyed + 1) * block_size <= request.num_computed:
-                self._offer_keys(request, min(request.num_computed, request.num_tokens))
+            if (request.num_keyed + 1) * block_size <= request.num_computed:
+                self.prefix_cache.offer(request, min(request.num_computed, request.num_tokens))
             if request.strikes and request.num_tokens > request.suspect_len:
                 request.strikes = 0
                 self._num_suspects -= 1
@@ -358,7 +272,7 @@ class Scheduler:
     def check(self) -> None:
         """Raises AssertionError unless every invariant holds. O(blocks + running)."""
         self.pool.check()
-        held: dict[int, int] = {}
+        held = [0] * self.pool.num_blocks
         for request in self.running:
             assert request.status in (Status.RUNNING, Status.DRAINING)
             assert 0 <= request.num_in_flight <= 2
@@ -366,11 +280,11 @@ class Scheduler:
             assert request.num_computed <= len(request.block_ids) * self.pool.block_size
             assert len(set(request.block_ids)) == len(request.block_ids)
             for block in request.block_ids:
-                held[block] = held.get(block, 0) + 1
-        assert held == {b: refs for b, refs in enumerate(self.pool._refs) if refs}
+                held[block] += 1
+        assert held == self.pool.refs
         slots = [request.slot for request in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.max_num_seqs))
         assert self._num_waiting == sum(r.status is Status.WAITING for _, r in self._waiting)
-        assert set(self._writing.values()) <= set(self.running)
+        self.prefix_cache.check(self.running)
         assert self._num_full == sum(r.needs_full_sampler for r in self.running)
         assert self._num_suspects == sum(r.strikes > 0 for r in self.running) <= 1
