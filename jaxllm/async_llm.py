@@ -1,6 +1,7 @@
 """`AsyncLLM`: the engine in a thread of its own, its requests as async iterators."""
 
 import asyncio
+import atexit
 import itertools
 import logging
 import threading
@@ -51,6 +52,7 @@ class AsyncLLM:
         self._error: EngineDeadError | None = None
         self._thread = threading.Thread(target=self._run, name="jaxllm-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that dies inside the runtime would take the process down
 
     @property
     def tokenizer(self) -> Any:
@@ -91,6 +93,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """Aborts what is left, stops the thread and frees the device's memory."""
+        atexit.unregister(self.close)
         with self._wake:
             self._closing = True
             self._wake.notify()

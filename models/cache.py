@@ -43,7 +43,10 @@ class Paged:
     def attend(self, q, k, v, *, scale: float, sliding_window: int | None = None, soft_cap: float | None = None):
         """Writes `k`, `v` `[tokens, kv_heads, head_dim]`, attends `q` `[tokens, heads, head_dim]`."""
         heads, kv = (None, "heads", None), (None, "kv_heads", None)
-        op = partial(ragged_paged_attention, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
+        op = partial(
+            ragged_paged_attention, platform=self.mesh.devices.flat[0].platform,
+            scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
+        )  # fmt: skip
         op = shard_map(
             op,
             self.mesh,

@@ -9,10 +9,12 @@ import jax
 log = logging.getLogger(__name__)
 
 
-def choose(implementations: Mapping[str, Callable], preferred: Mapping[str, str], name: str) -> Callable:
-    """The implementation called `name`, or for "auto" the preferred one of the default platform."""
+def choose(
+    implementations: Mapping[str, Callable], preferred: Mapping[str, str], name: str, platform: str | None
+) -> Callable:
+    """The implementation called `name`, or for "auto" the preferred one of `platform` (None: JAX's default)."""
     if name == "auto":
-        name = preferred.get(jax.default_backend(), "reference")
+        name = preferred.get(platform or jax.default_backend(), "reference")
     if name not in implementations:
         raise ValueError(f"unknown implementation {name!r}; have {sorted(implementations)}")
     _announce(implementations[name])

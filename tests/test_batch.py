@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxllm.engine.batch import FROM_SLOT, NUM_STOP_IDS, AdmitLayout, StepLayout, pick_bucket, token_ladder
 from jaxllm.engine.request import Request
-from jaxllm.engine.scheduler import Chunk, NewBlock, Plan
+from jaxllm.engine.plan import Chunk, NewBlock, Plan
 from jaxllm.engine.state import empty_slots, install_rows
 from jaxllm.sampling_params import SamplingParams
 
@@ -76,7 +76,8 @@ def test_step_round_trip(tokens):
         assert f.slots.tolist() == [r.slot for r in plan.rows] + [MAX_NUM_SEQS] * pad_rows
         lens = [1] * num_decodes + [stop - start for _, _, start, stop in chunks]
         assert f.q_lens.tolist() == lens + [0] * pad_rows
-        assert f.samples.tolist() == [1] * num_decodes + [stop == len(tokens) for _, tokens, _, stop in chunks] + [0] * pad_rows
+        samples = [1] * num_decodes + [stop == len(tokens) for _, tokens, _, stop in chunks]
+        assert f.samples.tolist() == samples + [0] * pad_rows
         fed = [token for _, tokens, start, stop in chunks for token in tokens[start:stop]]
         assert f.tokens[: plan.num_tokens].tolist() == [FROM_SLOT] * num_decodes + fed
         assert f.tokens.shape == (tokens,) and f.new_blocks.shape == (3, layout.max_new_blocks)

@@ -149,7 +149,8 @@ class AdmitLayout:
             params = request.params
             packed[i, :6] = (
                 request.slot, length, request.token_ids(request.num_tokens - 1, request.num_tokens)[0],
-                request.sample_index, max(params.top_k, 0), len(request.prompt_token_ids) + params.min_tokens,
+                request.sample_index, max(params.top_k, 0),
+                min(len(request.prompt_token_ids) + params.min_tokens, 2**31 - 1),
             )  # fmt: skip
             f.floats[i] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
             seed = request.seed % 2**64

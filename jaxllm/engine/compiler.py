@@ -3,8 +3,8 @@
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
@@ -31,9 +31,10 @@ class CompilePlan:
         self._done: dict[Hashable, jax.stages.Compiled] = {}
         self._changed = threading.Condition()
         self._error: Exception | None = None
-        self._stop = False
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-compile")
-        self._thread.submit(self._run, dict(jobs))
+        self._stop = threading.Event()
+        thread = threading.Thread(target=self._run, args=(dict(jobs),), name="jaxllm-compile", daemon=True)
+        self._close = weakref.finalize(self, _stop_and_join, self._stop, thread)  # at the latest when Python exits
+        thread.start()
 
     @property
     def num_done(self) -> int:
@@ -51,7 +52,7 @@ class CompilePlan:
             while not all(name in self._done for name in names):
                 if self._error is not None:
                     raise EngineDeadError(f"compiling a step failed: {self._error}") from self._error
-                if self._stop:
+                if self._stop.is_set():
                     raise EngineDeadError("the engine was closed while it compiled")
                 self._changed.wait(0.1)
                 tick()
@@ -59,13 +60,12 @@ class CompilePlan:
 
     def close(self) -> None:
         """Stops after the executable being compiled, which can't be interrupted."""
-        self._stop = True
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._close()
 
     def _run(self, jobs: Mapping[Hashable, Callable[[], jax.stages.Lowered]]) -> None:
         try:
             for name, lower in jobs.items():
-                if self._stop:
+                if self._stop.is_set():
                     return
                 start = time.perf_counter()
                 compiled = lower().compile()
@@ -79,3 +79,9 @@ class CompilePlan:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+
+def _stop_and_join(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join()

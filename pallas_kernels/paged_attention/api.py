@@ -21,6 +21,9 @@ def kv_shape(num_blocks: int, block_size: int, kv_heads: int, head_dim: int) -> 
     return (num_blocks, 2, kv_heads, block_size, head_dim)
 
 
-def ragged_paged_attention(*args: Any, implementation: str = "auto", **kwargs: Any):
-    """Writes the step's K and V into the pool and attends; see `reference.ragged_paged_attention`."""
-    return dispatch.choose(IMPLEMENTATIONS, PREFERRED, implementation)(*args, **kwargs)
+def ragged_paged_attention(*args: Any, implementation: str = "auto", platform: str | None = None, **kwargs: Any):
+    """Writes the step's K and V into the pool and attends; see `reference.ragged_paged_attention`.
+
+    `platform` is that of the devices the arrays are on.
+    """
+    return dispatch.choose(IMPLEMENTATIONS, PREFERRED, implementation, platform)(*args, **kwargs)

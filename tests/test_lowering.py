@@ -1,0 +1,44 @@
+"""Every executable lowers for TPU and NVIDIA GPUs, with the reference attention that serves there until now."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxllm.build import _model_shape
+from jaxllm.engine.batch import AdmitLayout, StepLayout
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.executables import Lowering, admit, sample_step, step
+from jaxllm.pallas_kernels.paged_attention import api
+from jaxllm.sharding.mesh import make_mesh
+
+CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, block_size=4, num_blocks=32)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_executables_lower(tiny, monkeypatch, platform):
+    monkeypatch.setattr(api, "PREFERRED", {})
+    mesh = make_mesh(None)
+    shape = _model_shape(tiny.cfg, *nnx.split(tiny.model), mesh)
+    state = Lowering(shape, CONFIG, mesh).state()
+    place_free = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+    leaves, pools, slots, sampling = map(place_free, (list(shape.leaves), state.kv_pools, state.slots, state.sampling))
+    logits = jax.ShapeDtypeStruct((4, tiny.cfg.vocab), jnp.float32)
+
+    def ints(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.int32)
+
+    def lower(fn, *args):
+        text = jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+        assert "stablehlo" in text
+        return text
+
+    layout, rows = StepLayout(8, 4, 4), AdmitLayout(16, 4, CONFIG.blocks_per_seq)
+    text = lower(partial(step, model_shape=shape, layout=layout, mesh=mesh), leaves, pools, slots, ints(layout.size))
+    assert "stablehlo.scatter" in text and "stablehlo.while" in text
+    lower(partial(admit, layout=rows), slots, sampling, ints(16, rows.size))
+    for full in (False, True):
+        text = lower(partial(sample_step, full=full), slots.last_token, slots.length, sampling, logits, ints(4))
+        assert "stablehlo.sort" not in text
