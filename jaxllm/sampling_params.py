@@ -1,6 +1,5 @@
 """How a request wants its tokens chosen, and when it ends. Validated once, here, for every entrance."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,11 +31,17 @@ class SamplingParams:
     stops: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stops", stops)
-        object.__setattr__(self, "stop_token_ids", list(dict.fromkeys(self.stop_token_ids or ())))
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stops", tuple(_as_list("stop", stop)))
+        ids = _as_list("stop_token_ids", self.stop_token_ids)
+        for token in ids:
+            _check_int("stop_token_ids", token, 0, 2**31 - 1)
+        object.__setattr__(self, "stop_token_ids", list(dict.fromkeys(ids)))
         self._check_numbers()
         self._check_stops()
+        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
 
     def _check_numbers(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -65,8 +70,12 @@ class SamplingParams:
             raise ValueError(
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
             )
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, 2**31 - 1)
+
+
+def _as_list(name: str, value: Any) -> list:
+    if not isinstance(value, list | tuple | None):
+        raise ValueError(f"{name}={value!r} must be a list")
+    return list(value or ())
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
@@ -75,6 +84,5 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _check_float(name: str, value: Any, low: float, high: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is not
         raise ValueError(f"{name}={value!r} must be a finite number in [{low:g}, {high:g}]")

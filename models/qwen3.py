@@ -7,13 +7,10 @@ from jaxllm.models.weights import LLAMA_LAYOUT, Weight
 
 
 class Config(transformer.Config):
+    REFUSED = ("attention_bias", "use_sliding_window")
+
     @classmethod
     def from_hf(cls, hf: dict, **fields: Any) -> "Config":
-        for key in ("attention_bias", "use_sliding_window"):
-            if hf.get(key):
-                raise ValueError(f"{key}=true is not supported for Qwen3")
-        if hf.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported for Qwen3, only 'silu'")
         return super().from_hf(hf, **({"qk_norm": True} | fields))
 
 

@@ -17,6 +17,8 @@ Params = Any  # an `nnx.State` of arrays, or of their shapes (its own annotation
 class Config:
     """Sizes in elements; `max_len` in tokens."""
 
+    REFUSED: ClassVar[tuple[str, ...]] = ()  # flags of `config.json` that the family's layers don't have
+
     vocab: int
     embed: int
     num_layers: int
@@ -33,7 +35,13 @@ class Config:
 
     @classmethod
     def from_hf(cls, hf: dict, **fields: Any) -> "Config":
-        """From the keys of a `config.json` that all these families share. KeyError for a missing one."""
+        """From the keys of a `config.json` that all these families share. KeyError for a missing one, ValueError for
+        a value that is not supported."""
+        for key in cls.REFUSED:
+            if hf.get(key):
+                raise ValueError(f"{key}=true is not supported for this family")
+        if hf.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act={hf['hidden_act']!r} is not supported, only 'silu'")
         return cls(
             vocab=hf["vocab_size"], embed=hf["hidden_size"], num_layers=hf["num_hidden_layers"],
             heads=hf["num_attention_heads"],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxllm.pallas_kernels.paged_attention import cpu, kv_shape
 from jaxllm.pallas_kernels.paged_attention.api import IMPLEMENTATIONS, ragged_paged_attention
 
-BLOCK_SIZE, BLOCKS_PER_SEQ, NUM_BLOCKS, HEAD_DIM, SCALE = 4, 8, 40, 8, 0.3
+BLOCK_SIZE, BLOCKS_PER_SEQ, NUM_BLOCKS, HEAD_DIM, SCALE = 4, 8, 48, 8, 0.3
 MAX_LEN = BLOCKS_PER_SEQ * BLOCK_SIZE
 
 
@@ -41,7 +41,7 @@ CASES = {
 
 @st.composite
 def batches(draw, case):
-    """Lengths of queries and sequences (one-token rows first), how many blocks each shares with the first, and noise."""
+    """One-token rows, lengths of all queries and sequences, how many blocks each shares with the first, a seed."""
     num_rows = draw(st.integers(1, case.seqs))
     num_decodes = draw(st.integers(0, num_rows))
     left = case.tokens - num_rows
@@ -62,7 +62,7 @@ class Batch:
         num_decodes, self.q_lens, self.kv_lens, shared, seed = contents
         rng, rows = np.random.default_rng(seed), len(self.q_lens)
         self.starts = [kv_len - q_len for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True)]
-        free = iter(rng.permutation(NUM_BLOCKS).tolist() * 2)
+        free = iter(rng.permutation(NUM_BLOCKS).tolist())
         self.tables = []
         for row in range(rows):
             prefix = 0 if row == 0 else min(shared[row], min(self.starts[0], self.starts[row]) // BLOCK_SIZE)
@@ -110,16 +110,16 @@ class Batch:
             for i in range(q_len):
                 stop = start + i + 1
                 begin = 0 if case.sliding_window is None else max(0, stop - case.sliding_window)
-                out.append([self._attend(case, q[at + i, h], keys[begin:stop], values[begin:stop], h) for h in range(case.heads)])
+                out.append(self._attend(case, q[at + i], keys[begin:stop], values[begin:stop]))
         return np.array(out), pool
 
-    def _attend(self, case, q, keys, values, head):
-        kv_head = head // (case.heads // case.kv_heads)
-        scores = keys[:, kv_head] @ q * SCALE
+    def _attend(self, case, q, keys, values):
+        keys, values = (np.repeat(x, case.heads // case.kv_heads, axis=1) for x in (keys, values))
+        scores = np.einsum("hd,lhd->hl", q, keys) * SCALE
         if case.soft_cap is not None:
             scores = case.soft_cap * np.tanh(scores / case.soft_cap)
-        weights = np.exp(scores - scores.max())
-        return weights / weights.sum() @ values[:, kv_head]
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return np.einsum("hl,lhd->hd", weights / weights.sum(axis=1, keepdims=True), values)
 
 
 def compiled(implementation, case):
@@ -148,3 +148,20 @@ def test_conforms(implementation, case, monkeypatch):
         np.testing.assert_array_equal(pool, want_pool.astype(np.float32))
 
     check()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16(implementation):
+    """Computed in float32 inside, whatever the pool holds."""
+    case = CASES["gqa_window"]
+    batch = Batch(case, (2, [1, 1, 9, 1], [7, 32, 20, 3], [0, 3, 2, 0], 0), jnp.bfloat16)
+    out, pool = map(np.asarray, compiled(implementation, case)(*map(jnp.asarray, batch.arguments)))
+    want, want_pool = batch.expected(case)
+    assert out.dtype == pool.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out[: len(want)].astype(np.float64), want, atol=1e-2, rtol=1e-2)
+    np.testing.assert_array_equal(pool.astype(np.float64), want_pool)
+
+
+def test_unknown_implementation_is_an_error():
+    with pytest.raises(ValueError, match="unknown implementation 'fast'; have \\['cpu', 'reference'"):
+        ragged_paged_attention(implementation="fast")

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxllm.engine.state import SamplingTable
 
 NOT_FINITE = -1  # in place of a token
+MIN_TEMPERATURE = 1e-5  # below it a row is greedy
 
 
 def sample(
@@ -24,16 +25,18 @@ def sample(
     """
     row = jax.tree.map(lambda column: column.at[slots].get(mode="clip"), table)
     length = lengths.at[slots].get(mode="clip")
+    is_random = row.temperature >= MIN_TEMPERATURE
     finite = jnp.isfinite(jnp.max(logits, axis=-1))
     if full:
         logits = mask_stop_ids(logits, row.stop_ids, length < row.min_len)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw(logits: Array) -> Array:
-        scaled = logits / jnp.where(row.temperature > 0, row.temperature, 1.0)[:, None]
+        scaled = logits - jnp.max(logits, axis=-1, keepdims=True)  # so that dividing can't overflow
+        scaled = scaled / jnp.where(is_random, row.temperature, 1.0)[:, None]
         filters = (row.top_k > 0) | (row.top_p < 1) | (row.min_p > 0)
         kept = jax.lax.cond(
-            jnp.any(filters & (row.temperature > 0)),
+            jnp.any(filters & is_random),
             lambda x: jnp.where(x >= threshold(x, row.top_k, row.top_p, row.min_p)[:, None], x, -jnp.inf),
             lambda x: x,
             scaled,
@@ -41,9 +44,9 @@ def sample(
         keys = jax.vmap(sample_key)(row.seed, row.sample_index, length)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         drawn = jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)  # Gumbel-max: a draw from softmax(kept)
-        return jnp.where(row.temperature > 0, drawn, greedy)
+        return jnp.where(is_random, drawn, greedy)
 
-    tokens = jax.lax.cond(jnp.any(row.temperature > 0), draw, lambda _: greedy, logits)
+    tokens = jax.lax.cond(jnp.any(is_random), draw, lambda _: greedy, logits)
     return jnp.where(finite, tokens, NOT_FINITE)
 
 
