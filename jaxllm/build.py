@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
     cfg: Any
     model: nnx.Module  # of ShapeDtypeStructs
-    params: Any  # the caller's pytree, or a function (mesh) -> Params that loads them
+    params: Any  # the caller's pytree, or a function (abstract params, mesh) -> Params that loads them
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
 
@@ -73,7 +73,7 @@ def build_engine(
             max_num_batched_tokens, max(max_num_seqs, MAX_NUM_BATCHED_TOKENS.get(platform, 2048))
         ),
         block_size=_default(block_size, BLOCK_SIZE),
-        num_blocks=_default(num_blocks, 2**30),  # resolved below
+        num_blocks=2**30,  # resolved below
         enable_prefix_caching=enable_prefix_caching,
         seed=seed,
     )
@@ -140,18 +140,17 @@ def _sized(
     wanted: EngineConfig, shape: ModelShape, mesh: Mesh, num_blocks: int | None, *, explicit_len: bool
 ) -> EngineConfig:
     """`wanted` with the number of blocks that fit, and a context no longer than they hold unless it was asked for."""
-    if num_blocks is not None:
-        return wanted
-    blocks = memory.num_blocks(shape, wanted, mesh)
+    blocks = memory.num_blocks(shape, wanted, mesh) if num_blocks is None else num_blocks
     room = blocks * wanted.block_size
     max_model_len = wanted.max_model_len
-    if room < max_model_len:
-        if explicit_len:
+    if 0 < room < max_model_len:
+        if explicit_len and num_blocks is None:
             missing = (max_model_len - room) / wanted.block_size * memory.block_bytes(shape, wanted.block_size, mesh)
             raise OutOfMemoryError(
                 f"max_model_len={max_model_len} tokens need {missing / 1e9:.2f} GB more for the KV pool on each "
                 f"device, which holds {room} tokens; lower max_model_len, or use more devices or a smaller dtype"
             )
-        log.info("max_model_len is %d of the model's %d tokens, which is what the KV pool holds", room, max_model_len)
-        max_model_len = room
+        if not explicit_len:
+            log.info("max_model_len is %d of the model's %d tokens: what the KV pool holds", room, max_model_len)
+            max_model_len = room
     return dataclasses.replace(wanted, num_blocks=blocks, max_model_len=max_model_len)

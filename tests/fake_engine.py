@@ -35,6 +35,10 @@ def expected(request: Request) -> tuple[list[int], str]:
     return output, "length"
 
 
+def rows(plan: Plan | None) -> list[Request]:
+    return [] if plan is None else plan.rows
+
+
 @dataclass
 class Slot:
     request: Request
@@ -108,6 +112,7 @@ class FakeEngine:
         self.capacity = num_blocks * block_size
         self.in_flight: tuple[Plan, list[int]] | None = None
         self.requests: list[Request] = []
+        self.expected: dict[Request, tuple[list[int], str]] = {}
         self.poison: set[Request] = set()  # a step with one of them fails
         self.failures: Counter[Request] = Counter()
 
@@ -118,6 +123,7 @@ class FakeEngine:
             stop_ids=frozenset([EOS] if eos else stop_ids), eos_ids=frozenset([EOS]), **fields,
         )  # fmt: skip
         self.requests.append(request)
+        self.expected[request] = expected(request)
         self.scheduler.add(request)
         self.scheduler.check()
         return request
@@ -177,7 +183,8 @@ class FakeEngine:
     def _recover(self, failed: Plan) -> None:
         blamed = [request for request in failed.rows if request.status is not Status.FINISHED]
         self.failures.update(blamed)
-        quarantined = self.scheduler.requeue_all(failed.rows)
+        unfinished = [request for request in self.requests if request.finish_reason is None]
+        quarantined = self.scheduler.restart(unfinished, failed.rows)
         assert all(self.failures[request] >= 2 for request in quarantined)
         assert all(request.finish_reason == "error" and request.error for request in quarantined)
         self.in_flight = None
@@ -192,6 +199,8 @@ class FakeEngine:
         assert plan.num_samples == len(plan.decodes) + sum(chunk.samples for chunk in plan.chunks)
         assert len({request.slot for request in plan.rows}) == len(plan.rows) <= scheduler.max_num_seqs
         assert len({new[:2] for new in plan.new_blocks}) == len(plan.new_blocks), "one write per cell"
+        tables = {request.slot: request.block_ids for request in plan.rows}
+        assert all(tables[new.slot][new.index] == new.block for new in plan.new_blocks)
         assert len(plan.new_blocks) <= len(plan.rows) + -(-plan.num_tokens // block_size)
         assert plan.full_sampler or not any(request.needs_full_sampler for request in plan.rows)
         holders = Counter(block for request in scheduler.running for block in request.block_ids)
@@ -211,7 +220,7 @@ class FakeEngine:
         assert self.scheduler.num_unfinished_full == sum(r.needs_full_sampler for r in unfinished)
         assert self.scheduler.num_waiting == sum(r.status is Status.WAITING for r in unfinished)
         for request in self.requests:
-            tokens, reason = expected(request)
+            tokens, reason = self.expected[request]
             output = request.output_token_ids
             assert output == tokens[: len(output)]
             if request.finish_reason in ("stop", "length"):

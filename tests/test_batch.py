@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.engine.batch import FROM_SLOT, NUM_STOP_IDS, AdmitLayout, StepLayout, pick_bucket, token_ladder
-from jaxllm.engine.request import Request
 from jaxllm.engine.plan import Chunk, NewBlock, Plan
+from jaxllm.engine.request import Request
 from jaxllm.engine.state import empty_slots, install_rows
 from jaxllm.sampling_params import SamplingParams
 

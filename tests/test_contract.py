@@ -189,26 +189,47 @@ def test_rows_with_nan_logits_end_with_an_error_alone(llm, tiny, monkeypatch):
     tiny.assert_greedy(prompts[2], outs[2].outputs[0].token_ids)
 
 
-def test_errors_of_host_work_end_one_request(tiny, monkeypatch):
-    from jaxllm.engine import output
-
-    class Failing(output.Detokenizer):
-        def push(self, new_token_ids):
-            if self.prompt == [9, 9]:
+@pytest.mark.parametrize("stop", [None, "no such text"])  # decoded at the end, or while it comes
+def test_errors_of_host_work_end_one_request(tiny, stop):
+    class Broken(Letters):
+        def decode(self, token_ids, skip_special_tokens=True):
+            if list(token_ids[:2]) == [9, 9]:
                 raise RuntimeError("broken decoder")
-            return super().push(new_token_ids)
+            return super().decode(token_ids)
 
-        def __init__(self, tokenizer, params, prompt_token_ids):
-            super().__init__(tokenizer, params, prompt_token_ids)
-            self.prompt = list(prompt_token_ids)
-
-    monkeypatch.setattr(output, "Detokenizer", Failing)
-    tokenizer = Letters()
-    with make_llm(tiny.model, tokenizer=tokenizer, max_num_seqs=2, max_num_batched_tokens=8) as llm:
-        good, bad = llm.generate(ids([1, 2, 3], [9, 9]), greedy(6, stop="no such text"))
+    with make_llm(tiny.model, tokenizer=Broken(), max_num_seqs=2, max_num_batched_tokens=8) as llm:
+        good, bad = llm.generate(ids([1, 2, 3], [9, 9]), greedy(6, stop=stop))
         assert good.outputs[0].finish_reason == "length" and len(good.outputs[0].text) == 6
         assert bad.outputs[0].finish_reason == "error" and "broken decoder" in bad.error
+        assert not llm.engine.has_work()
         llm.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("verb", ["schedule", "_start", "commit", "finish"])
+def test_an_interrupt_anywhere_loses_nothing(llm, tiny, monkeypatch, verb):
+    """Ctrl-C in the middle of the scheduler's work: everything is taken from the requests themselves again."""
+    prompts = prompts_of([9, 17])
+    for i, prompt in enumerate(prompts):
+        add(llm, f"r{i}", prompt, greedy(8))
+    llm.engine.step()
+    real, scheduler, done = getattr(llm.engine.scheduler, verb), llm.engine.scheduler, {}
+
+    def interrupted(*args):
+        monkeypatch.setattr(scheduler, verb, real)
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduler, verb, interrupted)
+    add(llm, "late", [1, 2, 3], greedy(3))
+    with pytest.raises(KeyboardInterrupt):
+        while llm.engine.has_work():
+            done |= {out.request_id: out for out in llm.engine.step()}
+    assert llm.engine.abort("late") is not None or "late" in done or verb == "finish"
+    llm.engine.scheduler.check()
+    done |= run(llm)
+    for i, prompt in enumerate(prompts):
+        tiny.assert_greedy(prompt, done[f"r{i}"].outputs[0].token_ids)
+        assert len(done[f"r{i}"].outputs[0].token_ids) == 8
 
 
 class Letters:

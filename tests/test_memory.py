@@ -62,7 +62,9 @@ def test_a_context_that_does_not_fit_is_refused_if_asked_for_and_shortened_if_no
 
 def test_a_pool_that_is_given_must_hold_one_sequence(tiny):
     with pytest.raises(ValueError, match="max_model_len=96 tokens don't fit the KV pool of 4 blocks of 8 = 32 tokens"):
-        LLM(tiny.model, num_blocks=4, block_size=8)
+        LLM(tiny.model, num_blocks=4, block_size=8, max_model_len=96)
+    with LLM(tiny.model, num_blocks=4, block_size=8, max_num_seqs=1, max_num_batched_tokens=1) as llm:
+        assert llm.engine.config.max_model_len == 32
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,7 @@ from jaxllm.engine.block_pool import BlockPool
 from jaxllm.engine.request import Request, Status
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.sampling_params import SamplingParams
-from tests.fake_engine import FakeEngine, expected, truth
-
-
-def rows(plan):
-    return [] if plan is None else plan.rows
+from tests.fake_engine import FakeEngine, expected, rows
 
 
 def test_abort_in_flight_drops_the_result_and_frees_the_blocks():
@@ -84,18 +80,47 @@ def test_victim_is_last_by_priority_then_arrival():
     engine.run()
 
 
+def test_victim_leaves_the_plan_with_its_new_block():
+    engine = FakeEngine(num_blocks=4, block_size=2)
+    victim = engine.add([2], 5, seed=2, priority=1)
+    engine.step()
+    old, third = engine.add([1, 1], 3, seed=1), engine.add([1], 3)
+    engine.step()
+    plan = engine.step()
+    assert victim.status is Status.DRAINING and victim.num_computed == 2
+    assert plan.rows == [third] and plan.new_blocks == []
+    engine.run()
+    assert old.finish_reason == "length"
+
+
 def test_preempted_prefill_loses_its_row_at_once():
     """No token of it is in flight, so nothing has to be drained."""
-    engine = FakeEngine(num_blocks=9, block_size=2, max_num_seqs=2, max_tokens=4)
-    old, young = engine.add([1], 6), engine.add([2] * 14, 2)
-    engine.step(max_tokens=3)
-    assert young.num_computed == 2 and engine.pool.num_free == 1
-    engine.step(max_tokens=2)
+    engine = FakeEngine(num_blocks=9, block_size=2, max_num_seqs=2)
+    decode, prefill = engine.add([1], 6), engine.add([2] * 14, 2)
+    plans = [engine.step(max_tokens=max_tokens) for max_tokens in (3, 1, 2, 1)]
+    assert [rows(plan) for plan in plans] == [[decode, prefill], [decode], [decode, prefill], [decode]]
+    assert engine.pool.num_free == 0 and engine.scheduler.running == [prefill, decode]
     plan = engine.step(max_tokens=2)
-    assert plan.rows == [old, young]
-    engine.step(max_tokens=2)
-    plan = engine.step(max_tokens=2)
-    assert plan.decodes == [old] and young.epoch == 1 and young.output_token_ids == []
+    assert plan.rows == [decode] and len(plan.new_blocks) == 1
+    assert prefill.epoch == 1 and prefill.status is Status.WAITING
+    engine.run()
+
+
+def test_request_that_fills_the_pool_is_served():
+    """Room for others to grow is kept free only while there are others."""
+    engine = FakeEngine(num_blocks=16, block_size=2)
+    a, b = engine.add([1] * 31, 1), engine.add([2] * 31, 1)
+    engine.run()
+    assert a.finish_reason == b.finish_reason == "length"
+
+
+def test_few_tokens_go_round():
+    """While the engine compiles, a step may hold fewer tokens than requests run."""
+    engine = FakeEngine()
+    requests = [engine.add([1], 9, seed=seed) for seed in range(3)]
+    engine.step()
+    served = [request for _ in range(6) for request in rows(engine.step(max_tokens=1))]
+    assert [served.count(request) for request in requests] == [2, 2, 2]
     engine.run()
 
 
@@ -187,64 +212,6 @@ def test_logits_that_are_not_finite_end_only_their_request():
     engine.run()
     assert (a.finish_reason, a.output_token_ids) == ("error", []) and "not finite" in a.error
     assert b.finish_reason == "length"
-
-
-def test_prompt_block_is_hit_only_by_a_later_plan():
-    engine = FakeEngine(block_size=2)
-    first, second = engine.add([1, 2, 1, 2, 1]), engine.add([1, 2, 1, 2, 2])
-    assert rows(engine.step()) == [first]  # the second waits for blocks that are being written
-    assert engine.step().admitted == [(second, 4)]
-    assert second.block_ids[:2] == first.block_ids[:2] and second.num_cached == 4
-    engine.run()
-
-
-def test_waits_for_blocks_of_a_chunked_prefill():
-    engine = FakeEngine(block_size=2, max_tokens=4)
-    prompt = [1, 2, 1, 1, 2, 2, 1, 2, 1]
-    first, second = engine.add(prompt), engine.add(prompt)
-    assert [rows(engine.step()) for _ in range(2)] == [[first], [first]]
-    plan = engine.step()
-    assert plan.admitted == [(second, 8)] and second in plan.decodes
-    engine.run()
-
-
-def test_waiting_ends_when_the_writer_is_aborted():
-    engine = FakeEngine(block_size=2, max_tokens=4)
-    first, second = engine.add([1] * 9), engine.add([1] * 9)
-    engine.step()
-    engine.abort(first)
-    assert engine.step().admitted == [(second, 4)]
-    engine.run()
-
-
-def test_generated_block_is_hit_after_its_commit():
-    engine = FakeEngine(block_size=2)
-    first = engine.add([1, 2, 1], 2, seed=5)
-    engine.step()
-    engine.step()
-    assert first.num_computed == 4 and len(first.output_token_ids) == 1
-    early = engine.add(truth(first, 5), 1)
-    engine.step()
-    assert first.finish_reason and early.num_cached == 4
-    engine.run()
-
-
-def test_update_params_forgets_blocks_that_were_half_written_before():
-    engine = FakeEngine(block_size=4)
-    first = engine.add([1, 2], 6)
-    engine.step()
-    engine.update_params()
-    engine.run()
-    second = engine.add(truth(first, 5), 1)
-    engine.run()
-    assert second.num_cached == 0
-
-
-def test_no_prefix_caching():
-    engine = FakeEngine(prefix_caching=False)
-    requests = [engine.add([1, 2, 1, 2, 1]) for _ in range(3)]
-    engine.run()
-    assert all(request.num_cached == 0 for request in requests)
 
 
 class Counted(Request):

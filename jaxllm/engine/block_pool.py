@@ -18,12 +18,16 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.refs = [0] * num_blocks  # references to each block; others only read them
-        self._free = OrderedDict.fromkeys(range(num_blocks))  # the next to hand out first
+        self.generation = -1  # of keys: those of an older one must be computed anew
         self._key_of: dict[int, Key] = {}
         self._block_of: dict[Key, int] = {}
-        self.generation = 0  # of keys: those of an older one must be computed anew
-        self._secret = secrets.token_bytes(32)  # keys must not be predictable: a hit leaks that a prompt was seen
+        self.reset()
+
+    def reset(self) -> None:
+        """Frees every block, whoever held it, and drops the prefix cache."""
+        self.refs = [0] * self.num_blocks  # references to each block; others only read them
+        self._free = OrderedDict.fromkeys(range(self.num_blocks))  # the next to hand out first
+        self.forget_keys()
 
     @property
     def num_free(self) -> int:
@@ -96,7 +100,7 @@ class BlockPool:
         never match keys made after it, so that those who hold old contents can't offer them under a new name."""
         self._key_of.clear()
         self._block_of.clear()
-        self._secret = secrets.token_bytes(32)
+        self._secret = secrets.token_bytes(32)  # keys must not be predictable: a hit leaks that a prompt was seen
         self.generation += 1
 
     def check(self) -> None:

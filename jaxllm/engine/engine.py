@@ -121,6 +121,8 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at any time and frees its blocks; None if there is no such request (any more)."""
+        if self._interrupted:
+            self._start_over([])
         group = self._groups.pop(request_id, None)
         if group is None:
             return None
@@ -177,7 +179,7 @@ class Engine:
         for sample in updated:
             group = sample.owner
             if group.watches_text and sample.finish_reason in (None, "length"):
-                self._watch_text(group, sample)
+                self._guarded(group, lambda: self._watch_text(group, sample))  # noqa: B023 - called at once
             if group.stream or sample.finish_reason:
                 changed[group.request_id] = group
         news = []
@@ -185,21 +187,25 @@ class Engine:
             if group.finished:
                 self._groups.pop(request_id, None)
             if group.finished or group.stream:
-                news.append(group.output())
+                news.append(self._guarded(group, group.output) or group.output())
         return news
 
     def _watch_text(self, group: Group, sample: Request) -> None:
-        try:
-            stop = group.push(sample)
-        except Exception as error:  # noqa: BLE001 - its own work failed: it ends, its neighbours go on
-            log.exception("request %s failed on the host", group.request_id)
-            sample.error = f"decoding its text failed: {error}"
-            self.scheduler.finish(sample, "error")
-            sample.finish_reason = "error"
-            return
+        stop = group.push(sample)
         if stop is not None:
             self.scheduler.finish(sample, "stop")
             sample.finish_reason, sample.stop_reason = "stop", stop  # also if its length ended it just now
+
+    def _guarded(self, group: Group, work: Callable[[], Any]) -> Any:
+        """Does one request's own work; if that fails, the request ends, and its neighbours go on."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
+            log.exception("request %s failed on the host", group.request_id)
+            group.fail(f"decoding its text failed: {error}")
+            for sample in group.samples:
+                self.scheduler.finish(sample, "error")
+                sample.finish_reason = "error"
 
     # ---- failure
 
@@ -209,8 +215,7 @@ class Engine:
 
     def _rebuild(self, blamed: Sequence[Request]) -> list[Request]:
         """A new device state; all running requests start over. Returns those that were ended for it."""
-        self._in_flight = None
-        quarantined = self.scheduler.requeue_all(blamed)
+        quarantined = self._start_over(blamed)
         try:
             self.runner.wait_first()
             self.runner.reset()
@@ -218,6 +223,11 @@ class Engine:
             self._dead = error
             raise EngineDeadError(f"the device state could not be built: {error}") from error
         return quarantined
+
+    def _start_over(self, blamed: Sequence[Request]) -> list[Request]:
+        self._in_flight = None
+        samples = [sample for group in self._groups.values() for sample in group.samples]
+        return self.scheduler.restart([sample for sample in samples if sample.finish_reason is None], blamed)
 
     # ---- the rest
 

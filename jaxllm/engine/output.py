@@ -31,6 +31,12 @@ class Group:
         if self._decode and (self.stream or self.params.stops):
             self._detokenizers = [self._detokenizer() for _ in range(self.params.n)]
 
+    def fail(self, error: str) -> None:
+        """Its text can't be decoded: from now on it has none."""
+        self.error = error
+        self._decode = False
+        self._detokenizers = [None] * self.params.n
+
     def _detokenizer(self) -> Detokenizer:
         return Detokenizer(self.tokenizer, self.params, self.prompt_token_ids)
 

@@ -50,7 +50,10 @@ class PrefixCache:
         """The request leaves its blocks: nobody need wait for what it has not written."""
         for i in range(request.num_keyed, len(request.keys)):
             self._forget(request, i)
-        request.num_keyed = 0
+
+    def reset(self) -> None:
+        """Nothing is running any more."""
+        self._writing.clear()
 
     def _forget(self, request: Request, i: int) -> None:
         if self._writing.get(request.keys[i]) is request:

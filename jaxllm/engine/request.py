@@ -54,6 +54,13 @@ class Request:
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids)
 
+    def start_over(self) -> None:
+        """Forgets where it ran and what was computed, not its tokens; what is in flight will be dropped."""
+        self.epoch += 1
+        self.status, self.slot, self.block_ids = Status.WAITING, -1, []
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        self.num_computed = self.num_in_flight = self.num_keyed = 0
+
     @property
     def order(self) -> tuple[int, int]:
         """Who goes first: lower priority value, then earlier arrival."""

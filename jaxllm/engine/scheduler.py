@@ -144,12 +144,8 @@ class Scheduler:
     def _evict(self, request: Request) -> None:
         """Back to the queue, in its old place; its tokens are recomputed when it is admitted again."""
         self._leave(request)
-        self.num_preemptions += 1
-        self._requeue(request)
-
-    def _requeue(self, request: Request) -> None:
-        request.status = Status.WAITING
         self._queue(request)
+        self.num_preemptions += 1
 
     def _leave(self, request: Request) -> None:
         """Takes a running request's slot and blocks away, and ends its epoch."""
@@ -159,10 +155,7 @@ class Scheduler:
         self.prefix_cache.end(request)
         self.pool.release(request.block_ids)
         self._free_slots.append(request.slot)
-        request.block_ids = []
-        request.slot = -1
-        request.epoch += 1
-        request.num_computed = request.num_in_flight = 0
+        request.start_over()
 
     # ---- admission
 
@@ -246,17 +239,21 @@ class Scheduler:
 
     # ---- failure
 
-    def requeue_all(self, blamed: Iterable[Request] = ()) -> list[Request]:
-        """The device's state is gone: every running request starts over as a recompute, nothing stays cached.
+    def restart(self, unfinished: Iterable[Request], blamed: Iterable[Request] = ()) -> list[Request]:
+        """The device's state is gone, and perhaps a call of ours was interrupted halfway: all `unfinished` requests
+        start over as recomputes; nothing is taken from what was running, held or cached.
 
-        Each of `blamed`, the requests of the step that failed, gets a strike; one with `MAX_STRIKES` is ended
-        with an error and returned.
+        Each of `blamed`, the requests of the step that failed, gets a strike; one with `MAX_STRIKES` is ended with an
+        error and returned.
         """
-        for request in list(self.running):
-            self._leave(request)
-            self._requeue(request)
-        self._draining.clear()
-        self.pool.forget_keys()
+        self.pool.reset()
+        self.prefix_cache.reset()
+        self.running, self._draining, self._waiting = [], [], []
+        self._free_slots = list(range(self.max_num_seqs))
+        self._num_waiting = self._num_full = self._num_suspects = self.num_unfinished_full = 0
+        for request in unfinished:
+            request.start_over()
+            self.add(request)
         quarantined = []
         for request in blamed:
             if request.status is Status.FINISHED:
