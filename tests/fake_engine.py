@@ -1,5 +1,7 @@
 """An engine around a device made of lists: driven as `Engine` drives the real one, it notices any wrong cell or row."""
 
+import itertools
+import sys
 import zlib
 from collections import Counter
 from dataclasses import dataclass
@@ -179,6 +181,25 @@ class FakeEngine:
             self.step()
         assert not self.scheduler.has_work(), "no end in sight"
         assert self.pool.num_used == 0 and all(request.finish_reason for request in self.requests)
+
+    def interrupted_step(self, num_lines: int) -> None:
+        """A step in which Ctrl-C comes after so many lines of the code under test, if it has as many."""
+        lines = itertools.count()
+
+        def trace(frame, event, arg):
+            if "/jaxllm/engine/" in frame.f_code.co_filename and event == "line" and next(lines) == num_lines:
+                raise KeyboardInterrupt
+            return trace
+
+        outer = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            self.step()
+        except KeyboardInterrupt:
+            self._recover(Plan())
+        finally:
+            sys.settrace(outer)
+        self.check()
 
     def _recover(self, failed: Plan) -> None:
         blamed = [request for request in failed.rows if request.status is not Status.FINISHED]

@@ -128,7 +128,7 @@ class Engine:
             return None
         for sample in group.samples:
             self.scheduler.finish(sample, "abort")
-        return group.output()
+        return self._guarded(group, group.output) or group.output()
 
     def has_work(self) -> bool:
         return self._in_flight is not None or self.scheduler.has_work()

@@ -28,21 +28,15 @@ class Group:
     def __post_init__(self) -> None:
         self._detokenizers: list[Detokenizer | None] = [None] * self.params.n
         self._decode = self.tokenizer is not None and self.params.detokenize
-        if self._decode and (self.stream or self.params.stops):
-            self._detokenizers = [self._detokenizer() for _ in range(self.params.n)]
+
+    @property
+    def watches_text(self) -> bool:
+        return self._decode and (self.stream or bool(self.params.stops))
 
     def fail(self, error: str) -> None:
         """Its text can't be decoded: from now on it has none."""
         self.error = error
         self._decode = False
-        self._detokenizers = [None] * self.params.n
-
-    def _detokenizer(self) -> Detokenizer:
-        return Detokenizer(self.tokenizer, self.params, self.prompt_token_ids)
-
-    @property
-    def watches_text(self) -> bool:
-        return self._detokenizers[0] is not None
 
     @property
     def finished(self) -> bool:
@@ -50,7 +44,14 @@ class Group:
 
     def push(self, sample: Request) -> str | None:
         """Decodes the sample's newest token; returns the stop string that it completes, if any."""
-        return self._detokenizers[sample.sample_index].push(sample.output_token_ids[-1:])
+        return self._detokenizer(sample).push(sample.output_token_ids[-1:])
+
+    def _detokenizer(self, sample: Request) -> Detokenizer:
+        detokenizer = self._detokenizers[sample.sample_index]
+        if detokenizer is None:
+            detokenizer = Detokenizer(self.tokenizer, self.params, self.prompt_token_ids)
+            self._detokenizers[sample.sample_index] = detokenizer
+        return detokenizer
 
     def output(self) -> RequestOutput:
         """A snapshot: it does not change when the request goes on."""
@@ -76,11 +77,9 @@ class Group:
     def _text(self, sample: Request) -> str:
         if not self._decode:
             return ""
-        detokenizer = self._detokenizers[sample.sample_index]
-        if detokenizer is None:  # no stop strings: "stop" means by its last token, which is no text
-            ids = sample.output_token_ids[: -1 if sample.finish_reason == "stop" else None]
-            detokenizer = self._detokenizer()
-            detokenizer.push(ids)
+        detokenizer = self._detokenizer(sample)
+        if not self.watches_text:  # no stop strings either, so "stop" means by its last token, which is no text
+            detokenizer.push(sample.output_token_ids[: -1 if sample.finish_reason == "stop" else None])
         if sample.finish_reason:
             detokenizer.finish()
         return detokenizer.text
