@@ -182,8 +182,8 @@ class FakeEngine:
         assert not self.scheduler.has_work(), "no end in sight"
         assert self.pool.num_used == 0 and all(request.finish_reason for request in self.requests)
 
-    def interrupted_step(self, num_lines: int) -> None:
-        """A step in which Ctrl-C comes after so many lines of the code under test, if it has as many."""
+    def interrupted_step(self, num_lines: int) -> bool:
+        """A step in which Ctrl-C comes after so many lines of the code under test. False if it has not as many."""
         lines = itertools.count()
 
         def trace(frame, event, arg):
@@ -195,11 +195,13 @@ class FakeEngine:
         sys.settrace(trace)
         try:
             self.step()
+            return False
         except KeyboardInterrupt:
             self._recover(Plan())
+            return True
         finally:
             sys.settrace(outer)
-        self.check()
+            self.check()
 
     def _recover(self, failed: Plan) -> None:
         blamed = [request for request in failed.rows if request.status is not Status.FINISHED]

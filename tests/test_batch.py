@@ -15,7 +15,7 @@ from jaxllm.sampling_params import SamplingParams
 
 INT32_MAX = 2**31 - 1
 MAX_NUM_SEQS, BLOCK_SIZE, BLOCKS_PER_SEQ = 6, 4, 5
-quick = settings(max_examples=60, deadline=None)
+quick = settings(max_examples=40, deadline=None)
 
 
 def make_request(slot=0, prompt=(7, 8, 9), output=(), *, seed=0, blocks=(), stop_ids=(), sample_index=0, **params):

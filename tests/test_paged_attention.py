@@ -137,7 +137,7 @@ def test_conforms(implementation, case, monkeypatch):
     monkeypatch.setattr(cpu, "TILE_Q", 4)  # several tiles, the last one ragged
     op = compiled(implementation, case)
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(contents=batches(case))
     def check(contents):
         batch = Batch(case, contents)

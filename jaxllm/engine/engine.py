@@ -141,7 +141,10 @@ class Engine:
         if self._dead is not None:
             raise EngineDeadError(f"the engine is dead: {self._dead}") from self._dead
         if self._interrupted:  # by the first call, or by Ctrl-C in the middle of the last one
-            self._rebuild([])
+            over = self._rebuild([])
+            if over:
+                self._interrupted = False
+                return self._news(over)
         self._interrupted = True
         news = self._step()
         self._interrupted = False
@@ -178,7 +181,7 @@ class Engine:
         changed: dict[str, Group] = {}
         for sample in updated:
             group = sample.owner
-            if group.watches_text and sample.finish_reason in (None, "length"):
+            if group.watches_text:
                 self._guarded(group, lambda: self._watch_text(group, sample))  # noqa: B023 - called at once
             if group.stream or sample.finish_reason:
                 changed[group.request_id] = group
@@ -191,7 +194,7 @@ class Engine:
         return news
 
     def _watch_text(self, group: Group, sample: Request) -> None:
-        stop = group.push(sample)
+        stop = group.decode(sample)
         if stop is not None:
             self.scheduler.finish(sample, "stop")
             sample.finish_reason, sample.stop_reason = "stop", stop  # also if its length ended it just now
@@ -214,20 +217,22 @@ class Engine:
         return self._rebuild(plan.rows)
 
     def _rebuild(self, blamed: Sequence[Request]) -> list[Request]:
-        """A new device state; all running requests start over. Returns those that were ended for it."""
-        quarantined = self._start_over(blamed)
+        """A new device state; see `_start_over`."""
+        over = self._start_over(blamed)
         try:
             self.runner.wait_first()
             self.runner.reset()
         except Exception as error:
             self._dead = error
             raise EngineDeadError(f"the device state could not be built: {error}") from error
-        return quarantined
+        return over
 
     def _start_over(self, blamed: Sequence[Request]) -> list[Request]:
+        """All unfinished requests start over. Returns the others, whose end has not been reported yet."""
         self._in_flight = None
         samples = [sample for group in self._groups.values() for sample in group.samples]
-        return self.scheduler.restart([sample for sample in samples if sample.finish_reason is None], blamed)
+        self.scheduler.restart([sample for sample in samples if sample.finish_reason is None], blamed)
+        return [sample for sample in samples if sample.finish_reason is not None]
 
     # ---- the rest
 

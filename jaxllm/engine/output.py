@@ -27,6 +27,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self._detokenizers: list[Detokenizer | None] = [None] * self.params.n
+        self._num_decoded = [0] * self.params.n  # tokens of each sample
         self._decode = self.tokenizer is not None and self.params.detokenize
 
     @property
@@ -42,9 +43,13 @@ class Group:
     def finished(self) -> bool:
         return all(sample.finish_reason for sample in self.samples)
 
-    def push(self, sample: Request) -> str | None:
-        """Decodes the sample's newest token; returns the stop string that it completes, if any."""
-        return self._detokenizer(sample).push(sample.output_token_ids[-1:])
+    def decode(self, sample: Request) -> str | None:
+        """Decodes the sample's tokens that were not yet; returns the stop string that they complete, if any."""
+        by_token = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
+        start = self._num_decoded[sample.sample_index]
+        ids = sample.output_token_ids[start : -1 if by_token else None]  # a stop token is no text
+        self._num_decoded[sample.sample_index] += len(ids)
+        return self._detokenizer(sample).push(ids)
 
     def _detokenizer(self, sample: Request) -> Detokenizer:
         detokenizer = self._detokenizers[sample.sample_index]
@@ -77,9 +82,8 @@ class Group:
     def _text(self, sample: Request) -> str:
         if not self._decode:
             return ""
+        self.decode(sample)
         detokenizer = self._detokenizer(sample)
-        if not self.watches_text:  # no stop strings either, so "stop" means by its last token, which is no text
-            detokenizer.push(sample.output_token_ids[: -1 if sample.finish_reason == "stop" else None])
         if sample.finish_reason:
             detokenizer.finish()
         return detokenizer.text

@@ -254,6 +254,8 @@ class Scheduler:
         for request in unfinished:
             request.start_over()
             self.add(request)
+            if request.output_token_ids:  # its last token may have been its end, and not been looked at
+                self._finish_if_over(request, request.output_token_ids[-1])
         quarantined = []
         for request in blamed:
             if request.status is Status.FINISHED:
