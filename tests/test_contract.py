@@ -232,6 +232,22 @@ def test_an_interrupt_anywhere_loses_nothing(llm, tiny, monkeypatch, verb):
         assert len(done[f"r{i}"].outputs[0].token_ids) == 8
 
 
+def test_an_end_that_was_interrupted_is_still_reported(llm, monkeypatch):
+    add(llm, "r", [1, 2, 3], greedy(2))
+    commit = llm.engine.scheduler.commit
+
+    def interrupted(*args):
+        if any(request.finish_reason for request in commit(*args)):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr(llm.engine.scheduler, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(llm)
+    assert len(run(llm)["r"].outputs[0].token_ids) == 2
+
+
 class Letters:
     """A tokenizer of single characters."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxllm.engine.batch import NUM_STOP_IDS
 from jaxllm.engine.block_pool import BlockPool
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.output import Group
@@ -17,7 +18,7 @@ from jaxllm.engine.scheduler import Scheduler
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
 from jaxllm.outputs import RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,9 @@ class Engine:
         self.config: EngineConfig = runner.config
         self.runner, self.tokenizer = runner, tokenizer
         self.vocab, self.eos_ids = vocab, frozenset(eos_ids)
+        if len(self.eos_ids) + MAX_STOP_TOKEN_IDS > NUM_STOP_IDS:
+            most = NUM_STOP_IDS - MAX_STOP_TOKEN_IDS
+            raise ValueError(f"the model has {len(self.eos_ids)} end-of-sequence ids; at most {most} are supported")
         self.scheduler = Scheduler(
             BlockPool(self.config.num_blocks, self.config.block_size),
             max_num_seqs=self.config.max_num_seqs,
@@ -131,7 +135,8 @@ class Engine:
         return self._guarded(group, group.output) or group.output()
 
     def has_work(self) -> bool:
-        return self._in_flight is not None or self.scheduler.has_work()
+        """Whether something is in flight, or a request's end has not been returned yet."""
+        return self._in_flight is not None or bool(self._groups)
 
     # ---- the loop
 

@@ -44,7 +44,7 @@ class PrefixCache:
         for i in range(request.num_keyed, full):
             self.pool.register(request.block_ids[i], request.keys[i])
             self._forget(request, i)
-        request.num_keyed = max(request.num_keyed, full)
+        request.num_keyed = full
 
     def end(self, request: Request) -> None:
         """The request leaves its blocks: nobody need wait for what it has not written."""

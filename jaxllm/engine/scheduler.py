@@ -60,8 +60,7 @@ class Scheduler:
         else:
             self._leave(request)
         self.num_unfinished_full -= request.needs_full_sampler
-        request.status = Status.FINISHED
-        request.finish_reason, request.stop_reason = reason, stop_reason
+        request.status, request.finish_reason, request.stop_reason = Status.FINISHED, reason, stop_reason
 
     # ---- schedule
 
@@ -76,8 +75,7 @@ class Scheduler:
         for request in prefills:  # those not evicted meanwhile for the sake of a decode
             if plan.num_tokens < max_tokens and request.status is Status.RUNNING:
                 plan.add_chunk(request, max_tokens - plan.num_tokens)
-        if not self._draining:  # blocks are short: what comes free belongs to those who run
-            self._admit(plan, max_tokens)
+        self._admit(plan, max_tokens)
         if not plan.num_tokens:
             return None
         plan.full_sampler = self._num_full > 0
@@ -177,8 +175,8 @@ class Scheduler:
 
     def _start(self, request: Request) -> bool:
         """Gives a waiting request its slot and blocks, sharing cached ones; False if it must wait."""
-        if request.strikes and self._num_suspects:
-            return False  # one suspect at a time, so that a failure names the culprit
+        if self._num_suspects:
+            return False  # one suspect at a time and nobody new beside it, so that a failure names the culprit
         hits = self.prefix_cache.find(request)
         if hits is None:
             return False
