@@ -66,10 +66,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--holdout", type=float, default=0.02, help="share of the files kept for validation")
     add("--minutes", type=float, default=65.0, help="time to train for")
     add("--steps", type=int, default=None, help="stop after this many steps, if that is sooner")
-    add("--lr", type=float, default=2e-3, help="peak learning rate")
+    add("--lr", type=float, default=4e-3, help="peak learning rate")
     add("--batch", type=int, default=4, help="rows a step, of --seq-len tokens each")
-    sizes = {"seq-len": 256, "vocab": 4096, "layers": 6, "embed": 256, "heads": 4, "kv-heads": 2, "head-dim": 64}
-    for name, default in (sizes | {"mlp": 640, "seed": 0}).items():
+    sizes = {"seq-len": 256, "vocab": 4096, "layers": 4, "embed": 192, "heads": 4, "kv-heads": 2, "head-dim": 64}
+    for name, default in (sizes | {"mlp": 512, "seed": 0}).items():
         add(f"--{name}", type=int, default=default)
     return parser.parse_args(argv)
 
