@@ -63,6 +63,11 @@ def run_command(command: Callable[[], int]) -> int:
         return EXIT_CLOSED_PIPE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except ImportError as error:
+        # A Ctrl-C while an extension module starts comes out as this.
+        if not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            raise
+        return EXIT_INTERRUPTED
     except (ValueError, OSError, JaxLLMError) as error:
         log.debug("the command failed", exc_info=True)
         print(f"error: {error}", file=sys.stderr)

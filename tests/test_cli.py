@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from jaxllm import generate
+from jaxllm.cli import EXIT_INTERRUPTED, run_command
 from jaxllm.errors import JaxLLMError, ModelFormatError, OutOfMemoryError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 
@@ -334,3 +335,18 @@ def test_help_does_not_wait_for_jax():
     written = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert "--max-num-batched-tokens" in written
     assert written.splitlines()[-1] == "[]"
+
+
+def test_an_interrupted_import_is_an_interrupt():
+    def command():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            raise ImportError("Encountered an error while initializing the extension.") from interrupt
+
+    def broken():
+        raise ImportError("no module named jaxlib")
+
+    assert run_command(command) == EXIT_INTERRUPTED
+    with pytest.raises(ImportError, match="jaxlib"):
+        run_command(broken)
