@@ -12,16 +12,20 @@ if (_root / "pyproject.toml").is_file():
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
     from jaxllm.llm import LLM
-    from jaxllm.outputs import CompletionOutput, RequestOutput
-    from jaxllm.sampling_params import SamplingParams
+    from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "RequestOutputKind", "SamplingParams",
+]  # fmt: skip
 
 _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "CompletionOutput": "outputs",
+    "Logprob": "outputs",
     "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
 }
 

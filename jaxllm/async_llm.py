@@ -59,7 +59,12 @@ class AsyncLLM:
         return self._engine.tokenizer
 
     async def generate(
-        self, prompt: Any, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the output so far whenever it has grown, the finished one last. Leaving the iterator early, or
         cancelling its task, aborts the request.
@@ -67,7 +72,7 @@ class AsyncLLM:
         `prompt` is a string, `{"prompt": str}` or `{"prompt_token_ids": [...]}`. Raises `ValueError` for what can't
         be served, and `EngineDeadError` if the engine stops.
         """
-        params = params or SamplingParams()
+        params = sampling_params or SamplingParams()
         request_id = f"async-{next(self._ids)}" if request_id is None else request_id
         parsed = await asyncio.to_thread(parse_prompt, prompt, self.tokenizer)
         self._engine.validate(parsed.token_ids, params)

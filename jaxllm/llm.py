@@ -67,18 +67,18 @@ class LLM:
     def generate(
         self,
         prompts: Prompts,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Completes all prompts; one output each, in their order.
 
-        `params` and `priority` (lower runs first) are one for all prompts, or one for each. Raises `ValueError` before
-        anything runs if any prompt or parameter is unusable. Interrupted, it aborts what is left.
+        `sampling_params` and `priority` (lower runs first) are one for all prompts, or one for each. Raises
+        `ValueError` before anything runs if any prompt or parameter is unusable. Interrupted, it aborts what is left.
         """
         results: dict[int, RequestOutput] = {}
-        requests = self._requests(prompts, params, priority)
+        requests = self._requests(prompts, sampling_params, priority)
         with tqdm(total=len(requests), desc="generating", unit="req", disable=None if use_tqdm else True) as bar:
             for index, output in self._run(requests, stream=False):
                 results[index] = output
@@ -88,7 +88,7 @@ class LLM:
     def stream(
         self,
         prompts: Prompts,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
     ) -> Iterator[tuple[int, RequestOutput]]:
@@ -96,7 +96,7 @@ class LLM:
 
         Closing the iterator aborts what is left.
         """
-        return self._run(self._requests(prompts, params, priority), stream=True)
+        return self._run(self._requests(prompts, sampling_params, priority), stream=True)
 
     def update_params(self, params: Any) -> None:
         """Replaces the parameters by a pytree of the same structure, shapes and dtypes; running requests go on with

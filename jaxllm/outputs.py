@@ -1,18 +1,32 @@
 """What a request returns."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class Logprob(NamedTuple):
+    """A token's log-probability (nats; at least -9999, so that it is valid JSON)."""
+
+    logprob: float
+    rank: int | None  # 1 is the most likely of all tokens
+    decoded_token: str | None  # None without a tokenizer
+
+
+Logprobs = list[Mapping[int, Logprob] | None]  # a position's token and others wanted there; None: it has none
+
+
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One completion. `token_ids` and `text` are cumulative; `text` ends before a stop string."""
+    """One completion. `token_ids`, `text` and `logprobs` are cumulative, or what is new, as `output_kind` says."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None  # of all tokens so far, if log-probabilities are wanted
+    logprobs: Logprobs | None = None  # one a token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for end of sequence
 
@@ -29,6 +43,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: Logprobs | None = None  # one a prompt token, None for the first; there when it is all computed
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # why a completion has finish_reason "error"

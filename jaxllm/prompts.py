@@ -49,4 +49,4 @@ def parse_each(name: str, value: Any, kind: type, count: int) -> list:
 
 
 def parse_params(params: Any, count: int) -> list[SamplingParams]:
-    return parse_each("params", SamplingParams() if params is None else params, SamplingParams, count)
+    return parse_each("sampling_params", SamplingParams() if params is None else params, SamplingParams, count)

@@ -1,47 +1,115 @@
 """How a request wants its tokens chosen, and when it ends. Validated once, here, for every entrance."""
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 MAX_N = 128
 MAX_STOPS = 32
-MAX_STOP_TOKEN_IDS = 16  # a fixed width of the device's slot table
+MAX_LOGPROBS = 20
+# Fixed widths of the device's tables.
+MAX_STOP_TOKEN_IDS = 16
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+
+_FLAGS = (
+    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "skip_reading_prefix_cache",
+)  # fmt: skip
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a stream holds. `LLM.generate` returns the whole in any case."""
+
+    CUMULATIVE = 0  # everything so far
+    DELTA = 1  # what is new since the output before
+    FINAL_ONLY = 2  # everything, once, at the end
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters, with vLLM's names and defaults. Raises `ValueError` naming field, value and range.
 
-    Filters apply in the order temperature, min-p, top-k, top-p; tokens tied with the last one kept are kept too.
+    The logits go through `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias` and the penalties, then
+    temperature, min-p, top-k and top-p; tokens tied with the last one kept are kept too. Log-probabilities are those
+    of the model, before any of this.
     """
 
     n: int = 1  # completions, 1 .. 128
+    presence_penalty: float = 0.0  # -2 .. 2, once for a token that the output has
+    frequency_penalty: float = 0.0  # -2 .. 2, for each time the output has it
+    repetition_penalty: float = 1.0  # above 0; divides positive logits of tokens in prompt or output
     temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 or -1: all
     top_p: float = 1.0  # 0 .. 1; 0 keeps the most likely token
+    top_k: int = 0  # 0 or -1: all
     min_p: float = 0.0  # 0 .. 1, relative to the most likely token
-    seed: int | None = None  # the same text whatever runs beside it
-    max_tokens: int | None = 16  # None: up to the model's context
-    min_tokens: int = 0  # no end of sequence and no stop token before
-    stop: str | list[str] | None = None  # strings, not part of the text returned
+    seed: int | None = None  # the same text whatever runs beside it; None or -1: the engine chooses
+    stop: str | list[str] | None = None  # strings that end the text
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    skip_special_tokens: bool = True
+    max_tokens: int | None = 16  # None: up to the model's context
+    min_tokens: int = 0  # no end of sequence, stop token or stop string before
+    logprobs: int | None = None  # of the token taken, and of this many of the most likely, 0 .. 20
+    prompt_logprobs: int | None = None  # likewise, of each token of the prompt
+    logprob_token_ids: list[int] | None = None  # log-probabilities of these tokens at each step
     detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True  # for tokenizers that ask; fast ones put none
+    include_stop_str_in_output: bool = False  # the stop string, or the stop token's text
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int = 1  # tokens between two outputs of a stream, after the first
+    logit_bias: Mapping[int, float] | None = None  # token id -> -100 .. 100, added to its logit
+    allowed_token_ids: list[int] | None = None  # no other token is generated
+    bad_words: list[str] | None = None  # words that are not generated
+    skip_reading_prefix_cache: bool | None = None  # None: if prompt_logprobs are wanted
     stops: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stops", tuple(_as_list("stop", stop)))
-        ids = _as_list("stop_token_ids", self.stop_token_ids)
-        for token in ids:
-            _check_int("stop_token_ids", token, 0, 2**31 - 1)
-        object.__setattr__(self, "stop_token_ids", list(dict.fromkeys(ids)))
         self._check_numbers()
+        self._check_penalties()
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        self._set("stops", tuple(_as_list("stop", stop)))
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            self._set(name, _as_ids(name, getattr(self, name)))
+        self._set("stop_token_ids", self.stop_token_ids or [])
+        self._set("bad_words", _as_list("bad_words", self.bad_words))
+        self._set("logit_bias", _as_bias(self.logit_bias))
         self._check_stops()
-        for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        self._check_words_and_ids()
+        for name in _FLAGS:
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "skip_reading_prefix_cache" and value is None):
+                raise ValueError(f"{name}={value!r} must be True or False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        if self.skip_reading_prefix_cache is None:
+            return self.prompt_logprobs is None
+        return not self.skip_reading_prefix_cache
+
+    @property
+    def needs_full_sampler(self) -> bool:
+        """Whether more than temperature and filters decides, or log-probabilities are wanted."""
+        return self.min_tokens > 0 or self.wants_logprobs or self.alters_logits
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
+    def penalizes(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def alters_logits(self) -> bool:
+        """Whether the sampler needs this request's own rows of `SamplingExtras`."""
+        return self.penalizes or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def _check_numbers(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -51,6 +119,7 @@ class SamplingParams:
         _check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+            self._set("seed", None if self.seed == -1 else self.seed)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -58,12 +127,18 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower one or raise the other"
             )
+        _check_int("stream_interval", self.stream_interval, 1, 2**31 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+
+    def _check_penalties(self) -> None:
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
 
     def _check_stops(self) -> None:
-        if len(self.stops) > MAX_STOPS:
-            raise ValueError(f"stop has {len(self.stops)} strings; at most {MAX_STOPS} are allowed")
-        if not all(isinstance(s, str) and s for s in self.stops):
-            raise ValueError(f"stop={self.stop!r} must hold non-empty strings")
+        _check_words("stop", self.stop, self.stops, MAX_STOPS)
         if self.stops and not self.detokenize:
             raise ValueError("stop strings need detokenize=True; use stop_token_ids instead")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -71,11 +146,52 @@ class SamplingParams:
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
             )
 
+    def _check_words_and_ids(self) -> None:
+        _check_words("bad_words", self.bad_words, self.bad_words, MAX_BAD_WORDS)
+        if self.allowed_token_ids == []:
+            raise ValueError("allowed_token_ids is empty, so that no token could be generated; give some, or None")
+        ids = self.logprob_token_ids
+        if ids is not None and not 1 <= len(ids) <= MAX_LOGPROB_TOKEN_IDS:
+            raise ValueError(f"logprob_token_ids has {len(ids)} ids; give 1 to {MAX_LOGPROB_TOKEN_IDS}")
+        if ids is not None and self.logprobs not in (None, len(ids)):
+            raise ValueError(
+                f"logprobs={self.logprobs} and {len(ids)} logprob_token_ids exclude each other; leave logprobs out"
+            )
+
 
 def _as_list(name: str, value: Any) -> list:
     if not isinstance(value, list | tuple | None):
         raise ValueError(f"{name}={value!r} must be a list")
     return list(value or ())
+
+
+def _as_ids(name: str, value: Any) -> list[int] | None:
+    """Token ids without repeats; the engine, which knows the vocabulary, checks how large they may be."""
+    if value is None:
+        return None
+    for token in (ids := _as_list(name, value)):
+        _check_int(name, token, 0, 2**31 - 1)
+    return list(dict.fromkeys(ids))
+
+
+def _as_bias(value: Any) -> dict[int, float]:
+    """Keys may be strings of digits, as JSON has them."""
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"logit_bias={value!r} must be a dict of token ids and numbers")
+    bias = {}
+    for key, number in (value or {}).items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        _check_int("logit_bias key", token, 0, 2**31 - 1)
+        _check_float(f"logit_bias[{token}]", number, -100.0, 100.0)
+        bias[token] = float(number)
+    return bias
+
+
+def _check_words(name: str, given: Any, words: Any, most: int) -> None:
+    if len(words) > most:
+        raise ValueError(f"{name} has {len(words)} strings; at most {most} are allowed")
+    if not all(isinstance(word, str) and word for word in words):
+        raise ValueError(f"{name}={given!r} must hold non-empty strings")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
