@@ -14,20 +14,24 @@ from jaxllm.engine.engine import EngineStats
 from jaxllm.errors import EngineDeadError
 from jaxllm.outputs import RequestOutput
 from jaxllm.prompts import parse_prompt
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 log = logging.getLogger(__name__)
 
 
 class _Stream:
-    """The newest output of one request, for one consumer. Outputs are cumulative, so a slow reader skips some."""
+    """The newest output of one request, for one consumer: a slow reader skips some, or gets several deltas in one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_delta: bool) -> None:
+        self._is_delta = is_delta
         self.loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._newest: RequestOutput | Exception | None = None
 
     def put(self, news: RequestOutput | Exception) -> None:
+        unread = self._newest if self._changed.is_set() else None
+        if self._is_delta and isinstance(unread, RequestOutput) and isinstance(news, RequestOutput):
+            news = unread.followed_by(news)
         self._newest = news
         self._changed.set()
 
@@ -66,8 +70,8 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields the output so far whenever it has grown, the finished one last. Leaving the iterator early, or
-        cancelling its task, aborts the request.
+        """Yields the output so far (or what `output_kind` says) whenever it has grown, the finished one last. Leaving
+        the iterator early, or cancelling its task, aborts the request.
 
         `prompt` is a string, `{"prompt": str}` or `{"prompt_token_ids": [...]}`. Raises `ValueError` for what can't
         be served, and `EngineDeadError` if the engine stops.
@@ -76,7 +80,7 @@ class AsyncLLM:
         request_id = f"async-{next(self._ids)}" if request_id is None else request_id
         parsed = await asyncio.to_thread(parse_prompt, prompt, self.tokenizer)
         self._engine.validate(parsed.token_ids, params)
-        stream = _Stream()
+        stream = _Stream(is_delta=params.output_kind is RequestOutputKind.DELTA)
         if not self._post(lambda: self._add(stream, parsed, params, request_id, priority)):
             raise self._error or EngineDeadError("the engine was closed")
         finished = False

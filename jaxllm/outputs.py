@@ -1,7 +1,7 @@
 """What a request returns."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -47,3 +47,14 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # why a completion has finish_reason "error"
+
+    def followed_by(self, newer: "RequestOutput") -> "RequestOutput":
+        """Two deltas in one."""
+        outputs = {completion.index: completion for completion in self.outputs}
+        for new in newer.outputs:
+            old = outputs.get(new.index)
+            if old is not None:
+                logprobs = None if new.logprobs is None else (old.logprobs or []) + new.logprobs
+                new = replace(new, text=old.text + new.text, token_ids=old.token_ids + new.token_ids, logprobs=logprobs)
+            outputs[new.index] = new
+        return replace(newer, outputs=list(outputs.values()))

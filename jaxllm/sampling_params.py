@@ -85,12 +85,6 @@ class SamplingParams:
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
 
     @property
-    def reads_prefix_cache(self) -> bool:
-        if self.skip_reading_prefix_cache is None:
-            return self.prompt_logprobs is None
-        return not self.skip_reading_prefix_cache
-
-    @property
     def needs_full_sampler(self) -> bool:
         """Whether more than temperature and filters decides, or log-probabilities are wanted."""
         return self.min_tokens > 0 or self.wants_logprobs or self.alters_logits
@@ -100,12 +94,16 @@ class SamplingParams:
         return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
+    def num_top_logprobs(self) -> int:
+        """How many of the most likely tokens are wanted at each step."""
+        return 0 if self.logprob_token_ids is not None else self.logprobs or 0
+
+    @property
     def penalizes(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
     def alters_logits(self) -> bool:
-        """Whether the sampler needs this request's own rows of `SamplingExtras`."""
         return self.penalizes or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
 
     def _set(self, name: str, value: Any) -> None:

@@ -36,7 +36,7 @@ def test_state_is_donated_and_a_step_takes_one_fresh_array(llm, monkeypatch):
     before, arrays, pack = llm.engine.runner._state, [], StepLayout.pack
     monkeypatch.setattr(StepLayout, "pack", lambda *args: arrays.append(pack(*args)) or arrays[-1])
     llm.generate(ids(*prompts_of([3, 9])), greedy(6))
-    assert all(x.is_deleted() for x in jax.tree.leaves((before.kv_pools, before.slots)))
+    assert all(x.is_deleted() for x in jax.tree.leaves((before.kv_pools, before.slots, before.hidden)))
     assert all(a.dtype == np.int32 and a.ndim == 1 and a.base is None for a in arrays)
     assert len({id(a) for a in arrays}) == len(arrays) > 5
 
@@ -50,15 +50,19 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
         ladder = token_ladder(24)
         assert ladder == (1, 8, 16, 24)
         seqs = {min(t, 6) for t in ladder}
-        assert llm.stats().num_executables == len(ladder) + 2 * len(seqs) + 2 + 1  # two admits, the empty state
+        assert llm.stats().num_executables == len(ladder) + 2 * len(seqs) + 2 + 3  # two admits, extras, score, the empty state
         assert llm.stats().num_compiled == llm.stats().num_executables
         compiled.clear()
         plain = greedy(5)
         sampled = SamplingParams(temperature=0.9, top_k=5, top_p=0.9, min_p=0.01, seed=1, max_tokens=7, min_tokens=3)
+        everything = SamplingParams(
+            seed=1, max_tokens=5, frequency_penalty=1.0, logit_bias={3: 2.0}, logprobs=3, prompt_logprobs=2
+        )
         for lengths in ([1], [2, 3], [30], [1, 8, 24, 25, 50, 7, 3, 2, 9], [60]):
             prompts = ids(*prompts_of(lengths))
             llm.generate(prompts, plain)
             llm.generate(prompts, sampled)
+            llm.generate(prompts, everything)
         fail_once(llm, 3, pytest.MonkeyPatch())
         llm.generate(ids([1, 2, 3]), plain)
         assert compiled == []
@@ -70,7 +74,7 @@ def test_an_executable_refuses_what_it_was_not_compiled_for_by_name(llm):
     state = runner._state
     step = runner.compile_plan["step", 8]
     with pytest.raises(TypeError, match="packed"):
-        step(runner._leaves, state.kv_pools, state.slots, np.zeros(3, np.int32))
+        step(runner._leaves, state.kv_pools, state.slots, state.hidden, np.zeros(3, np.int32))
 
 
 def test_sequences_are_served_while_executables_compile(tiny):
@@ -179,7 +183,7 @@ def test_rows_with_nan_logits_end_with_an_error_alone(llm, tiny, monkeypatch):
         row = next((i for i, r in enumerate(handle.plan.rows) if r.prompt_token_ids == prompts[1]), None)
         found = collect(handle)
         if row is not None and len(handle.plan.rows[row].output_token_ids) == 2:
-            found[row] = -1  # what the sampler gives for a row that is not finite
+            found.tokens[row] = -1  # what the sampler gives for a row that is not finite
         return found
 
     monkeypatch.setattr(llm.engine.runner, "collect", spoiled)

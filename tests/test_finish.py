@@ -138,7 +138,7 @@ def test_bad_prompts(prompt, message):
 
 @pytest.mark.parametrize("params", ["greedy", 3, [SamplingParams(), None]])
 def test_bad_params(params):
-    with pytest.raises(ValueError, match="params must be a SamplingParams or a list of them"):
+    with pytest.raises(ValueError, match="sampling_params must be a SamplingParams or a list of them"):
         parse_params(params, 2)
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxllm.build import _model_shape
 from jaxllm.engine.batch import AdmitLayout, StepLayout
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.executables import Lowering, admit, sample_step, step
+from jaxllm.engine.executables import Lowering, admit, sample_full_step, sample_step, score, step
 from jaxllm.pallas_kernels.paged_attention import api
 from jaxllm.sharding.mesh import make_mesh
 
@@ -24,7 +24,7 @@ def test_executables_lower(tiny, monkeypatch, platform):
     shape = _model_shape(tiny.cfg, *nnx.split(tiny.model), mesh)
     state = Lowering(shape, CONFIG, mesh).state()
     place_free = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
-    leaves, pools, slots, sampling = map(place_free, (list(shape.leaves), state.kv_pools, state.slots, state.sampling))
+    leaves, pools, slots, sampling, extras, hidden = map(place_free, (list(shape.leaves), *state))
     logits = jax.ShapeDtypeStruct((4, tiny.cfg.vocab), jnp.float32)
 
     def ints(*dims):
@@ -36,9 +36,11 @@ def test_executables_lower(tiny, monkeypatch, platform):
         return text
 
     layout, rows = StepLayout(8, 4, 4), AdmitLayout(16, 4, CONFIG.blocks_per_seq)
-    text = lower(partial(step, model_shape=shape, layout=layout, mesh=mesh), leaves, pools, slots, ints(layout.size))
+    fn = partial(step, model_shape=shape, layout=layout, mesh=mesh)
+    text = lower(fn, leaves, pools, slots, hidden, ints(layout.size))
     assert "stablehlo.scatter" in text and "stablehlo.while" in text
     lower(partial(admit, layout=rows), slots, sampling, ints(16, rows.size))
-    for full in (False, True):
-        text = lower(partial(sample_step, full=full), slots.last_token, slots.length, sampling, logits, ints(4))
-        assert "stablehlo.sort" not in text
+    text = lower(sample_step, slots.last_token, slots.length, sampling, logits, ints(4))
+    assert "stablehlo.sort" not in text
+    lower(sample_full_step, slots.last_token, extras, slots.length, sampling, logits, ints(4))
+    lower(partial(score, model_shape=shape), leaves, hidden, ints(2, 4))

@@ -1,7 +1,6 @@
 """The samplers against numpy in float64, exact probabilities, and their own answers beside other neighbours."""
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +11,27 @@ from hypothesis import strategies as st
 
 from jaxllm.engine.batch import NUM_STOP_IDS
 from jaxllm.engine.executables import sample_step
-from jaxllm.engine.sampler import NOT_FINITE, sample, threshold
-from jaxllm.engine.state import SamplingTable
+from jaxllm.engine.plan import NOT_FINITE
+from jaxllm.engine.sampler import sample, sample_full, threshold
+from jaxllm.engine.state import SamplingTable, empty_extras
 
 SEQS, SLOTS, VOCAB = 4, 6, 16
 GREEDY = {
     "seed": 0, "sample_index": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_len": 0,
-    "stop_ids": (),
+    "stop_ids": (), "alters_logits": 0, "wants_logprobs": 0,
+    "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
 }  # fmt: skip
-SAMPLERS = {"plain": jax.jit(partial(sample, full=False)), "full": jax.jit(partial(sample, full=True))}
+
+
+@jax.jit
+def full_tokens(logits, slots, lengths, table):
+    return sample_full(logits, slots, lengths, table, empty_extras(SLOTS, VOCAB))[0]
+
+
+SAMPLERS = {"plain": jax.jit(sample), "full": full_tokens}
 both = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
+INTS = ("sample_index", "top_k", "min_len", "alters_logits", "wants_logprobs")
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 NORMAL = np.random.default_rng(0).normal(size=(SEQS, VOCAB)).astype(np.float32)
 
 
@@ -36,8 +46,8 @@ def make_table(rows):
     return SamplingTable(
         seed=jnp.asarray([divmod(row["seed"], 2**32) for row in rows], jnp.uint32),
         stop_ids=jnp.asarray(stop_ids, jnp.int32),
-        **{name: column(name, jnp.int32) for name in ("sample_index", "top_k", "min_len")},
-        **{name: column(name, jnp.float32) for name in ("temperature", "top_p", "min_p")},
+        **{name: column(name, jnp.int32) for name in INTS},
+        **{name: column(name, jnp.float32) for name in FLOATS},
     )
 
 
@@ -172,7 +182,7 @@ def test_key_is_seed_then_sample_index_then_position(sampler):
 
 DRAWS = 4000
 LOGITS = np.array([1.0, 0.5, 0.5, 0.0, -0.5, -1.0, -2.0, -9.0])
-many = jax.jit(partial(sample, full=False))
+many = SAMPLERS["plain"]
 
 
 @pytest.mark.parametrize("varied", ["seed", "high word of seed", "sample_index", "position"])
@@ -244,7 +254,7 @@ def test_only_rows_that_sample_write_the_slot_table():
     last_token = jnp.arange(100, 100 + SLOTS, dtype=jnp.int32)
     sample_slots = jnp.asarray([4, SLOTS, 1, SLOTS], jnp.int32)
     logits, lengths = jnp.asarray(NORMAL), jnp.zeros_like(last_token)
-    slots, tokens = jax.jit(partial(sample_step, full=False))(last_token, lengths, table, logits, sample_slots)
+    slots, tokens = jax.jit(sample_step)(last_token, lengths, table, logits, sample_slots)
     best = np.argmax(NORMAL, axis=1)
     assert tokens.tolist() == best.tolist()
     assert slots.tolist() == [100, best[2], 102, 103, best[0], 105]

@@ -5,6 +5,7 @@ is in flight is never written again.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +15,14 @@ import numpy as np
 
 from jaxllm.engine.plan import Plan
 from jaxllm.engine.request import Request
+from jaxllm.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 
 FROM_SLOT = -1  # as a token: the slot's last token, which the host may not know yet
 ADMIT_SIZES = (1, 16)  # rows that one `admit` installs; more take several
 NUM_STOP_IDS = 32
+NUM_BAD_WORDS = 2 * MAX_BAD_WORDS  # each with and without a space before it
+BAD_WORD_LEN = 8  # tokens
+EXTRAS_IDS = 512  # token ids that one `extras` call writes; more take several
 
 
 def token_ladder(max_tokens: int) -> tuple[int, ...]:
@@ -116,7 +121,9 @@ class SlotRow(NamedTuple):
     sample_index: np.ndarray  # [rows]
     top_k: np.ndarray  # [rows], 0 for all
     min_len: np.ndarray  # [rows] tokens, prompt included, before which stop ids are masked
-    floats: np.ndarray  # [rows, 3] bits of temperature, top_p, min_p
+    alters_logits: np.ndarray  # [rows] 1 if the extras' row counts
+    wants_logprobs: np.ndarray  # [rows] 1 or 0
+    floats: np.ndarray  # [rows, 6] bits of temperature, top_p, min_p; repetition, frequency and presence penalty
     seed: np.ndarray  # [rows, 2] high and low word
     stop_ids: np.ndarray  # [rows, NUM_STOP_IDS], padded with -1
     block_table: np.ndarray  # [rows, blocks_per_seq], padded with 0
@@ -132,12 +139,12 @@ class AdmitLayout:
 
     @property
     def size(self) -> int:
-        return 6 + 3 + 2 + NUM_STOP_IDS + self.blocks_per_seq
+        return 8 + 6 + 2 + NUM_STOP_IDS + self.blocks_per_seq
 
     def unpack(self, packed) -> SlotRow:
-        bounds = np.cumsum([6, 3, 2, NUM_STOP_IDS]).tolist()
+        bounds = np.cumsum([8, 6, 2, NUM_STOP_IDS]).tolist()
         starts = zip(bounds, [*bounds[1:], self.size], strict=True)
-        return SlotRow(*(packed[:, i] for i in range(6)), *(packed[:, a:b] for a, b in starts))
+        return SlotRow(*(packed[:, i] for i in range(8)), *(packed[:, a:b] for a, b in starts))
 
     def pack(self, admitted: Sequence[tuple[Request, int]]) -> np.ndarray:
         """The packed rows of requests, each with the number of its tokens that the pool holds already."""
@@ -147,14 +154,83 @@ class AdmitLayout:
         f.stop_ids[:] = -1
         for i, (request, length) in enumerate(admitted):
             params = request.params
-            packed[i, :6] = (
+            packed[i, :8] = (
                 request.slot, length, request.token_ids(request.num_tokens - 1, request.num_tokens)[0],
                 request.sample_index, max(params.top_k, 0),
                 min(len(request.prompt_token_ids) + params.min_tokens, 2**31 - 1),
+                params.alters_logits, params.wants_logprobs,
             )  # fmt: skip
-            f.floats[i] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
+            floats = (
+                params.temperature, params.top_p, params.min_p,
+                params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
+            )  # fmt: skip
+            f.floats[i] = np.array(floats, np.float32).view(np.int32)
             seed = request.seed % 2**64
             f.seed[i] = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
             f.stop_ids[i, : len(request.stop_ids)] = sorted(request.stop_ids)
             f.block_table[i, : len(request.block_ids)] = request.block_ids
         return packed
+
+
+class ExtrasRow(NamedTuple):
+    """A part of one slot's row of the `SamplingExtras`, cut from a packed array."""
+
+    slot: np.ndarray  # [1]
+    is_first: np.ndarray  # [1] 1 if the row is to be emptied before
+    fill: np.ndarray  # [1] bits of the bias of tokens that are not listed
+    recent: np.ndarray  # [BAD_WORD_LEN - 1] last output tokens, padded with -1 in front
+    watched: np.ndarray  # [MAX_LOGPROB_TOKEN_IDS] padded with 0
+    bad_words: np.ndarray  # [NUM_BAD_WORDS, BAD_WORD_LEN], each padded with -1 in front
+    ids: np.ndarray  # [EXTRAS_IDS] tokens of which the next three tell; padding lies past the vocabulary
+    bias: np.ndarray  # [EXTRAS_IDS] bits
+    output_counts: np.ndarray  # [EXTRAS_IDS]
+    in_prompt: np.ndarray  # [EXTRAS_IDS] 1 or 0
+
+
+@dataclass(frozen=True)
+class ExtrasLayout:
+    """Where the fields of an `ExtrasRow` lie."""
+
+    vocab: int
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        words = NUM_BAD_WORDS * BAD_WORD_LEN
+        sizes = (1, 1, 1, BAD_WORD_LEN - 1, MAX_LOGPROB_TOKEN_IDS, words, *[EXTRAS_IDS] * 4)
+        return tuple(int(end) for end in np.cumsum(sizes))
+
+    @property
+    def size(self) -> int:
+        return self._ends[-1]
+
+    def unpack(self, packed) -> ExtrasRow:
+        bounds = (0, *self._ends)
+        row = ExtrasRow(*(packed[a:b] for a, b in zip(bounds, self._ends, strict=False)))
+        return row._replace(bad_words=row.bad_words.reshape(NUM_BAD_WORDS, BAD_WORD_LEN))
+
+    def pack(self, request: Request) -> list[np.ndarray]:
+        """The packed arrays that install a request's row, one after the other."""
+        params, output = request.params, request.output_token_ids
+        counts = Counter(output) if params.penalizes else Counter()
+        prompt = set(request.prompt_token_ids) if params.penalizes else set()
+        ids = sorted(prompt.union(counts, params.logit_bias, params.allowed_token_ids or ()))
+        allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids)
+        fill = 0.0 if allowed is None else -np.inf
+        bias = [params.logit_bias.get(i, 0.0) if allowed is None or i in allowed else -np.inf for i in ids]
+        columns = (ids, np.array(bias, np.float32).view(np.int32), [counts[i] for i in ids], [i in prompt for i in ids])
+        parts = []
+        for at in range(0, max(1, len(ids)), EXTRAS_IDS):
+            packed = np.zeros(self.size, np.int32)
+            f = self.unpack(packed)
+            f.slot[:], f.is_first[:], f.fill[:] = request.slot, at == 0, np.float32(fill).view(np.int32)
+            f.recent[:] = ([-1] * BAD_WORD_LEN + output)[1 - BAD_WORD_LEN :]
+            f.watched[: len(params.logprob_token_ids or ())] = params.logprob_token_ids or ()
+            f.bad_words[:] = -1
+            for word, tokens in zip(f.bad_words, request.bad_words, strict=False):
+                word[-len(tokens) :] = tokens
+            f.ids[:] = self.vocab
+            for field, column in zip((f.ids, f.bias, f.output_counts, f.in_prompt), columns, strict=True):
+                part = column[at : at + EXTRAS_IDS]
+                field[: len(part)] = part
+            parts.append(packed)
+        return parts

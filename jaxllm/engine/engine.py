@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.engine.batch import NUM_STOP_IDS
+from jaxllm.engine.batch import BAD_WORD_LEN, NUM_STOP_IDS
 from jaxllm.engine.block_pool import BlockPool
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.logprobs import compact
 from jaxllm.engine.output import Group
 from jaxllm.engine.plan import Plan
 from jaxllm.engine.request import Request
-from jaxllm.engine.runner import Handle, Runner
+from jaxllm.engine.runner import Handle, Result, Runner
 from jaxllm.engine.scheduler import Scheduler
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
@@ -85,8 +86,9 @@ class Engine:
             tokenizer=self.tokenizer, stream=stream,
         )  # fmt: skip
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
+        bad_words = self._bad_words(params)
         for index in range(params.n):
-            group.samples.append(self._sample(group, index, seed, priority))
+            group.samples.append(self._sample(group, index, seed, priority, bad_words))
         self._groups[request_id] = group
         for sample in group.samples:
             self.scheduler.add(sample)
@@ -104,14 +106,30 @@ class Engine:
                 f"the prompt has {len(ids)} tokens, but max_model_len={self.config.max_model_len} leaves room for "
                 f"{self.config.max_model_len - 1} and one to generate; shorten it or raise max_model_len"
             )
-        bad_stops = [i for i in params.stop_token_ids if i >= self.vocab]
-        if bad_stops:
-            raise ValueError(f"stop_token_ids {bad_stops} are outside the vocabulary [0, {self.vocab - 1}]")
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+            outside = [i for i in getattr(params, name) or () if i >= self.vocab]
+            if outside:
+                raise ValueError(f"{name} {outside} are outside the vocabulary [0, {self.vocab - 1}]")
         if params.stops and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the engine has none; use stop_token_ids")
+        self._bad_words(params)
         return ids
 
-    def _sample(self, group: Group, index: int, seed: int, priority: int) -> Request:
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """The token ids of `bad_words`, each at the start of a text and after a space; ValueError for one too long."""
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, and the engine has none; use logit_bias")
+        found = {}
+        for word in params.bad_words:
+            for text in (word.lstrip() or word, " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if len(ids) > BAD_WORD_LEN:
+                    raise ValueError(f"bad_words: {word!r} has {len(ids)} tokens; at most {BAD_WORD_LEN} are allowed")
+                if ids:
+                    found[ids] = None
+        return [list(ids) for ids in found]
+
+    def _sample(self, group: Group, index: int, seed: int, priority: int, bad_words: list[list[int]]) -> Request:
         params, prompt = group.params, group.prompt_token_ids
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         limit = self.config.max_model_len
@@ -120,7 +138,7 @@ class Engine:
         return Request(
             prompt_token_ids=prompt, params=params, arrival=next(self._arrivals), seed=seed, sample_index=index,
             max_total_len=limit, stop_ids=eos_ids.union(params.stop_token_ids), eos_ids=eos_ids, priority=priority,
-            owner=group,
+            bad_words=bad_words, owner=group,
         )  # fmt: skip
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -173,14 +191,30 @@ class Engine:
         updated: list[Request] = []
         if done is not None:
             try:
-                tokens = self.runner.collect(done)
+                result = self.runner.collect(done)
             except Exception as error:  # noqa: BLE001 - raised on the device; the step after it has no state either
                 failed = done.plan, error
             else:
-                updated = scheduler.commit(done.plan, tokens)
+                updated = scheduler.commit(done.plan, result.tokens, self._keep_logprobs(done.plan, result))
         if failed is not None:
             updated += self._recover(*failed)
         return self._news(updated)
+
+    def _keep_logprobs(self, plan: Plan, result: Result) -> list[Any] | None:
+        """Gives requests the log-probabilities of their prompts; returns what is to be kept of each row's token."""
+        for span, rows in result.scores:
+            request = span.request
+            if request.epoch == plan.epochs[plan.rows.index(request)]:
+                kept = [compact(row, request.params.prompt_logprobs) for row in rows]
+                request.prompt_logprobs[span.start - 1 :] = kept
+        if result.logprobs is None:
+            return None
+        return [
+            compact(row, request.params.num_top_logprobs, request.params.logprob_token_ids or ())
+            if request.params.wants_logprobs
+            else None
+            for request, row in zip(plan.rows, result.logprobs, strict=False)
+        ]
 
     def _news(self, updated: Sequence[Request]) -> list[RequestOutput]:
         changed: dict[str, Group] = {}
@@ -194,7 +228,7 @@ class Engine:
         for request_id, group in changed.items():
             if group.finished:
                 self._groups.pop(request_id, None)
-            if group.finished or group.stream:
+            if group.has_news:
                 news.append(self._guarded(group, group.output) or group.output())
         return news
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -11,10 +11,21 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxllm.engine.batch import ADMIT_SIZES, FROM_SLOT, AdmitLayout, StepLayout
+from jaxllm.engine.batch import ADMIT_SIZES, FROM_SLOT, AdmitLayout, ExtrasLayout, StepLayout
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.sampler import sample
-from jaxllm.engine.state import DeviceState, SamplingTable, Slots, empty_slots, install_rows
+from jaxllm.engine.logprobs import logprob_rows
+from jaxllm.engine.sampler import sample, sample_full
+from jaxllm.engine.state import (
+    EXTRAS_AXES,
+    DeviceState,
+    SamplingExtras,
+    SamplingTable,
+    Slots,
+    empty_extras,
+    empty_slots,
+    install_extras,
+    install_rows,
+)
 from jaxllm.models.cache import Paged, PagedBatch
 from jaxllm.pallas_kernels.paged_attention import KV_AXES, kv_shape
 from jaxllm.sharding.rules import replicated, sharding
@@ -34,18 +45,39 @@ class ModelShape:
     token_widths: tuple[int, ...]  # elements a token takes: of the residual stream, then of what a layer computes
     dtype: Any
 
+    def model(self, leaves: Sequence[Array]) -> Any:
+        return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
+
+    @cached_property
+    def hidden(self) -> jax.ShapeDtypeStruct:
+        """Of one token."""
+
+        def forward(leaves: Sequence[Array], token: Array) -> Array:
+            return self.model(leaves)(token, token, [_NoAttention()] * self.num_layers)[0][0]
+
+        return jax.eval_shape(forward, list(self.leaves), jax.ShapeDtypeStruct((1,), jnp.int32))
+
+
+class _NoAttention:
+    """Gives the queries back, whose shape attention's result has."""
+
+    def attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, "_NoAttention"]:
+        return q, self
+
 
 def step(
     leaves: Sequence[Array],
     kv_pools: list[Array],
     slots: Slots,
+    last_hidden: Float[Array, "max_tokens embed"],
     packed: Int[Array, " size"],
     *,
     model_shape: ModelShape,
     layout: StepLayout,
     mesh: Mesh,
-) -> tuple[list[Array], Slots, Float[Array, "seqs vocab"], Int[Array, " seqs"]]:
-    """One forward pass over a ragged batch; logits of each row's last token, and the slots of rows that sample."""
+) -> tuple[list[Array], Slots, Array, Float[Array, "seqs vocab"], Int[Array, " seqs"]]:
+    """One forward pass over a ragged batch: pools, slots, hidden states, logits of each row's last token, and the
+    slots of the rows that sample."""
     given = layout.unpack(packed)
     slot_of_new, index, block = given.new_blocks
     slots = slots._replace(block_table=slots.block_table.at[slot_of_new, index].set(block, mode="drop"))
@@ -59,12 +91,13 @@ def step(
     row, positions = batch.token_positions(layout.tokens)
     tokens = jnp.where(given.tokens == FROM_SLOT, of_rows(slots.last_token)[row], given.tokens)
 
-    model = nnx.merge(model_shape.graph, jax.tree.unflatten(model_shape.treedef, leaves))
+    model = model_shape.model(leaves)
     hidden, caches = model(tokens, positions, [Paged(pool, batch, mesh) for pool in kv_pools])
     logits = model.logits(hidden[jnp.maximum(cu_q_lens[1:] - 1, 0)])
     slots = slots._replace(length=slots.length.at[given.slots].add(given.q_lens, mode="drop"))
     sample_slots = jnp.where(given.samples > 0, given.slots, layout.max_num_seqs)
-    return [cache.kv_pool for cache in caches], slots, logits, sample_slots
+    last_hidden = jax.lax.dynamic_update_slice_in_dim(last_hidden, hidden, 0, 0)
+    return [cache.kv_pool for cache in caches], slots, last_hidden, logits, sample_slots
 
 
 def sample_step(
@@ -73,12 +106,35 @@ def sample_step(
     table: SamplingTable,
     logits: Float[Array, "seqs vocab"],
     sample_slots: Int[Array, " seqs"],
-    *,
-    full: bool,
 ) -> tuple[Int[Array, " slots"], Int[Array, " seqs"]]:
     """Samples every row, and writes the tokens of those that count into the slot table."""
-    tokens = sample(logits, sample_slots, lengths, table, full=full)
+    tokens = sample(logits, sample_slots, lengths, table)
     return last_token.at[sample_slots].set(tokens, mode="drop"), tokens
+
+
+def sample_full_step(
+    last_token: Int[Array, " slots"],
+    extras: SamplingExtras,
+    lengths: Int[Array, " slots"],
+    table: SamplingTable,
+    logits: Float[Array, "seqs vocab"],
+    sample_slots: Int[Array, " seqs"],
+) -> tuple[Int[Array, " slots"], SamplingExtras, Int[Array, "seqs width"]]:
+    """Likewise; each row of the result is a token, then its log-probabilities."""
+    tokens, extras, rows = sample_full(logits, sample_slots, lengths, table, extras)
+    return last_token.at[sample_slots].set(tokens, mode="drop"), extras, jnp.concatenate([tokens[:, None], rows], 1)
+
+
+def score(
+    leaves: Sequence[Array],
+    hidden: Float[Array, "max_tokens embed"],
+    packed: Int[Array, "2 rows"],
+    *,
+    model_shape: ModelShape,
+) -> Int[Array, "rows width"]:
+    """Log-probabilities of prompt tokens: of `packed[1]` after the step's tokens at `packed[0]`."""
+    logits = model_shape.model(leaves).logits(hidden.at[packed[0]].get(mode="clip"))
+    return logprob_rows(logits, packed[1])
 
 
 def admit(
@@ -96,18 +152,18 @@ class Lowering:
     mesh: Mesh
 
     def jobs(self, layouts: Sequence[StepLayout]) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
-        """Name -> lowering of every executable: (number of T) + 2 x (number of S) + the admits + the empty state.
+        """Name -> lowering of every executable: (number of T) + 2 x (number of S) + the admits + three more.
 
-        Smallest first: after the first three a request can be served.
+        Smallest first: after the first four a request can be served.
         """
         jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {"init": self.lower_init}
         admits = {("admit", rows): partial(self.lower_admit, rows) for rows in ADMIT_SIZES}
         jobs["admit", 1] = admits["admit", 1]
         for layout in layouts:
             jobs["step", layout.tokens] = partial(self.lower_step, layout)
-            for full in (False, True):
-                jobs.setdefault(("sample", layout.seqs, full), partial(self.lower_sample, layout.seqs, full))
-            jobs.update(admits)
+            jobs.setdefault(("sample", layout.seqs, False), partial(self.lower_sample, layout.seqs))
+            jobs.setdefault(("sample", layout.seqs, True), partial(self.lower_sample_full, layout.seqs))
+            jobs |= {"extras": self.lower_extras, "score": self.lower_score} | admits
         return jobs
 
     def state(self) -> DeviceState:
@@ -115,16 +171,28 @@ class Lowering:
         shape, config = self.model_shape, self.config
         pool = kv_shape(config.num_blocks, config.block_size, shape.kv_heads, shape.head_dim)
         pool = self._like(pool, shape.dtype, KV_AXES)
+        return DeviceState([pool] * shape.num_layers, *self.small_state())
+
+    def small_state(self) -> tuple[Slots, SamplingTable, SamplingExtras, jax.ShapeDtypeStruct]:
+        """All of the state but the KV pools."""
+        shape, config = self.model_shape, self.config
         slots, sampling = jax.eval_shape(partial(empty_slots, config.max_num_seqs, config.blocks_per_seq))
         slots, sampling = jax.tree.map(lambda x: self._like(x.shape, x.dtype), (slots, sampling))
-        return DeviceState([pool] * shape.num_layers, slots, sampling)
+        extras = jax.eval_shape(partial(empty_extras, config.max_num_seqs, shape.vocab))
+        extras = SamplingExtras(
+            *(self._like(x.shape, x.dtype, axes) for x, axes in zip(extras, EXTRAS_AXES, strict=True))
+        )
+        hidden = self._like((config.max_num_batched_tokens, *shape.hidden.shape), shape.hidden.dtype)
+        return slots, sampling, extras, hidden
 
     def lower_init(self) -> jax.stages.Lowered:
         state = self.state()
 
         def init() -> DeviceState:
             pools = [jnp.zeros(pool.shape, pool.dtype) for pool in state.kv_pools]
-            return DeviceState(pools, *empty_slots(self.config.max_num_seqs, self.config.blocks_per_seq))
+            slots = empty_slots(self.config.max_num_seqs, self.config.blocks_per_seq)
+            extras = empty_extras(self.config.max_num_seqs, self.model_shape.vocab)
+            return DeviceState(pools, *slots, extras, jnp.zeros(state.hidden.shape, state.hidden.dtype))
 
         return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)).lower()
 
@@ -134,24 +202,45 @@ class Lowering:
         everywhere = replicated(self.mesh)
         out = (
             [pool.sharding for pool in state.kv_pools], jax.tree.map(lambda _: everywhere, state.slots),
-            self._logits(layout.seqs).sharding, everywhere,
+            everywhere, self._logits(layout.seqs).sharding, everywhere,
         )  # fmt: skip
-        jitted = jax.jit(fn, donate_argnums=(1, 2), out_shardings=out)
-        return jitted.lower(list(self.model_shape.leaves), state.kv_pools, state.slots, self._ints(layout.size))
+        jitted = jax.jit(fn, donate_argnums=(1, 2, 3), out_shardings=out)
+        leaves, packed = list(self.model_shape.leaves), self._ints(layout.size)
+        return jitted.lower(leaves, state.kv_pools, state.slots, state.hidden, packed)
 
-    def lower_sample(self, seqs: int, full: bool) -> jax.stages.Lowered:
-        state = self.state()
-        jitted = jax.jit(
-            partial(sample_step, full=full), donate_argnums=0, out_shardings=(replicated(self.mesh),) * 2
+    def lower_sample(self, seqs: int) -> jax.stages.Lowered:
+        slots, sampling, _, _ = self.small_state()
+        jitted = jax.jit(sample_step, donate_argnums=0, out_shardings=(replicated(self.mesh),) * 2)
+        return jitted.lower(slots.last_token, slots.length, sampling, self._logits(seqs), self._ints(seqs))
+
+    def lower_sample_full(self, seqs: int) -> jax.stages.Lowered:
+        slots, sampling, extras, _ = self.small_state()
+        everywhere = replicated(self.mesh)
+        out = (everywhere, jax.tree.map(lambda x: x.sharding, extras), everywhere)
+        jitted = jax.jit(sample_full_step, donate_argnums=(0, 1), out_shardings=out)
+        return jitted.lower(
+            slots.last_token, extras, slots.length, sampling, self._logits(seqs), self._ints(seqs)
         )
-        slots = state.slots
-        return jitted.lower(slots.last_token, slots.length, state.sampling, self._logits(seqs), self._ints(seqs))
+
+    def lower_extras(self) -> jax.stages.Lowered:
+        layout = ExtrasLayout(self.model_shape.vocab)
+        _, _, extras, _ = self.small_state()
+        out = jax.tree.map(lambda x: x.sharding, extras)
+        jitted = jax.jit(
+            lambda extras, packed: install_extras(extras, layout.unpack(packed)), donate_argnums=0, out_shardings=out
+        )
+        return jitted.lower(extras, self._ints(layout.size))
+
+    def lower_score(self) -> jax.stages.Lowered:
+        *_, hidden = self.small_state()
+        jitted = jax.jit(partial(score, model_shape=self.model_shape), out_shardings=replicated(self.mesh))
+        return jitted.lower(list(self.model_shape.leaves), hidden, self._ints(2, self.config.max_num_seqs))
 
     def lower_admit(self, rows: int) -> jax.stages.Lowered:
         layout = AdmitLayout(rows, self.config.max_num_seqs, self.config.blocks_per_seq)
-        state, everywhere = self.state(), replicated(self.mesh)
+        (slots, sampling, _, _), everywhere = self.small_state(), replicated(self.mesh)
         jitted = jax.jit(partial(admit, layout=layout), donate_argnums=(0, 1), out_shardings=everywhere)
-        return jitted.lower(state.slots, state.sampling, self._ints(rows, layout.size))
+        return jitted.lower(slots, sampling, self._ints(rows, layout.size))
 
     def _like(self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] | None = None) -> jax.ShapeDtypeStruct:
         place = replicated(self.mesh) if axes is None else sharding(axes, self.mesh)

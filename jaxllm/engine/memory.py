@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.executables import ModelShape
+from jaxllm.engine.executables import Lowering, ModelShape
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.pallas_kernels.paged_attention import kv_shape
 
@@ -57,7 +57,8 @@ def machine_bytes() -> int:
 
 def kv_budget(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
     """Bytes for the KV pool on each device. Raises `OutOfMemoryError` with what is missing."""
-    params, temporary = leaf_bytes(shape.leaves), step_bytes(shape, config, mesh)
+    slots = leaf_bytes(jax.tree.leaves(Lowering(shape, config, mesh).small_state()))
+    params, temporary = leaf_bytes(shape.leaves), step_bytes(shape, config, mesh) + slots
     limit = device_bytes(mesh)
     if limit is None:
         share = machine_bytes() // mesh.size
@@ -69,8 +70,8 @@ def kv_budget(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
     if free < least:
         raise OutOfMemoryError(
             f"the model does not fit: each device needs {params / 1e9:.2f} GB for parameters, {temporary / 1e9:.2f} GB "
-            f"for a step and {least / 1e9:.3f} GB for a KV block, {(least - free) / 1e9:.2f} GB more than it has; use "
-            "more devices (mesh='tensor=N'), a smaller dtype, or lower max_num_batched_tokens"
+            f"for a step and its slots and {least / 1e9:.3f} GB for a KV block, {(least - free) / 1e9:.2f} GB more "
+            "than it has; use more devices (mesh='tensor=N'), a smaller dtype, or lower max_num_batched_tokens"
         )
     return min(budget, free)
 

@@ -1,17 +1,32 @@
-"""From committed tokens to `RequestOutput`s: groups of samples, incremental text, stop strings."""
+"""From committed tokens to `RequestOutput`s: groups of samples, incremental text, stop strings, log-probabilities."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxllm.engine.logprobs import Kept, to_logprobs
 from jaxllm.engine.request import Request
-from jaxllm.outputs import CompletionOutput, RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.outputs import CompletionOutput, Logprobs, RequestOutput
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
+
+
+class Progress:
+    """How far one sample's output has got."""
+
+    def __init__(self) -> None:
+        self.detokenizer: Detokenizer | None = None
+        self.num_decoded = 0  # tokens
+        self.logprobs: Logprobs = []
+        self.cumulative_logprob = 0.0
+        self.num_sent = 0  # tokens in the stream's outputs so far
+        self.num_sent_chars = 0
+        self.is_end_sent = False
 
 
 @dataclass(eq=False, kw_only=True)
 class Group:
-    """One user request: its `n` sequences, and the text of each.
+    """One user request: its `n` sequences, and the output of each.
 
     Text is decoded while tokens come in only if someone looks at it: a stream, or a stop string.
     """
@@ -26,13 +41,13 @@ class Group:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        self._detokenizers: list[Detokenizer | None] = [None] * self.params.n
-        self._num_decoded = [0] * self.params.n  # tokens of each sample
+        self._progress = [Progress() for _ in range(self.params.n)]
         self._decode = self.tokenizer is not None and self.params.detokenize
+        self._prompt_logprobs: Logprobs | None = None
 
     @property
     def watches_text(self) -> bool:
-        return self._decode and (self.stream or bool(self.params.stops))
+        return self._decode and bool(self.params.stops)
 
     def fail(self, error: str) -> None:
         """Its text can't be decoded: from now on it has none."""
@@ -43,38 +58,63 @@ class Group:
     def finished(self) -> bool:
         return all(sample.finish_reason for sample in self.samples)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether an output is due: the last, or one that the stream wants now."""
+        if self.finished:
+            return True
+        if not self.stream or self.params.output_kind is RequestOutputKind.FINAL_ONLY:
+            return False
+        return any(self._is_due(sample) for sample in self.samples)
+
+    def _is_due(self, sample: Request) -> bool:
+        progress = self._progress[sample.sample_index]
+        num_new = len(sample.output_token_ids) - progress.num_sent
+        if sample.finish_reason is not None:
+            return not progress.is_end_sent
+        return num_new >= (self.params.stream_interval if progress.num_sent else 1)
+
     def decode(self, sample: Request) -> str | None:
         """Decodes the sample's tokens that were not yet; returns the stop string that they complete, if any."""
+        progress = self._progress[sample.sample_index]
         by_token = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
-        start = self._num_decoded[sample.sample_index]
-        ids = sample.output_token_ids[start : -1 if by_token else None]  # a stop token is no text
-        self._num_decoded[sample.sample_index] += len(ids)
-        return self._detokenizer(sample).push(ids)
+        shows_it = not by_token or self.params.include_stop_str_in_output
+        ids = sample.output_token_ids[progress.num_decoded : None if shows_it else -1]
+        progress.num_decoded += len(ids)
+        return self._detokenizer(progress).push(ids)
 
-    def _detokenizer(self, sample: Request) -> Detokenizer:
-        detokenizer = self._detokenizers[sample.sample_index]
-        if detokenizer is None:
-            detokenizer = Detokenizer(self.tokenizer, self.params, self.prompt_token_ids)
-            self._detokenizers[sample.sample_index] = detokenizer
-        return detokenizer
+    def _detokenizer(self, progress: Progress) -> Detokenizer:
+        if progress.detokenizer is None:
+            progress.detokenizer = Detokenizer(self.tokenizer, self.params, self.prompt_token_ids)
+        return progress.detokenizer
 
     def output(self) -> RequestOutput:
         """A snapshot: it does not change when the request goes on."""
+        is_delta = self.stream and self.params.output_kind is RequestOutputKind.DELTA
+        samples = [sample for sample in self.samples if not is_delta or self._is_due(sample)]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[self._completion(sample) for sample in self.samples],
+            prompt_logprobs=self._get_prompt_logprobs(),
+            outputs=[self._completion(sample, is_delta=is_delta) for sample in samples],
             finished=self.finished,
             num_cached_tokens=max(0, self.samples[0].num_cached),
             error=self.error or next((s.error for s in self.samples if s.error), None),
         )
 
-    def _completion(self, sample: Request) -> CompletionOutput:
+    def _completion(self, sample: Request, *, is_delta: bool) -> CompletionOutput:
+        progress, text = self._progress[sample.sample_index], self._text(sample)
+        logprobs = self._logprobs(sample, progress) if self.params.wants_logprobs else None
+        start, start_char = (progress.num_sent, progress.num_sent_chars) if is_delta else (0, 0)
+        progress.num_sent, progress.num_sent_chars = len(sample.output_token_ids), len(text)
+        progress.is_end_sent = sample.finish_reason is not None
         return CompletionOutput(
             index=sample.sample_index,
-            text=self._text(sample),
-            token_ids=list(sample.output_token_ids),
+            text=text[start_char:],
+            token_ids=sample.output_token_ids[start:],
+            cumulative_logprob=None if logprobs is None else progress.cumulative_logprob,
+            logprobs=None if logprobs is None else logprobs[start:],
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
         )
@@ -83,7 +123,32 @@ class Group:
         if not self._decode:
             return ""
         self.decode(sample)
-        detokenizer = self._detokenizer(sample)
+        detokenizer = self._detokenizer(self._progress[sample.sample_index])
         if sample.finish_reason:
             detokenizer.finish()
         return detokenizer.text
+
+    # ---- log-probabilities
+
+    def _logprobs(self, sample: Request, progress: Progress) -> Logprobs:
+        start = len(progress.logprobs)
+        new = sample.logprobs[start : len(sample.output_token_ids)]
+        progress.logprobs += self._readable(sample.output_token_ids[start:], new, self.params.num_top_logprobs)
+        progress.cumulative_logprob += sum(float(kept.logprobs[0]) for kept in new)
+        return progress.logprobs
+
+    def _get_prompt_logprobs(self) -> Logprobs | None:
+        """None until they are complete: the first token's is None, as nothing is before it."""
+        kept = self.samples[0].prompt_logprobs
+        if self._prompt_logprobs is None and self.params.prompt_logprobs is not None:
+            if len(kept) == len(self.prompt_token_ids) - 1:
+                tokens = self.prompt_token_ids[1:]
+                self._prompt_logprobs = [None, *self._readable(tokens, kept, self.params.prompt_logprobs)]
+        return self._prompt_logprobs
+
+    def _readable(self, tokens: Sequence[int], kept: Sequence[Kept], num_top: int) -> Logprobs:
+        pairs = zip(tokens, kept, strict=True)
+        return [to_logprobs(token, row, num_top, self._token_text) for token, row in pairs]
+
+    def _token_text(self, token: int) -> str | None:
+        return self.tokenizer.token_text(token) if self._decode else None

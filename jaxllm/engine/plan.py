@@ -5,6 +5,10 @@ from typing import NamedTuple
 
 from jaxllm.engine.request import Request
 
+# In place of a token, where a row has none.
+NOT_FINITE = -1  # the model's logits are NaN or infinite
+NO_TOKEN = -2  # bias and masks leave no token
+
 
 class Chunk(NamedTuple):
     """Known tokens `start` to `stop` of a request, and whether they reach its end, so that it samples."""

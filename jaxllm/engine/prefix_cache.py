@@ -17,7 +17,7 @@ class PrefixCache:
 
     def find(self, request: Request) -> list[int] | None:
         """The cached blocks that a waiting request begins with. None: a running prefill is about to write the next."""
-        if not self.enabled:
+        if not (self.enabled and request.reads_prefix_cache):
             return []
         if request.key_generation != self.pool.generation:
             request.keys.clear()

@@ -26,6 +26,7 @@ class Request:
     seed: int
     max_total_len: int  # tokens, prompt included, at which it ends
     stop_ids: frozenset[int] = frozenset()  # end of sequence and stop tokens
+    bad_words: list[list[int]] = field(default_factory=list)  # as token ids
     eos_ids: frozenset[int] = frozenset()  # those of them that are no stop reason
     sample_index: int = 0
     priority: int = 0  # lower runs first
@@ -33,6 +34,8 @@ class Request:
     owner: Any = None  # of the layer above
 
     output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted; see engine/logprobs.py
+    prompt_logprobs: list[Any] = field(default_factory=list)  # of the tokens after the first, likewise
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -68,7 +71,21 @@ class Request:
 
     @property
     def needs_full_sampler(self) -> bool:
-        return self.params.min_tokens > 0
+        return self.params.needs_full_sampler
+
+    @property
+    def needs_extras(self) -> bool:
+        """Whether the sampler needs this request's own row of the `SamplingExtras`."""
+        return self.params.alters_logits or self.params.logprob_token_ids is not None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and self.sample_index == 0
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        skips = self.params.skip_reading_prefix_cache
+        return not (self.wants_prompt_logprobs if skips is None else skips)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known tokens `start` to `stop`, of prompt and output."""

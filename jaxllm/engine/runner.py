@@ -10,22 +10,42 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxllm.engine import memory
-from jaxllm.engine.batch import ADMIT_SIZES, AdmitLayout, StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.batch import ADMIT_SIZES, AdmitLayout, ExtrasLayout, StepLayout, pick_bucket, token_ladder
 from jaxllm.engine.compiler import CompilePlan
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.executables import Lowering, ModelShape
 from jaxllm.engine.plan import Plan
+from jaxllm.engine.request import Request
 from jaxllm.engine.state import DeviceState
 from jaxllm.models.transformer import Params
 
 log = logging.getLogger(__name__)
 
 
+class Span(NamedTuple):
+    """Prompt tokens `start` to `stop` of a request, to be scored."""
+
+    request: Request
+    start: int
+    stop: int
+    at: int  # among the step's tokens, of the one before the first
+
+
 class Handle(NamedTuple):
-    """A dispatched step: its plan, and what the host will read of it."""
+    """A dispatched step: its plan, and what the host will read of it, which is on its way there."""
 
     plan: Plan
-    result: Array  # int32 [seqs]: the sampled tokens, on their way to the host
+    result: Array  # int32 [seqs]: the sampled tokens; or [seqs, width]: with their log-probabilities
+    spans: list[Span]
+    scores: list[Array]  # int32 [rows, width]: log-probabilities of the spans' tokens, one span after the other
+
+
+class Result(NamedTuple):
+    """A step that is over."""
+
+    tokens: list[int]  # of each row, meaningless for rows that don't sample
+    logprobs: np.ndarray | None  # int32 [seqs, width] if the sampler was the full one; see logprobs.py
+    scores: list[tuple[Span, np.ndarray]]  # int32 [count, width] of each span
 
 
 class Runner:
@@ -37,6 +57,7 @@ class Runner:
         self.ladder = token_ladder(config.max_num_batched_tokens)
         self._layouts = {t: StepLayout(t, config.max_num_seqs, config.block_size) for t in self.ladder}
         self._admits = {n: AdmitLayout(n, config.max_num_seqs, config.blocks_per_seq) for n in ADMIT_SIZES}
+        self._extras = ExtrasLayout(model_shape.vocab)
         self._leaves: list[Array] = []
         self._state: DeviceState | None = None
         self._max_tokens = {False: 0, True: 0}  # of the steps that can run so far, by sampler
@@ -58,7 +79,7 @@ class Runner:
     def max_tokens(self, full_sampler: bool) -> int:
         """How many tokens a step may have with the executables compiled so far; 0 while there are none."""
         known = self._max_tokens[full_sampler]
-        if known == self.ladder[-1]:
+        if known == self.ladder[-1] or full_sampler and not self.compile_plan.ready("extras"):
             return known
         for tokens in self.ladder:
             sampler = ("sample", self._layouts[tokens].seqs, full_sampler)
@@ -70,15 +91,15 @@ class Runner:
     def wait_first(self, full_sampler: bool = False, tick: Callable[[], None] = lambda: None) -> None:
         """Blocks until a step can run."""
         first = self.ladder[0]
-        self.compile_plan.wait(
-            ["init", ("admit", 1), ("step", first), ("sample", self._layouts[first].seqs, full_sampler)], tick
-        )
+        names = ["init", ("admit", 1), ("step", first), ("sample", self._layouts[first].seqs, full_sampler)]
+        self.compile_plan.wait(names + ["extras"] * full_sampler, tick)
 
     def wait_all(self) -> None:
         """Blocks until every executable is there."""
         seqs = {layout.seqs for layout in self._layouts.values()}
         samplers = [("sample", n, full) for n in seqs for full in (False, True)]
-        self.compile_plan.wait([("step", t) for t in self.ladder] + samplers + [("admit", n) for n in ADMIT_SIZES])
+        others = ["extras", "score"] + [("admit", n) for n in ADMIT_SIZES]
+        self.compile_plan.wait([("step", t) for t in self.ladder] + samplers + others)
 
     def close(self) -> None:
         """Stops compiling and lets go of the device's memory."""
@@ -96,19 +117,50 @@ class Runner:
         state = self._state
         layout = self._layouts[pick_bucket(self.ladder, plan.num_tokens)]
         run = self.compile_plan["step", layout.tokens]
-        pools, slots, logits, sample_slots = run(self._leaves, state.kv_pools, state.slots, layout.pack(plan))
-        result = sample_slots
+        pools, slots, hidden, logits, sample_slots = run(
+            self._leaves, state.kv_pools, state.slots, state.hidden, layout.pack(plan)
+        )
+        result, extras = sample_slots, state.extras
         if plan.num_samples:
             draw = self.compile_plan["sample", layout.seqs, plan.full_sampler]
-            last_token, result = draw(slots.last_token, slots.length, state.sampling, logits, sample_slots)
+            given = slots.length, state.sampling, logits, sample_slots
+            if plan.full_sampler:
+                last_token, extras, result = draw(slots.last_token, extras, *given)
+            else:
+                last_token, result = draw(slots.last_token, *given)
             slots = slots._replace(last_token=last_token)
-        self._state = DeviceState(pools, slots, state.sampling)
+        self._state = DeviceState(pools, slots, state.sampling, extras, hidden)
         result.copy_to_host_async()
-        return Handle(plan, result)
+        spans = _spans_to_score(plan)
+        return Handle(plan, result, spans, self._score(spans) if spans else [])
 
-    def collect(self, handle: Handle) -> list[int]:
-        """Waits for a step; the token of each row (meaningless for rows that don't sample). Raises what it raised."""
-        return np.asarray(handle.result).tolist()
+    def collect(self, handle: Handle) -> Result:
+        """Waits for a step. Raises what it raised."""
+        result = np.asarray(handle.result)
+        tokens, logprobs = (result, None) if result.ndim == 1 else (result[:, 0], result[:, 1:])
+        scores, at = [], 0
+        if handle.spans:
+            rows = np.concatenate([np.asarray(part) for part in handle.scores])
+            for span in handle.spans:
+                end = at + span.stop - span.start
+                scores.append((span, rows[at:end]))
+                at = end
+        return Result(tokens.tolist(), logprobs, scores)
+
+    def _score(self, spans: list[Span]) -> list[Array]:
+        """Scores the spans' tokens from the hidden states of the step just dispatched, some at a time."""
+        self.compile_plan.wait(["score"])
+        run, size = self.compile_plan["score"], self.config.max_num_seqs
+        after = np.concatenate([np.arange(span.at, span.at + span.stop - span.start) for span in spans])
+        tokens = np.concatenate([span.request.prompt_token_ids[span.start : span.stop] for span in spans])
+        results = []
+        for i in range(0, len(after), size):
+            packed = np.zeros((2, size), np.int32)
+            packed[:, : len(after) - i] = after[i : i + size], tokens[i : i + size]
+            result = run(self._leaves, self._state.hidden, packed)
+            result.copy_to_host_async()
+            results.append(result)
+        return results
 
     def _admit(self, plan: Plan) -> None:
         size = ADMIT_SIZES[0]
@@ -118,6 +170,11 @@ class Runner:
             packed = self._admits[size].pack(plan.admitted[at : at + size])
             slots, sampling = self.compile_plan["admit", size](self._state.slots, self._state.sampling, packed)
             self._state = self._state._replace(slots=slots, sampling=sampling)
+        for request, _ in plan.admitted:
+            if request.needs_extras:
+                for packed in self._extras.pack(request):
+                    extras = self.compile_plan["extras"](self._state.extras, packed)
+                    self._state = self._state._replace(extras=extras)
 
     def _check_memory(self, name: Hashable, compiled: jax.stages.Compiled) -> None:
         """Compares the bound that sized the pool with what the compiler says the largest step takes."""
@@ -130,3 +187,16 @@ class Runner:
                 "if it runs out of memory, lower max_num_batched_tokens or num_blocks",
                 self.ladder[-1], analysis.temp_size_in_bytes / 1e9, self._temp_bound / 1e9,
             )  # fmt: skip
+
+
+def _spans_to_score(plan: Plan) -> list[Span]:
+    """The prompt tokens that the step's hidden states predict, of requests that want to know and don't yet."""
+    spans, at = [], len(plan.decodes)
+    for request, start, stop, _ in plan.chunks:
+        if request.wants_prompt_logprobs:
+            first = max(start, len(request.prompt_logprobs)) + 1
+            last = min(stop + 1, len(request.prompt_token_ids))
+            if first < last:
+                spans.append(Span(request, first, last, at + first - 1 - start))
+        at += stop - start
+    return spans

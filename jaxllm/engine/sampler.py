@@ -1,12 +1,13 @@
-"""From logits to tokens: masks, temperature, min-p, top-k, top-p, and a Gumbel draw. No sort anywhere."""
+"""From logits to tokens: bias and penalties, temperature, min-p, top-k, top-p, a Gumbel draw. Nothing is sorted."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxllm.engine.state import SamplingTable
+from jaxllm.engine.logprobs import WATCHED_WIDTH, logprob_rows
+from jaxllm.engine.plan import NO_TOKEN, NOT_FINITE
+from jaxllm.engine.state import SamplingExtras, SamplingTable
 
-NOT_FINITE = -1  # in place of a token
 MIN_TEMPERATURE = 1e-5  # below it a row is greedy
 
 
@@ -15,21 +16,54 @@ def sample(
     slots: Int[Array, " seqs"],
     lengths: Int[Array, " slots"],
     table: SamplingTable,
-    *,
-    full: bool,
 ) -> Int[Array, " seqs"]:
     """A token for each row, whose parameters are those of its slot (padding rows give garbage).
 
     `lengths` counts each slot's tokens before the new one, whose position it thereby is. A row whose logits are
-    not finite gives `NOT_FINITE`. Only `full` masks stop ids (before `min_len`).
+    not finite gives `NOT_FINITE`.
     """
-    row = jax.tree.map(lambda column: column.at[slots].get(mode="clip"), table)
-    length = lengths.at[slots].get(mode="clip")
-    is_random = row.temperature >= MIN_TEMPERATURE
-    finite = jnp.isfinite(jnp.max(logits, axis=-1))
-    if full:
-        logits = mask_stop_ids(logits, row.stop_ids, length < row.min_len)
+    row, length = _of_slots(table, slots), lengths.at[slots].get(mode="clip")
+    return jnp.where(_is_finite(logits), _choose(logits, row, length), NOT_FINITE)
+
+
+def sample_full(
+    logits: Float[Array, "seqs vocab"],
+    slots: Int[Array, " seqs"],
+    lengths: Int[Array, " slots"],
+    table: SamplingTable,
+    extras: SamplingExtras,
+) -> tuple[Int[Array, " seqs"], SamplingExtras, Int[Array, "seqs width"]]:
+    """Like `sample`, with everything that a request may ask for: tokens, the extras after them, and the rows of
+    `logprob_rows` (zeros if nobody wants any). A row that may have no token at all gives `NO_TOKEN`."""
+    row, length = _of_slots(table, slots), lengths.at[slots].get(mode="clip")
+    altered = jax.lax.cond(
+        jnp.any(row.alters_logits > 0), lambda x: alter(x, row, _of_slots(extras, slots)), lambda x: x, logits
+    )
+    altered = mask_stop_ids(altered, row.stop_ids, length < row.min_len)
+    tokens = jnp.where(jnp.max(altered, axis=-1) > -jnp.inf, _choose(altered, row, length), NO_TOKEN)
+    tokens = jnp.where(_is_finite(logits), tokens, NOT_FINITE)
+    rows = jax.lax.cond(
+        jnp.any(row.wants_logprobs > 0),
+        lambda x: logprob_rows(x, tokens, extras.watched.at[slots].get(mode="clip")),
+        lambda x: jnp.zeros((x.shape[0], WATCHED_WIDTH), jnp.int32),
+        logits,
+    )
+    return tokens, _remember(extras, slots, tokens), rows
+
+
+def _of_slots(table, slots: Int[Array, " seqs"]):
+    return jax.tree.map(lambda column: column.at[slots].get(mode="clip"), table)
+
+
+def _is_finite(logits: Float[Array, "seqs vocab"]) -> Bool[Array, " seqs"]:
+    return jnp.isfinite(jnp.max(logits, axis=-1))
+
+
+def _choose(
+    logits: Float[Array, "seqs vocab"], row: SamplingTable, length: Int[Array, " seqs"]
+) -> Int[Array, " seqs"]:
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    is_random = row.temperature >= MIN_TEMPERATURE
 
     def draw(logits: Array) -> Array:
         scaled = logits - jnp.max(logits, axis=-1, keepdims=True)  # so that dividing can't overflow
@@ -46,22 +80,54 @@ def sample(
         drawn = jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)  # Gumbel-max: a draw from softmax(kept)
         return jnp.where(is_random, drawn, greedy)
 
-    tokens = jax.lax.cond(jnp.any(is_random), draw, lambda _: greedy, logits)
-    return jnp.where(finite, tokens, NOT_FINITE)
+    return jax.lax.cond(jnp.any(is_random), draw, lambda _: greedy, logits)
+
+
+def alter(
+    logits: Float[Array, "seqs vocab"], row: SamplingTable, extras: SamplingExtras
+) -> Float[Array, "seqs vocab"]:
+    """Bias and masks, then the penalties (repetition: arXiv 1909.05858, section 4.1), in rows that ask for them."""
+    x = logits + extras.bias
+    in_output = extras.output_counts > 0
+    repetition = row.repetition_penalty[:, None]
+    x = jnp.where(extras.in_prompt | in_output, jnp.where(x > 0, x / repetition, x * repetition), x)
+    x = x - row.frequency_penalty[:, None] * extras.output_counts.astype(jnp.float32)
+    x = x - row.presence_penalty[:, None] * in_output.astype(jnp.float32)
+    *_, prefix_len = extras.recent.shape
+    prefix, last = extras.bad_words[..., :prefix_len], extras.bad_words[..., prefix_len]
+    is_next = jnp.all((prefix < 0) | (prefix == extras.recent[:, None]), axis=-1)
+    x = forbid(x, jnp.where(is_next, last, -1))
+    return jnp.where(row.alters_logits[:, None] > 0, x, logits)
+
+
+def forbid(logits: Float[Array, "seqs vocab"], ids: Int[Array, "seqs ids"]) -> Float[Array, "seqs vocab"]:
+    """Minus infinity at each row's `ids`, of which negative ones don't count."""
+    ids = jnp.where(ids >= 0, ids, logits.shape[1])  # past the vocabulary: -1 would wrap to the last token
+    return jax.vmap(lambda row, row_ids: row.at[row_ids].set(-jnp.inf, mode="drop"))(logits, ids)
+
+
+def mask_stop_ids(
+    logits: Float[Array, "seqs vocab"], stop_ids: Int[Array, "seqs stop_ids"], active: Bool[Array, " seqs"]
+) -> Float[Array, "seqs vocab"]:
+    return forbid(logits, jnp.where(active[:, None], stop_ids, -1))
+
+
+def _remember(extras: SamplingExtras, slots: Int[Array, " seqs"], tokens: Int[Array, " seqs"]) -> SamplingExtras:
+    """The extras with the new tokens in them; nothing where a row has none, or is padding."""
+    is_token = tokens >= 0
+    slots = jnp.where(is_token, slots, extras.bias.shape[0])
+    recent = extras.recent.at[slots].get(mode="clip")
+    recent = jnp.concatenate([recent[:, 1:], tokens[:, None]], axis=1)
+    return extras._replace(
+        output_counts=extras.output_counts.at[slots, jnp.maximum(tokens, 0)].add(1, mode="drop"),
+        recent=extras.recent.at[slots].set(recent, mode="drop"),
+    )
 
 
 def sample_key(seed: UInt32[Array, "2"], sample_index: Int[Array, ""], position: Int[Array, ""]) -> Array:
     """The draw's key: it depends on the request and the position alone, never on neighbours."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     return jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
-
-
-def mask_stop_ids(
-    logits: Float[Array, "seqs vocab"], stop_ids: Int[Array, "seqs stop_ids"], active: Bool[Array, " seqs"]
-) -> Float[Array, "seqs vocab"]:
-    # Ids that don't count lie past the vocabulary: -1 would wrap to the last token.
-    ids = jnp.where(active[:, None] & (stop_ids >= 0), stop_ids, logits.shape[1])
-    return jax.vmap(lambda row, row_ids: row.at[row_ids].set(-jnp.inf, mode="drop"))(logits, ids)
 
 
 def threshold(

@@ -6,14 +6,19 @@ tokens of the one before are known; design section 4 says what that means for ev
 
 import heapq
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jaxllm.engine.block_pool import BlockPool
-from jaxllm.engine.plan import NewBlock, Plan
+from jaxllm.engine.plan import NO_TOKEN, NOT_FINITE, NewBlock, Plan
 from jaxllm.engine.prefix_cache import PrefixCache
 from jaxllm.engine.request import Request, Status
 from jaxllm.outputs import FinishReason
 
 MAX_STRIKES = 2  # failed steps with a request in them after which it is quarantined
+NO_TOKEN_ERRORS = {
+    NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
+    NO_TOKEN: "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to generate; loosen one",
+}
 
 
 class Scheduler:
@@ -203,9 +208,10 @@ class Scheduler:
 
     # ---- commit
 
-    def commit(self, plan: Plan, sampled: Sequence[int]) -> list[Request]:
+    def commit(self, plan: Plan, sampled: Sequence[int], logprobs: Sequence[Any] | None = None) -> list[Request]:
         """Appends each row's token, in the plan's order (ignored for rows that don't sample), and ends what is
-        over. Returns the requests that got a token. A negative token says that the row's logits weren't finite.
+        over. Returns the requests that got a token. A negative one is a key of `NO_TOKEN_ERRORS`. `logprobs` has what
+        else there is to keep of each row.
         """
         updated = []
         num_decodes, block_size = len(plan.decodes), self.pool.block_size
@@ -216,9 +222,11 @@ class Scheduler:
             updated.append(request)
             request.num_in_flight -= 1
             if token < 0:
-                request.error = "the model's logits are not finite (NaN or infinity)"
+                request.error = NO_TOKEN_ERRORS[token]
                 self.finish(request, "error")
                 continue
+            if logprobs is not None and request.params.wants_logprobs:
+                request.logprobs[len(request.output_token_ids) :] = [logprobs[i]]  # once, whatever is interrupted
             request.output_token_ids.append(token)
             request.num_tokens += 1
             if (request.num_keyed + 1) * block_size <= request.num_computed:

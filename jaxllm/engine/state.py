@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxllm.engine.batch import NUM_STOP_IDS, SlotRow
+from jaxllm.engine.batch import BAD_WORD_LEN, NUM_BAD_WORDS, NUM_STOP_IDS, ExtrasRow, SlotRow
+from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 
 
 class Slots(NamedTuple):
@@ -26,8 +27,29 @@ class SamplingTable(NamedTuple):
     top_k: Int[Array, " slots"]  # 0 is all
     top_p: Float[Array, " slots"]
     min_p: Float[Array, " slots"]
-    min_len: Int[Array, " slots"]  # full sampler: tokens before which `stop_ids` are masked
-    stop_ids: Int[Array, "slots stop_ids"]  # full sampler: padded with -1
+    # For the full sampler alone:
+    min_len: Int[Array, " slots"]  # tokens before which `stop_ids` are masked
+    stop_ids: Int[Array, "slots stop_ids"]  # padded with -1
+    alters_logits: Int[Array, " slots"]  # 1 if its row of the extras counts
+    wants_logprobs: Int[Array, " slots"]  # 1 or 0
+    repetition_penalty: Float[Array, " slots"]
+    frequency_penalty: Float[Array, " slots"]
+    presence_penalty: Float[Array, " slots"]
+
+
+class SamplingExtras(NamedTuple):
+    """What the full sampler alone knows of a slot; written by `install_extras` for the requests that need it."""
+
+    bias: Float[Array, "slots vocab"]  # added to the logits; minus infinity forbids a token
+    output_counts: Int[Array, "slots vocab"]  # how often the output has each token
+    in_prompt: Bool[Array, "slots vocab"]
+    bad_words: Int[Array, "slots bad_words word_len"]  # token ids, padded with -1 in front
+    recent: Int[Array, "slots word_len_less_1"]  # last output tokens, padded with -1 in front
+    watched: Int[Array, "slots watched"]  # tokens whose log-probabilities are wanted
+
+
+# Logical axes: what is as wide as the vocabulary is split like the logits.
+EXTRAS_AXES = SamplingExtras(*[(None, "vocab")] * 3, (None, None, None), *[(None, None)] * 2)
 
 
 class DeviceState(NamedTuple):
@@ -36,6 +58,8 @@ class DeviceState(NamedTuple):
     kv_pools: list[Float[Array, "blocks 2 kv_heads block_size head_dim"]]  # one a layer
     slots: Slots
     sampling: SamplingTable
+    extras: SamplingExtras
+    hidden: Float[Array, "tokens embed"]  # of the step before, whose prompt tokens may be scored
 
 
 def empty_slots(max_num_seqs: int, blocks_per_seq: int) -> tuple[Slots, SamplingTable]:
@@ -45,7 +69,20 @@ def empty_slots(max_num_seqs: int, blocks_per_seq: int) -> tuple[Slots, Sampling
     return slots, SamplingTable(
         seed=jnp.zeros((max_num_seqs, 2), jnp.uint32), sample_index=ints, temperature=floats, top_k=ints,
         top_p=floats, min_p=floats, min_len=ints, stop_ids=jnp.full((max_num_seqs, NUM_STOP_IDS), -1, jnp.int32),
+        alters_logits=ints, wants_logprobs=ints,
+        repetition_penalty=floats, frequency_penalty=floats, presence_penalty=floats,
     )  # fmt: skip
+
+
+def empty_extras(max_num_seqs: int, vocab: int) -> SamplingExtras:
+    return SamplingExtras(
+        bias=jnp.zeros((max_num_seqs, vocab), jnp.float32),
+        output_counts=jnp.zeros((max_num_seqs, vocab), jnp.int32),
+        in_prompt=jnp.zeros((max_num_seqs, vocab), jnp.bool_),
+        bad_words=jnp.full((max_num_seqs, NUM_BAD_WORDS, BAD_WORD_LEN), -1, jnp.int32),
+        recent=jnp.full((max_num_seqs, BAD_WORD_LEN - 1), -1, jnp.int32),
+        watched=jnp.zeros((max_num_seqs, MAX_LOGPROB_TOKEN_IDS), jnp.int32),
+    )
 
 
 def install_rows(slots: Slots, sampling: SamplingTable, rows: SlotRow) -> tuple[Slots, SamplingTable]:
@@ -67,4 +104,30 @@ def install_rows(slots: Slots, sampling: SamplingTable, rows: SlotRow) -> tuple[
         min_p=put(sampling.min_p, floats[:, 2]),
         min_len=put(sampling.min_len, rows.min_len),
         stop_ids=put(sampling.stop_ids, rows.stop_ids),
+        alters_logits=put(sampling.alters_logits, rows.alters_logits),
+        wants_logprobs=put(sampling.wants_logprobs, rows.wants_logprobs),
+        repetition_penalty=put(sampling.repetition_penalty, floats[:, 3]),
+        frequency_penalty=put(sampling.frequency_penalty, floats[:, 4]),
+        presence_penalty=put(sampling.presence_penalty, floats[:, 5]),
+    )
+
+
+def install_extras(extras: SamplingExtras, row: ExtrasRow) -> SamplingExtras:
+    """Writes a part of one slot's row, the rest of which is emptied by its first part."""
+    slot, is_first = row.slot[0], row.is_first[0] > 0
+    fill = jax.lax.bitcast_convert_type(row.fill[0], jnp.float32)
+    bias = jax.lax.bitcast_convert_type(row.bias, jnp.float32)
+
+    def put(table: Array, empty: Array, values: Array) -> Array:
+        kept = jnp.where(is_first, empty.astype(table.dtype), table[slot])
+        return table.at[slot].set(kept.at[row.ids].set(values.astype(table.dtype), mode="drop"))
+
+    zero = jnp.int32(0)
+    return SamplingExtras(
+        bias=put(extras.bias, fill, bias),
+        output_counts=put(extras.output_counts, zero, row.output_counts),
+        in_prompt=put(extras.in_prompt, zero, row.in_prompt),
+        bad_words=extras.bad_words.at[slot].set(row.bad_words),
+        recent=extras.recent.at[slot].set(row.recent),
+        watched=extras.watched.at[slot].set(row.watched),
     )

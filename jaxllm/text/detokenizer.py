@@ -19,7 +19,11 @@ class Detokenizer:
         self.text = ""
         self.stop: str | None = None
         self._params = params
-        self._stream = tokenizer.stream(params.skip_special_tokens, prompt_token_ids)
+        self._stream = tokenizer.stream(
+            params.skip_special_tokens,
+            prompt_token_ids,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
         self._hidden = ""  # settled, but perhaps the beginning of a stop string
         self._num_searched = 0  # characters of the hidden and held text in which no stop string ends
         self._num_tokens = 0
@@ -28,7 +32,8 @@ class Detokenizer:
     def push(self, new_token_ids: Sequence[int]) -> str | None:
         """Takes the next tokens; returns the stop string that one of them completes, or None.
 
-        `text` is then cut before the stop string, and the completion is finished. What follows is ignored.
+        `text` is then cut before the stop string (with `include_stop_str_in_output`, behind it), and the completion
+        is finished. What follows is ignored.
         """
         if self._finished:
             return self.stop
@@ -71,8 +76,8 @@ class Detokenizer:
                 matches.append((start + len(stop), start, stop))
         if not matches:
             return False
-        _, start, self.stop = min(matches)
-        self._hidden = text[:start]
+        end, start, self.stop = min(matches)
+        self._hidden = text[: end if self._params.include_stop_str_in_output else start]
         return True
 
     def _reveal(self) -> str:

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import tokenizers
 
 from jaxllm.checkpoint.files import read_json
 from jaxllm.errors import ModelFormatError
+from jaxllm.text.chat import Chat, ForeignChat, parse_templates, read_templates
 from jaxllm.text.streams import ByteStream, ByteTable, PieceStream, PieceTable, TextStream, WindowStream
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 MAX_FILE_BYTES = 100_000_000
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json", "*.tiktoken")
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # Decoders that treat each token alone, but for the first one and for byte tokens.
 _TOKENWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 
@@ -25,7 +27,7 @@ _TOKENWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiec
 class Tokenizer:
     """A fast tokenizer. `eos_token_id` is None if the tokenizer does not name an end of sequence."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, eos_token: str | None = None):
+    def __init__(self, backend: tokenizers.Tokenizer, *, eos_token: str | None = None, chat: Chat | None = None):
         """Takes `backend` over: stored padding and truncation, which are for training, are switched off."""
         backend.no_padding()
         backend.no_truncation()
@@ -33,6 +35,7 @@ class Tokenizer:
         self._special = _special_contents(backend)
         self._tables: dict[bool, ByteTable | PieceTable | None] = {}
         self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
+        self.chat = chat or Chat()
 
     @classmethod
     def from_dir(cls, model_dir: str | os.PathLike[str]) -> "Tokenizer":
@@ -47,36 +50,48 @@ class Tokenizer:
             raise ModelFormatError(f"{path} is larger than {MAX_FILE_BYTES} bytes; download it again")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-            _encode(backend, "a")  # some damage shows only now
+            _encode(backend, "a", True)  # some damage shows only now
         except Exception as error:  # the library raises the bare class
             raise ModelFormatError(f"{path} is not a sound tokenizer ({error}); download it again") from error
         names = _special_tokens(path.with_name(CONFIG))
         # The configuration is the newer file of the two: a token may have become special only there.
         unmarked = sorted(set(names.values()) - _special_contents(backend))
         backend.add_special_tokens([name for name in unmarked if backend.token_to_id(name) is not None])
-        return cls(backend, eos_token=names.get("eos_token"))
+        return cls(backend, eos_token=names.get("eos_token"), chat=Chat(read_templates(path.parent), names))
 
     @property
     def vocab_size(self) -> int | None:
         """The number of tokens, added ones included; None if it is unknown."""
         return self._backend.get_vocab_size()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer's own rules add. Raises `ValueError`."""
-        return _encode(self._backend, text)
+        return _encode(self._backend, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are not UTF-8 become U+FFFD, ids without a token nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def stream(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+    def token_text(self, token: int) -> str:
+        """What the token alone adds inside a text; a part of a character is U+FFFD."""
+        table = self._table(skip_special_tokens=False)
+        piece = table[token] if table is not None else self.decode([token], skip_special_tokens=False)
+        if isinstance(piece, int):
+            piece = bytes([piece])
+        return piece.decode(errors="replace") if isinstance(piece, bytes) else piece or ""
+
+    def stream(
+        self,
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+        spaces_between_special_tokens: bool = True,
+    ) -> TextStream:
         """An incremental decoder of what follows the prompt.
 
-        After a prompt the first token keeps its leading space, which `decode` strips at the start of a text.
+        After a prompt the first token keeps its leading space, which `decode` strips at the start of a text. (Nothing
+        puts spaces between special tokens here: that is for tokenizers in Python.)
         """
-        if skip_special_tokens not in self._tables:
-            self._tables[skip_special_tokens] = self._table(skip_special_tokens)
-        table = self._tables[skip_special_tokens]
+        table = self._table(skip_special_tokens)
         if isinstance(table, ByteTable):
             return ByteStream(table)
         if isinstance(table, PieceTable):
@@ -85,6 +100,11 @@ class Tokenizer:
 
     def _table(self, skip_special_tokens: bool) -> ByteTable | PieceTable | None:
         """What each token decodes to, if this tokenizer's decoder allows to say so."""
+        if skip_special_tokens not in self._tables:
+            self._tables[skip_special_tokens] = self._make_table(skip_special_tokens)
+        return self._tables[skip_special_tokens]
+
+    def _make_table(self, skip_special_tokens: bool) -> ByteTable | PieceTable | None:
         skipped = self._special if skip_special_tokens else frozenset()
         decoder = self._backend.decoder
         steps = [] if decoder is None else _flatten(json.loads(decoder.__getstate__()))
@@ -110,9 +130,13 @@ class _Adapter(Tokenizer):
 
     def __init__(self, inner: Any):
         self._inner = inner
-        self._skips_special_tokens = _accepts(inner.decode, "skip_special_tokens")
+        self._decode_options = {
+            name for name in ("skip_special_tokens", "spaces_between_special_tokens") if _accepts(inner.decode, name)
+        }
+        self._adds_special_tokens = _accepts(inner.encode, "add_special_tokens")
         eos = getattr(inner, "eos_token_id", None)
         self.eos_token_id = eos if isinstance(eos, int) else None
+        self.chat = _chat_of(inner)
 
     @property
     def vocab_size(self) -> int | None:
@@ -121,16 +145,30 @@ class _Adapter(Tokenizer):
         size = getattr(self._inner, "vocab_size", None)
         return size() if callable(size) else size
 
-    def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self._inner.encode(text)]
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        options = {"add_special_tokens": add_special_tokens} if self._adds_special_tokens else {}
+        return [int(token) for token in self._inner.encode(text, **options)]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        if self._skips_special_tokens:
-            return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return self._inner.decode(list(ids))
+        return self._decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def stream(self, skip_special_tokens: bool = True, prompt_token_ids: Sequence[int] = ()) -> TextStream:
-        return WindowStream(lambda ids: self.decode(ids, skip_special_tokens), prompt_token_ids)
+    def token_text(self, token: int) -> str:
+        return self.decode([token], skip_special_tokens=False)
+
+    def stream(
+        self,
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+        spaces_between_special_tokens: bool = True,
+    ) -> TextStream:
+        options = dict(
+            skip_special_tokens=skip_special_tokens, spaces_between_special_tokens=spaces_between_special_tokens
+        )
+        return WindowStream(lambda ids: self._decode(ids, **options), prompt_token_ids)
+
+    def _decode(self, ids: Sequence[int], **options: bool) -> str:
+        known = {name: value for name, value in options.items() if name in self._decode_options}
+        return self._inner.decode(list(ids), **known)
 
 
 def wrap(tokenizer: Any) -> Tokenizer:
@@ -149,7 +187,7 @@ def wrap(tokenizer: Any) -> Tokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)  # a fast tokenizer of transformers
     if isinstance(backend, tokenizers.Tokenizer):
         eos = getattr(tokenizer, "eos_token", None)
-        return Tokenizer(copy.deepcopy(backend), eos_token=None if eos is None else str(eos))
+        return Tokenizer(copy.deepcopy(backend), eos_token=None if eos is None else str(eos), chat=_chat_of(tokenizer))
     if callable(getattr(tokenizer, "encode", None)) and callable(getattr(tokenizer, "decode", None)):
         return _Adapter(tokenizer)
     raise TypeError(
@@ -159,9 +197,19 @@ def wrap(tokenizer: Any) -> Tokenizer:
     )
 
 
-def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+def _chat_of(tokenizer: Any) -> Chat:
+    """The chat templates of a user's object. Those whose source it shows run in our sandbox."""
+    if not hasattr(tokenizer, "chat_template") and callable(getattr(tokenizer, "apply_chat_template", None)):
+        return ForeignChat(tokenizer)
+    stored = getattr(tokenizer, "chat_template", None)
+    templates = {} if stored is None else parse_templates(stored, type(tokenizer).__name__)
+    names = getattr(tokenizer, "special_tokens_map", None) or {}
+    return Chat(templates, {name: str(token) for name, token in names.items() if not isinstance(token, list)})
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     try:
-        return backend.encode(text).ids
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
     except TypeError as error:
         halves = [i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"]
         raise ValueError(
@@ -183,8 +231,8 @@ def _missing(path: Path) -> str:
     if not others:
         return f"{path} is missing; take the whole model directory, in Hugging Face format"
     return (
-        f"{path} is missing, and only {', '.join(others)} is there; a fast {FILE} is needed. Make one with "
-        f"transformers: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        f"{path} is missing, and only {', '.join(others)} is there; a fast {FILE} is needed. Get one with "
+        f"python -m jaxllm.convert {shlex.quote(str(folder))} NEW_DIR"
     )
 
 

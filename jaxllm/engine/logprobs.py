@@ -1,0 +1,65 @@
+"""Log-probabilities: made on the device as rows of integers, which travel with the tokens; read on the host."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxllm.outputs import Logprob
+from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS
+
+WIDTH = 2 + 2 * MAX_LOGPROBS  # of a row: the token's own, its rank, the most likely tokens, theirs
+WATCHED_WIDTH = WIDTH + MAX_LOGPROB_TOKEN_IDS
+LEAST = -9999.0  # in place of minus infinity, which JSON can't say
+
+
+def logprob_rows(
+    logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"], watched: Int[Array, "rows watched"] | None = None
+) -> Int[Array, "rows width"]:
+    """What `compact` reads, of the softmax of `logits` as they are; floats as their bits."""
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+
+    def of(ids: Array) -> Array:
+        return jnp.take_along_axis(logits, ids, axis=-1, mode="clip") - normalizer[:, None]
+
+    def bits(values: Array) -> Array:
+        return jax.lax.bitcast_convert_type(jnp.maximum(values, LEAST), jnp.int32)
+
+    own = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")
+    rank = 1 + jnp.sum(logits > own, axis=-1, keepdims=True, dtype=jnp.int32)
+    count = min(MAX_LOGPROBS, logits.shape[1])
+    top_logits, top_ids = jax.lax.top_k(logits, count)
+    columns = [bits(own - normalizer[:, None]), rank]
+    for values in (top_ids, bits(top_logits - normalizer[:, None])):
+        columns.append(jnp.pad(values, ((0, 0), (0, MAX_LOGPROBS - count))))
+    if watched is not None:
+        columns.append(bits(of(watched)))
+    return jnp.concatenate(columns, axis=1)
+
+
+class Kept(NamedTuple):
+    """What is kept of a row until someone asks."""
+
+    rank: int
+    ids: np.ndarray  # int32: the most likely tokens, then those that the request watches
+    logprobs: np.ndarray  # float32: of the token itself, then of `ids`
+
+
+def compact(row: np.ndarray, num_top: int, watched: Sequence[int] = ()) -> Kept:
+    """Of a row the `num_top` most likely tokens, and the `watched` ones if it has their log-probabilities."""
+    top = 2 + MAX_LOGPROBS
+    ids = np.concatenate([row[2 : 2 + num_top], np.array(watched, np.int32)])
+    parts = row[:1], row[top : top + num_top], row[WIDTH : WIDTH + len(watched)]
+    return Kept(int(row[1]), ids, np.concatenate(parts).view(np.float32))
+
+
+def to_logprobs(token: int, kept: Kept, num_top: int, token_text: Callable[[int], str | None]) -> dict[int, Logprob]:
+    """The token itself, then the most likely ones, then the watched; each once."""
+    own, *others = kept.logprobs.tolist()
+    found = {token: Logprob(own, kept.rank, token_text(token))}
+    for i, (other, logprob) in enumerate(zip(kept.ids.tolist(), others, strict=True)):
+        found.setdefault(other, Logprob(logprob, i + 1 if i < num_top else None, token_text(other)))
+    return found
