@@ -46,7 +46,7 @@ def test_an_8b_model_on_one_and_on_four_devices(monkeypatch):
 def test_a_model_that_does_not_fit_says_how_much_is_missing(monkeypatch):
     mesh = make_mesh(None)
     monkeypatch.setattr(memory, "device_bytes", lambda mesh: 16 << 30)
-    with pytest.raises(OutOfMemoryError, match=r"16\.06 GB for parameters.* GB more than it has; use more devices"):
+    with pytest.raises(OutOfMemoryError, match=r"16\.06 GB for parameters.* GB more than it may use; take more devices"):
         memory.num_blocks(shape_of(mesh), CONFIG, mesh)
 
 

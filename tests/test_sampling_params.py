@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import sampling_params
-from jaxllm.sampling_params import MAX_N, MAX_STOP_TOKEN_IDS, MAX_STOPS
+from jaxllm.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+)
 
 
 def as_users_have_it(module):
@@ -21,7 +28,8 @@ def as_users_have_it(module):
     return plain
 
 
-SamplingParams = as_users_have_it(sampling_params).SamplingParams
+plain = as_users_have_it(sampling_params)
+SamplingParams, RequestOutputKind = plain.SamplingParams, plain.RequestOutputKind
 INT32_MAX = 2**31 - 1
 INTS = {  # field: lowest, highest
     "n": (1, MAX_N),
@@ -29,10 +37,18 @@ INTS = {  # field: lowest, highest
     "seed": (-(2**63), 2**64 - 1),
     "max_tokens": (1, INT32_MAX),
     "min_tokens": (0, INT32_MAX),
+    "stream_interval": (1, INT32_MAX),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
 }
-FLOATS = {"temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1)}
-BOOLS = ("ignore_eos", "skip_special_tokens", "detokenize")
-REQUIRED = {"n", "top_k", "min_tokens"} | FLOATS.keys()  # the other numbers may be None
+FLOATS = {
+    "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1),
+    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.001, 1000),
+}  # fmt: skip
+BOOLS = (
+    "ignore_eos", "skip_special_tokens", "detokenize", "spaces_between_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+REQUIRED = {"n", "top_k", "min_tokens", "stream_interval"} | FLOATS.keys()  # the other numbers may be None
 
 
 def refused(field, value):
@@ -52,7 +68,7 @@ def test_integer_out_of_range(field):
 @pytest.mark.parametrize("field", FLOATS)
 def test_number_out_of_range(field):
     low, high = FLOATS[field]
-    for value in (-1e-9, low - 1, high + 0.001, math.inf, -math.inf, math.nan, 10**400):
+    for value in (low - 1e-9, low - 1, high + 0.001, math.inf, -math.inf, math.nan, 10**400):
         assert f"{field}={value} must be a finite number in [{low}, {high}]" in refused(field, value)
 
 
@@ -86,16 +102,78 @@ def test_min_tokens_above_max_tokens():
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
 
 
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
 @pytest.mark.parametrize("value", ["", [""], ["a", ""], ["a", 5], [None], b"a", 5, 0, False])
-def test_stop_must_be_non_empty_strings(value):
-    assert f"stop={value!r} must" in refused("stop", value)
+def test_stop_and_bad_words_must_be_non_empty_strings(field, value):
+    assert f"{field}={value!r} must" in refused(field, value)
 
 
-def test_too_many_stop_strings():
-    stops = [str(i) for i in range(MAX_STOPS + 1)]
-    message = refused("stop", stops)
-    assert f"stop has {MAX_STOPS + 1} strings" in message and f"at most {MAX_STOPS}" in message
-    assert len(SamplingParams(stop=stops[1:]).stops) == MAX_STOPS
+@pytest.mark.parametrize("value", [None, 0, "DELTA"])
+def test_output_kind_is_one_of_the_three(value):
+    assert f"output_kind={value!r} must be a RequestOutputKind" in refused("output_kind", value)
+
+
+@pytest.mark.parametrize("value", [0, "no"])
+def test_skip_reading_prefix_cache_may_be_none(value):
+    assert f"skip_reading_prefix_cache={value!r} must be True or False" in refused("skip_reading_prefix_cache", value)
+    assert SamplingParams(skip_reading_prefix_cache=None).skip_reading_prefix_cache is None
+
+
+def test_a_seed_of_minus_one_is_none():
+    assert SamplingParams(seed=-1).seed is None
+
+
+@pytest.mark.parametrize("value", [[1], 3, "1", True])
+def test_logit_bias_must_be_a_dict(value):
+    assert f"logit_bias={value!r} must be a dict" in refused("logit_bias", value)
+
+
+@pytest.mark.parametrize("key", [-1, "a", "-3", 1.0, None, True, INT32_MAX + 1])
+def test_logit_bias_of_no_token(key):
+    assert f"logit_bias key={key!r} must be an integer in [0, {INT32_MAX}]" in refused("logit_bias", {key: 1.0})
+
+
+@pytest.mark.parametrize("value", [-100.5, 101, math.nan, math.inf, "1", None])
+def test_logit_bias_out_of_range(value):
+    assert f"logit_bias[7]={value!r} must be a finite number in [-100, 100]" in refused("logit_bias", {7: value})
+
+
+def test_logit_bias_as_json_has_it():
+    assert SamplingParams(logit_bias={"7": 1, 8: -100.0}).logit_bias == {7: 1.0, 8: -100.0}
+
+
+def test_allowed_token_ids_allow_something():
+    assert "allowed_token_ids is empty" in refused("allowed_token_ids", [])
+    assert SamplingParams(allowed_token_ids=[3, 5, 3]).allowed_token_ids == [3, 5]
+
+
+def test_logprob_token_ids_instead_of_logprobs():
+    too_many = list(range(MAX_LOGPROB_TOKEN_IDS + 1))
+    assert f"has {len(too_many)} ids; give 1 to {MAX_LOGPROB_TOKEN_IDS}" in refused("logprob_token_ids", too_many)
+    assert "has 0 ids" in refused("logprob_token_ids", [])
+    with pytest.raises(ValueError, match="logprobs=3 and 2 logprob_token_ids exclude each other"):
+        SamplingParams(logprobs=3, logprob_token_ids=[1, 2])
+    assert SamplingParams(logprobs=2, logprob_token_ids=[1, 2]).num_top_logprobs == 0
+    assert SamplingParams(logprobs=2).num_top_logprobs == 2
+
+
+def test_who_needs_the_full_sampler():
+    for fields in ({}, {"top_k": 5, "seed": 3, "stop": "x", "prompt_logprobs": 3, "n": 2}):
+        assert not SamplingParams(**fields).needs_full_sampler
+    for fields in (
+        {"min_tokens": 1}, {"logprobs": 0}, {"logprob_token_ids": [1]}, {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1}, {"repetition_penalty": 1.1}, {"logit_bias": {1: 0.0}}, {"allowed_token_ids": [1]},
+        {"bad_words": ["x"]},
+    ):  # fmt: skip
+        assert SamplingParams(**fields).needs_full_sampler
+
+
+@pytest.mark.parametrize(("field", "most"), [("stop", MAX_STOPS), ("bad_words", MAX_BAD_WORDS)])
+def test_too_many_strings(field, most):
+    words = [str(i) for i in range(most + 1)]
+    message = refused(field, words)
+    assert f"{field} has {most + 1} strings" in message and f"at most {most}" in message
+    assert getattr(SamplingParams(**{field: words[1:]}), field) == words[1:]
 
 
 def test_stop_strings_need_text():
@@ -103,14 +181,19 @@ def test_stop_strings_need_text():
         SamplingParams(stop="a", detokenize=False)
 
 
+ID_LISTS = pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logprob_token_ids"])
+
+
+@ID_LISTS
 @pytest.mark.parametrize("token", [-1, INT32_MAX + 1, "1", 1.5, None, True, [1]])
-def test_stop_token_id_out_of_range(token):
-    assert f"stop_token_ids={token!r} must be an integer in [0, {INT32_MAX}]" in refused("stop_token_ids", [7, token])
+def test_token_id_out_of_range(field, token):
+    assert f"{field}={token!r} must be an integer in [0, {INT32_MAX}]" in refused(field, [7, token])
 
 
+@ID_LISTS
 @pytest.mark.parametrize("value", [0, 5, False, "", 1.5])
-def test_stop_token_ids_must_be_a_list(value):
-    assert f"stop_token_ids={value!r} must" in refused("stop_token_ids", value)
+def test_token_ids_must_be_a_list(field, value):
+    assert f"{field}={value!r} must" in refused(field, value)
 
 
 def test_too_many_stop_token_ids():
@@ -128,10 +211,15 @@ def test_unknown_names_and_positions_are_errors():
 
 valid = st.fixed_dictionaries(
     {},
-    optional={field: st.integers(low, high) for field, (low, high) in INTS.items() if "tokens" not in field}
-    | {field: st.floats(low, high) | st.integers(low, high) for field, (low, high) in FLOATS.items()}
+    optional={field: st.integers(low, high) for field, (low, high) in INTS.items() if "tokens" not in field and field != "seed"}
+    | {field: st.floats(low, high) | st.integers(math.ceil(low), high) for field, (low, high) in FLOATS.items()}
     | {field: st.booleans() for field in BOOLS[:2]}
     | {
+        "seed": st.none() | st.integers(0, 2**64 - 1),
+        "logit_bias": st.dictionaries(st.integers(0, INT32_MAX), st.floats(-100, 100)),
+        "allowed_token_ids": st.none() | st.lists(st.integers(0, INT32_MAX), min_size=1, unique=True),
+        "bad_words": st.lists(st.text(min_size=1), max_size=MAX_BAD_WORDS),
+        "output_kind": st.sampled_from(RequestOutputKind),
         "max_tokens": st.none() | st.integers(16, INT32_MAX),
         "min_tokens": st.integers(0, 16),
         "stop": st.none() | st.text(min_size=1) | st.lists(st.text(min_size=1), max_size=MAX_STOPS),

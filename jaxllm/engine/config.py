@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxllm.sampling_params import _check_int
+from jaxllm.sampling_params import _check_float, _check_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,7 @@ class EngineConfig:
     block_size: int  # tokens of a block
     num_blocks: int
     enable_prefix_caching: bool = True
+    gpu_memory_utilization: float | None = None  # share of each device's memory; None: the platform's default
     seed: int = 0  # of requests that bring none
 
     def __post_init__(self) -> None:
@@ -23,6 +24,8 @@ class EngineConfig:
         _check_int("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs, 2**20)
         _check_int("block_size", self.block_size, 1, 2**12)
         _check_int("num_blocks", self.num_blocks, 1, 2**30)
+        if self.gpu_memory_utilization is not None:
+            _check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_model_len > self.num_blocks * self.block_size:
             raise ValueError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.engine.batch import BAD_WORD_LEN, NUM_STOP_IDS
+from jaxllm.engine.batch import NUM_STOP_IDS
 from jaxllm.engine.block_pool import BlockPool
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.logprobs import compact
@@ -16,6 +16,7 @@ from jaxllm.engine.plan import Plan
 from jaxllm.engine.request import Request
 from jaxllm.engine.runner import Handle, Result, Runner
 from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.validation import bad_word_ids, check_params, check_prompt
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
 from jaxllm.outputs import RequestOutput
@@ -86,7 +87,7 @@ class Engine:
             tokenizer=self.tokenizer, stream=stream,
         )  # fmt: skip
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
-        bad_words = self._bad_words(params)
+        bad_words = bad_word_ids(params, self.tokenizer)
         for index in range(params.n):
             group.samples.append(self._sample(group, index, seed, priority, bad_words))
         self._groups[request_id] = group
@@ -95,39 +96,9 @@ class Engine:
 
     def validate(self, prompt_token_ids: Sequence[Any], params: SamplingParams) -> list[int]:
         """The prompt as a list, if this engine can serve it with `params`; ValueError otherwise."""
-        ids = list(prompt_token_ids)
-        if not ids:
-            raise ValueError("the prompt has no tokens; give at least one")
-        if not all(type(i) is int and 0 <= i < self.vocab for i in ids):
-            bad = next(i for i in ids if type(i) is not int or not 0 <= i < self.vocab)
-            raise ValueError(f"prompt token id {bad!r} is not an integer in [0, {self.vocab - 1}]")
-        if len(ids) >= self.config.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, but max_model_len={self.config.max_model_len} leaves room for "
-                f"{self.config.max_model_len - 1} and one to generate; shorten it or raise max_model_len"
-            )
-        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
-            outside = [i for i in getattr(params, name) or () if i >= self.vocab]
-            if outside:
-                raise ValueError(f"{name} {outside} are outside the vocabulary [0, {self.vocab - 1}]")
-        if params.stops and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the engine has none; use stop_token_ids")
-        self._bad_words(params)
+        ids = check_prompt(prompt_token_ids, self.vocab, self.config.max_model_len)
+        check_params(params, self.vocab, self.tokenizer)
         return ids
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """The token ids of `bad_words`, each at the start of a text and after a space; ValueError for one too long."""
-        if params.bad_words and self.tokenizer is None:
-            raise ValueError("bad_words need a tokenizer, and the engine has none; use logit_bias")
-        found = {}
-        for word in params.bad_words:
-            for text in (word.lstrip() or word, " " + word.lstrip()):
-                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-                if len(ids) > BAD_WORD_LEN:
-                    raise ValueError(f"bad_words: {word!r} has {len(ids)} tokens; at most {BAD_WORD_LEN} are allowed")
-                if ids:
-                    found[ids] = None
-        return [list(ids) for ids in found]
 
     def _sample(self, group: Group, index: int, seed: int, priority: int, bad_words: list[list[int]]) -> Request:
         params, prompt = group.params, group.prompt_token_ids

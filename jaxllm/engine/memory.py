@@ -59,19 +59,21 @@ def kv_budget(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
     """Bytes for the KV pool on each device. Raises `OutOfMemoryError` with what is missing."""
     slots = leaf_bytes(jax.tree.leaves(Lowering(shape, config, mesh).small_state()))
     params, temporary = leaf_bytes(shape.leaves), step_bytes(shape, config, mesh) + slots
-    limit = device_bytes(mesh)
+    limit, share = device_bytes(mesh), config.gpu_memory_utilization
     if limit is None:
-        share = machine_bytes() // mesh.size
-        budget, free = int(share * CPU_KV_SHARE), share - params - temporary
+        limit = machine_bytes() // mesh.size
+        free = int(limit * (share or 1)) - params - temporary
+        budget = int(limit * CPU_KV_SHARE) if share is None else free
     else:
-        free = int(limit * ACCELERATOR_SHARE) - params - temporary
+        free = int(limit * (share or ACCELERATOR_SHARE)) - params - temporary
         budget = free
     least = block_bytes(shape, config.block_size, mesh)
     if free < least:
         raise OutOfMemoryError(
             f"the model does not fit: each device needs {params / 1e9:.2f} GB for parameters, {temporary / 1e9:.2f} GB "
             f"for a step and its slots and {least / 1e9:.3f} GB for a KV block, {(least - free) / 1e9:.2f} GB more "
-            "than it has; use more devices (mesh='tensor=N'), a smaller dtype, or lower max_num_batched_tokens"
+            "than it may use; take more devices (mesh='tensor=N'), a smaller dtype, a higher gpu_memory_utilization, "
+            "or lower max_num_batched_tokens"
         )
     return min(budget, free)
 
