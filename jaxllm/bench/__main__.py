@@ -2,22 +2,106 @@
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxllm.bench.options import add_model_arguments, check_at_least, model_options
+from jaxllm.bench.workload import KINDS, MAX_VOCAB, check_kinds
+from jaxllm.cli import run_command, setup_compilation_cache
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code, as `run_command` does."""
+    arguments = _parser().parse_args(argv)
+    return run_command(lambda: _COMMANDS[arguments.command](arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m jaxllm.bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_throughput(commands)
+    _add_latency(commands)
+    text = "seconds from the command to the first token, with an empty and with a full compilation cache"
+    add_model_arguments(commands.add_parser("startup", help=text, description=text, allow_abbrev=False))
     steps = commands.add_parser("steps", help="host time of a decode step by number of running requests")
     steps.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 128, 256], metavar="N")
     steps.add_argument("--steps", type=int, default=200, help="decode steps measured for each N (default 200)")
     steps.add_argument("--json", action="store_true", help="one JSON object instead of a table")
-    args = parser.parse_args(argv)
+    return parser
 
+
+def _add_throughput(commands: Any) -> None:
+    text = "tokens a second over whole workloads of random ids"
+    parser = commands.add_parser("throughput", help=text, description=text, allow_abbrev=False)
+    meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items())
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND", help=f"{meanings} (default: all)")
+    parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="times as many requests (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the workloads (default: 0)")
+    parser.add_argument(
+        "--vocab", type=int, metavar="N", help=f"token ids are below it (default: the model's, at most {MAX_VOCAB})"
+    )
+    add_model_arguments(parser)
+
+
+def _add_latency(commands: Any) -> None:
+    text = "time to the first token, between tokens, and for all of them"
+    parser = commands.add_parser("latency", help=text, description=text, allow_abbrev=False)
+    for name, default, what in (
+        ("--batch-size", 1, "requests at a time"),
+        ("--input-len", 64, "tokens of each prompt"),
+        ("--output-len", 128, "tokens of each output"),
+        ("--seed", 0, "of the prompts"),
+    ):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    add_model_arguments(parser)
+
+
+def _throughput(arguments: argparse.Namespace) -> int:
+    check_kinds(arguments.kinds)
+    check_at_least(1, repeats=arguments.repeats)
+    check_at_least(0, scale=arguments.scale)
+    model = model_options(arguments)
+    setup_compilation_cache()
+    from jaxllm.bench import throughput
+
+    report = throughput.run(
+        model, kinds=arguments.kinds, scale=arguments.scale, repeats=arguments.repeats, seed=arguments.seed,
+        vocab=arguments.vocab,
+    )  # fmt: skip
+    return _print(report, throughput.table, arguments)
+
+
+def _latency(arguments: argparse.Namespace) -> int:
+    sizes = {name: getattr(arguments, name) for name in ("batch_size", "input_len", "output_len", "repeats")}
+    check_at_least(1, **sizes)
+    model = model_options(arguments)
+    setup_compilation_cache()
+    from jaxllm.bench import latency
+
+    return _print(latency.run(model, **sizes, seed=arguments.seed), latency.table, arguments)
+
+
+def _startup(arguments: argparse.Namespace) -> int:
+    check_at_least(1, repeats=arguments.repeats)
+    model = model_options(arguments)
+    from jaxllm.bench import startup  # which leaves jax to the processes that it starts
+
+    return _print(startup.run(model, repeats=arguments.repeats), startup.table, arguments)
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    setup_compilation_cache()
     from jaxllm.bench.steps import measure, table
 
-    rows = measure(args.running, args.steps)
-    print(json.dumps({"steps": rows}) if args.json else table(rows))
+    return _print({"steps": measure(arguments.running, arguments.steps)}, lambda r: table(r["steps"]), arguments)
+
+
+def _print(report: dict[str, Any], table: Callable[[dict[str, Any]], str], arguments: argparse.Namespace) -> int:
+    print(json.dumps(report) if arguments.json else table(report))
     return 0
+
+
+_COMMANDS = {"throughput": _throughput, "latency": _latency, "startup": _startup, "steps": _steps}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,77 @@
+"""A model with random parameters, made on the devices from nothing but its `config.json`."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxllm.checkpoint.config import ModelSpec, read_config, resolve_dtype
+from jaxllm.checkpoint.loader import abstract_params, check_mesh
+from jaxllm.engine.memory import device_bytes, leaf_bytes, machine_bytes
+from jaxllm.errors import OutOfMemoryError
+from jaxllm.models.transformer import Params
+from jaxllm.sharding.rules import sharding
+
+STD = 0.02  # as models are usually initialised: activations stay finite in any dtype
+
+
+def dummy_model(path: Path, dtype: str, mesh: Mesh) -> tuple[Any, Params]:
+    """Configuration and random parameters of the model whose `config.json`, or the directory of it, is `path`.
+
+    `dtype` is a name or "auto". Each device makes its own part, and nothing beside it. Raises `ModelFormatError`,
+    `MeshError`, `OutOfMemoryError`, or `ValueError` for a file of another name.
+    """
+    if path.is_file():
+        if path.name != "config.json":
+            raise ValueError(f"{path} is not named config.json; give a config.json, or the directory that holds it")
+        path = path.parent
+    spec = read_config(path, resolve_dtype(dtype, mesh.devices.flat[0].platform))
+    return spec.cfg, random_params(spec, mesh)
+
+
+def random_params(spec: ModelSpec, mesh: Mesh) -> Params:
+    """Parameters split over `mesh`: matrices uniform of standard deviation `STD`, vectors (the scales of norms, say)
+    as the model's constructor makes them."""
+    abstract = abstract_params(spec)
+    check_mesh(abstract, mesh)
+    variables, treedef = jax.tree.flatten(abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    shardings = [sharding(variable.axes, mesh) for variable in variables]
+    _check_fits([variable.get_value() for variable in variables], shardings, mesh)
+
+    @jax.jit(out_shardings=shardings)
+    def make() -> list[jax.Array]:
+        model = spec.module.Model(spec.cfg, rngs=nnx.Rngs(params=jax.random.key(0)))  # its matrices are never computed
+        values = jax.tree.leaves(nnx.state(model, nnx.Param))
+        return [x if x.ndim < 2 else _uniform(x.shape, x.dtype, salt) for salt, x in enumerate(values)]
+
+    arrays = make()
+    return jax.tree.unflatten(treedef, [v.replace(array) for v, array in zip(variables, arrays, strict=True)])
+
+
+def _uniform(shape: tuple[int, ...], dtype: Any, salt: int) -> jax.Array:
+    """A hash of each element's index, in one pass: `jax.random` needs several times a parameter's memory."""
+    bits = jnp.full(shape, salt * 0x9E3779B9 % 2**32, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        bits += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
+        stride *= shape[axis]
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # constants found by search for low bias
+        bits = (bits ^ (bits >> shift)) * np.uint32(factor)
+    bits ^= bits >> 16
+    minus_one_to_one = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-23) - 1.0
+    return (minus_one_to_one * (STD * math.sqrt(3))).astype(dtype)
+
+
+def _check_fits(values: list[jax.ShapeDtypeStruct], shardings: list[NamedSharding], mesh: Mesh) -> None:
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(values, shardings, strict=True)]
+    need, have = leaf_bytes(placed), device_bytes(mesh) or machine_bytes() // mesh.size
+    if need > have:
+        raise OutOfMemoryError(
+            f"the parameters take {need / 1e9:.2f} GB on each device, which has {have / 1e9:.2f} GB; use more devices "
+            "(--mesh tensor=N) or a smaller dtype"
+        )

@@ -1,0 +1,45 @@
+"""What the measurements of a model have in common: options, their checks, and the engine made from them."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from jaxllm.cli import add_engine_arguments, engine_kwargs
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--repeats", type=int, default=3, metavar="N", help="measured runs (default: 3)")
+    add("--json", action="store_true", help="one JSON object instead of a table")
+    add_engine_arguments(parser)
+    add(
+        "--dummy-weights", action="store_true",
+        help="random parameters: --model needs no more than its config.json, and may be that file",
+    )  # fmt: skip
+
+
+def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `open_llm`. Raises `ValueError` for those that can't be, before jax is imported."""
+    if arguments.dummy_weights and arguments.model is None:
+        raise ValueError("--dummy-weights needs a model to resemble; give its directory or config.json with --model")
+    return {"dummy_weights": arguments.dummy_weights, **engine_kwargs(arguments)}
+
+
+def check_at_least(least: int, **options: Any) -> None:
+    for name, value in options.items():
+        if not least <= value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}, and finite")
+
+
+def open_llm(*, dummy_weights: bool, **engine: Any) -> Any:
+    """An `LLM` that can already serve. `engine` are its keyword arguments."""
+    from jaxllm.llm import LLM
+
+    if not dummy_weights:
+        return LLM(**engine)
+    from jaxllm.bench.dummy import dummy_model
+    from jaxllm.sharding.mesh import make_mesh
+
+    mesh = make_mesh(engine.pop("mesh", None))
+    model = dummy_model(Path(engine.pop("model")), engine.pop("dtype", "auto"), mesh)
+    return LLM(model, mesh=mesh, **engine)

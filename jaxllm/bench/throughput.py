@@ -1,0 +1,140 @@
+"""Output tokens a second over whole workloads, all requests handed in at once.
+
+Each repeat runs the same ids, on an engine that has run a workload of another seed to warm up. The prefix cache is
+emptied before each run, so that a repeat finds nothing of the one before: what is cached comes from the run itself, a
+beginning that its requests share, or the prompt of a request for several completions. `--no-prefix-caching` leaves out
+that as well.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from jaxllm.bench import report, workload
+from jaxllm.bench.options import open_llm
+from jaxllm.bench.workload import Item
+from jaxllm.errors import JaxLLMError
+from jaxllm.sampling_params import SamplingParams
+
+WARM_UP_SEED = 99  # added to the workload's
+_COLUMNS = (
+    ("requests", "requests", "d"), ("prompt_tokens", "prompt", "d"), ("output_tokens", "output", "d"),
+    ("wall_s", "wall s", ".3f"), ("best_wall_s", "best s", ".3f"), ("output_tokens_per_s", "output/s", ".1f"),
+    ("best_output_tokens_per_s", "best/s", ".1f"), ("total_tokens_per_s", "total/s", ".1f"),
+    ("cached_tokens", "cached", "d"), ("preemptions", "preempted", "d"),
+)  # fmt: skip
+
+
+class Run(NamedTuple):
+    """One run of a workload."""
+
+    wall_s: float
+    cached_tokens: int  # of prompts, each completion's counted
+    preemptions: int
+
+
+def run(
+    model: dict[str, Any], *, kinds: Sequence[str], scale: float, repeats: int, seed: int, vocab: int | None
+) -> dict[str, Any]:
+    """The report. `model` are the arguments of `open_llm`; `vocab=None` is the model's, at most `MAX_VOCAB`."""
+    workload.check_kinds(kinds)
+    with open_llm(**model) as llm:
+        vocab = min(llm.engine.vocab, workload.MAX_VOCAB) if vocab is None else vocab
+        workload.check_vocab(vocab, llm.engine.vocab)
+        work = {
+            (kind, s): workload.make(kind, vocab=vocab, seed=s, scale=scale)
+            for kind in kinds
+            for s in (seed, seed + WARM_UP_SEED)
+        }
+        for (kind, _), items in work.items():
+            _check_fits(llm, kind, items)
+        llm.wait_compiled()
+        with tqdm(total=len(kinds) * (1 + repeats), desc="measuring", unit="run", disable=None, leave=False) as bar:
+            results = [
+                measure(llm, kind, work[kind, seed], work[kind, seed + WARM_UP_SEED], repeats, tick=bar.update)
+                for kind in kinds
+            ]
+        about = report.about(llm, model=model.get("model"), dummy_weights=model["dummy_weights"])
+    options = {
+        "kinds": list(kinds), "scale": scale, "repeats": repeats, "seed": seed, "vocab": vocab,
+        "prefix_caching": about["engine"]["enable_prefix_caching"], "prefix_cache_at_start_of_run": "empty",
+    }  # fmt: skip
+    return {"benchmark": "throughput", **about, "options": options, "results": results}
+
+
+def measure(
+    llm: Any,
+    kind: str,
+    items: Sequence[Item],
+    warm_up: Sequence[Item],
+    repeats: int,
+    *,
+    tick: Callable[[], Any] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any]:
+    """A row of the table: figures of the run of median wall time (the slower of two), and the best."""
+    _run_once(llm, warm_up, clock)
+    tick()
+    runs = []
+    for _ in range(repeats):
+        runs.append(_run_once(llm, items, clock))
+        tick()
+    runs.sort()
+    median, best = runs[len(runs) // 2], runs[0]
+    prompt_tokens = sum(len(item.prompt_token_ids) for item in items)
+    output_tokens = sum(item.max_tokens * item.n for item in items)
+    return {
+        "kind": kind,
+        "requests": len(items),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "wall_s": median.wall_s,
+        "best_wall_s": best.wall_s,
+        "output_tokens_per_s": output_tokens / median.wall_s,
+        "best_output_tokens_per_s": output_tokens / best.wall_s,
+        "total_tokens_per_s": (prompt_tokens + output_tokens) / median.wall_s,
+        "cached_tokens": median.cached_tokens,
+        "preemptions": median.preemptions,
+    }
+
+
+def _run_once(llm: Any, items: Sequence[Item], clock: Callable[[], float]) -> Run:
+    prompts = [{"prompt_token_ids": item.prompt_token_ids} for item in items]
+    params = [
+        SamplingParams(
+            n=item.n, temperature=1.0 if item.n > 1 else 0.0, max_tokens=item.max_tokens, ignore_eos=True,
+            detokenize=False,
+        )
+        for item in items
+    ]  # fmt: skip
+    llm.engine.scheduler.pool.forget_keys()
+    before = llm.stats()
+    start = clock()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    wall_s = clock() - start
+    after = llm.stats()
+    for item, output in zip(items, outputs, strict=True):
+        lengths = [len(completion.token_ids) for completion in output.outputs]
+        if lengths != [item.max_tokens] * item.n:
+            raise JaxLLMError(f"a request for {item.n} x {item.max_tokens} tokens made {lengths}: {output.error}")
+    return Run(
+        wall_s, after.num_cached_tokens - before.num_cached_tokens, after.num_preemptions - before.num_preemptions
+    )
+
+
+def _check_fits(llm: Any, kind: str, items: Sequence[Item]) -> None:
+    longest = max(items, key=lambda item: len(item.prompt_token_ids) + item.max_tokens)
+    prompt_len = len(longest.prompt_token_ids)
+    workload.check_lengths(f"workload {kind}", prompt_len, longest.max_tokens, llm.engine.config.max_model_len)
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = [report.heading(results), f"{'kind':<8}" + "".join(f"{title:>10}" for _, title, _ in _COLUMNS)]
+    lines += [
+        f"{row['kind']:<8}" + "".join(f"{row[name]:>10{form}}" for name, _, form in _COLUMNS)
+        for row in results["results"]
+    ]
+    repeats = results["options"]["repeats"]
+    return "\n".join([*lines, f"tokens, and seconds of whole runs: median and best of {repeats}"])
