@@ -141,7 +141,7 @@ def test_tensor_in_two_shards(model_dir):
 
 def test_weights_in_another_format(model_dir):
     (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
-    with pytest.raises(ModelFormatError, match=r"pytorch_model\.bin.*Only safetensors.*save_pretrained"):
+    with pytest.raises(ModelFormatError, match=r"pytorch_model\.bin.*Only safetensors.*jaxllm\.convert .* NEW_DIR"):
         load(model_dir)
     (model_dir / "pytorch_model.bin").unlink()
     with pytest.raises(ModelFormatError, match=r"neither model\.safetensors nor .*but no other weights"):

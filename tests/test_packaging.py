@@ -82,10 +82,11 @@ def test_imports_point_one_way(layer, forbidden):
 
 def test_no_module_takes_pickles():
     for name, file in sources().items():
-        assert not {"pickle", "cloudpickle", "dill", "torch"} & imports(file), name
+        if name not in ("jaxllm.convert.weights", "jaxllm.convert.shards"):  # in a process of their own
+            assert not {"pickle", "cloudpickle", "dill", "torch"} & imports(file), name
 
 
-@pytest.mark.parametrize("command", ["jaxllm.generate", "jaxllm.bench"])
+@pytest.mark.parametrize("command", ["jaxllm.generate", "jaxllm.bench", "jaxllm.convert"])
 def test_help_needs_no_jax(command):
     code = f"""
 import runpy, sys

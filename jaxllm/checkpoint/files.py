@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path, PureWindowsPath
@@ -72,8 +73,8 @@ def _files(model_dir: Path) -> list[Path]:
         others = sorted(file.name for file in model_dir.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
         raise ModelFormatError(
             f"{model_dir} has neither {SINGLE} nor {INDEX}, but {others[:3] or 'no other weights'}. "
-            "Only safetensors are read, as other formats can run code; download them, or use transformers: "
-            "AutoModelForCausalLM.from_pretrained(old_dir).save_pretrained(new_dir)"
+            "Only safetensors are read, as other formats can run code; download them, or convert pytorch_model*.bin: "
+            f"python -m jaxllm.convert {shlex.quote(str(model_dir))} NEW_DIR"
         )
     names = read_json(index, max_bytes=100_000_000).get("weight_map")
     if not isinstance(names, dict) or not names:

@@ -163,12 +163,20 @@ class Scheduler:
     # ---- admission
 
     def _admit(self, plan: Plan, max_tokens: int) -> None:
-        """Admits waiting requests in order, each with all the blocks its known tokens need, until one must wait."""
-        while self._waiting and self._free_slots and plan.num_tokens < max_tokens:
+        """Admits waiting requests in order, each with all the blocks its known tokens need, until one must wait.
+
+        One that waits only for a running prefill to write its next block lets others pass, but keeps a slot.
+        """
+        deferred: list[tuple[tuple[int, int], Request]] = []
+        while self._waiting and len(self._free_slots) > len(deferred) and plan.num_tokens < max_tokens:
             _, request = self._waiting[0]
             if request.status is Status.WAITING:
-                if not self._start(request):
-                    return
+                hits = self.prefix_cache.find(request)
+                if hits is None:
+                    deferred.append(heapq.heappop(self._waiting))
+                    continue
+                if not self._start(request, hits):
+                    break
                 self._num_waiting -= 1
                 plan.admitted.append((request, request.num_computed))
                 if request.num_tokens - request.num_computed > 1:
@@ -177,14 +185,13 @@ class Scheduler:
                     plan.add_decode(request)
                     plan.num_tokens += 1
             heapq.heappop(self._waiting)
+        for entry in deferred:
+            heapq.heappush(self._waiting, entry)
 
-    def _start(self, request: Request) -> bool:
-        """Gives a waiting request its slot and blocks, sharing cached ones; False if it must wait."""
+    def _start(self, request: Request, hits: list[int]) -> bool:
+        """Gives a waiting request its slot and blocks, of which it shares `hits`; False if it must wait."""
         if self._num_suspects:
             return False  # one suspect at a time and nobody new beside it, so that a failure names the culprit
-        hits = self.prefix_cache.find(request)
-        if hits is None:
-            return False
         num_new = -(-request.num_tokens // self.pool.block_size) - len(hits)
         # Room for those who run to grow; without it the newcomer would be evicted again at once.
         reserve = len(self.running) + 1 if self.running else 0

@@ -68,6 +68,23 @@ class Tokenizer:
         """Token ids, with the special tokens that the tokenizer's own rules add. Raises `ValueError`."""
         return _encode(self._backend, text, add_special_tokens)
 
+    def apply_chat_template(
+        self,
+        conversation: Any,
+        tools: Any = None,
+        chat_template: Any = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> str | list[int]:
+        """The prompt of one conversation, as ids or as text. `variables` are the template's own; see `LLM.chat`."""
+        text = self.chat.render(
+            conversation, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message, chat_template_kwargs=variables,
+        )  # fmt: skip
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are not UTF-8 become U+FFFD, ids without a token nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

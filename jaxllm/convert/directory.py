@@ -1,0 +1,150 @@
+"""From a Hugging Face directory to one that the loader takes: what is there, and what becomes of it."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxllm.checkpoint import files
+from jaxllm.checkpoint.files import find_tensors, read_json
+from jaxllm.convert.names import canonical, is_tied
+from jaxllm.convert.process import require, run
+from jaxllm.convert.slow_tokenizer import write_tokenizer
+from jaxllm.errors import ModelFormatError
+
+_PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_MAX_INDEX_BYTES = 100_000_000
+
+
+def convert(src: Path, out: Path, *, dtype: str = "auto", max_shard_bytes: int = 5 * 10**9) -> str:
+    """Writes the model directory `src` to `out`: safetensors, `tokenizer.json`, configuration. Returns a summary.
+
+    `out` appears when it is complete. `dtype` is that of the weights, "auto" the stored one. Raises `ValueError` for
+    directories that cannot be used, `ModelFormatError` for damaged or hostile files, and `JaxLLMError` if a package is
+    missing or the worker died.
+    """
+    _check_directories(src, out)
+    hf = read_json(src / _CONFIG)
+    weights, index = _find_weights(src)
+    with _whole(out) as folder:
+        tokenizer = write_tokenizer(src, folder, hf)
+        if _is_ready(src, hf, weights, dtype):
+            written = _link(src, folder, weights)
+        else:
+            written = _rewrite(folder, hf, weights, index, dtype, max_shard_bytes)
+        find_tensors(folder)  # raises if they are not sound
+        _copy_config(src, folder, hf, dtype)
+    return f"wrote {out}: {written}, {tokenizer}"
+
+
+def _check_directories(src: Path, out: Path) -> None:
+    if not src.is_dir():
+        raise ValueError(f"{src} is not a directory; give a local one in Hugging Face format")
+    if out.exists() and out.samefile(src):
+        raise ValueError(f"{out} is the source itself; give another directory to write to")
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not an empty directory; give a new one, or remove it")
+
+
+def _find_weights(src: Path) -> tuple[list[Path], dict[str, list[str]]]:
+    """The files with weights, and which tensors the index places in each."""
+    if (src / files.SINGLE).is_file() or (src / files.INDEX).is_file():
+        return sorted({tensor.file for tensor in find_tensors(src).values()}), {}
+    if (src / _PICKLE).is_file():
+        return [src / _PICKLE], {}
+    path = src / _PICKLE_INDEX
+    if not path.is_file():
+        raise ModelFormatError(f"{src} has neither {files.SINGLE} nor {_PICKLE}, nor an index of either; download them")
+    places = read_json(path, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ModelFormatError(f"{path}: weight_map must map tensors to files; download the index again")
+    index: dict[str, list[str]] = {}
+    for name, file in places.items():
+        index.setdefault(str(file), []).append(name)
+    return [_shard(path, file) for file in sorted(index)], index
+
+
+def _shard(index: Path, name: str) -> Path:
+    if PureWindowsPath(name).name != name or not name.endswith(".bin"):  # that flavour knows all separators
+        raise ModelFormatError(f"{index} names {name!r:.100}; it must be a *.bin file beside it")
+    if not (index.parent / name).is_file():
+        raise ModelFormatError(f"{index.parent / name} is missing, but {index.name} names it; download it")
+    return index.parent / name
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A directory that becomes `out` if all goes well, and else is removed."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        yield folder
+        mask = os.umask(0)
+        os.umask(mask)
+        folder.chmod(0o777 & ~mask)  # as mkdir would have made it
+        folder.rename(out)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+
+
+def _is_ready(src: Path, hf: Mapping[str, Any], weights: list[Path], dtype: str) -> bool:
+    if dtype != "auto" or weights[0].suffix == ".bin":
+        return False
+    return all(canonical(name, hf) in (name, None) for name in find_tensors(src))
+
+
+def _link(src: Path, folder: Path, weights: list[Path]) -> str:
+    index = [src / files.INDEX] if not (src / files.SINGLE).is_file() else []
+    for file in (*weights, *index):
+        try:
+            os.link(file.resolve(), folder / file.name)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(file, folder / file.name)
+    return f"{_size(sum(file.stat().st_size for file in weights))} of weights as they were"
+
+
+def _rewrite(
+    folder: Path,
+    hf: Mapping[str, Any],
+    weights: list[Path],
+    index: dict[str, list[str]],
+    dtype: str,
+    max_shard_bytes: int,
+) -> str:
+    require("torch")
+    total = sum(file.stat().st_size for file in weights)
+    job = {
+        "task": "weights", "files": [str(file.absolute()) for file in weights], "index": index, "dtype": dtype,
+        "config": {key: hf.get(key) for key in ("architectures",)}, "is_tied": is_tied(hf),
+        "out": str(folder.absolute()), "max_shard_bytes": max_shard_bytes,
+    }  # fmt: skip
+    with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        # Tensors that share memory in the source are written, and counted, more than once.
+        result = run(job, lambda count: bar.update(min(count, total - bar.n)))
+    num_files = len(result["files"])
+    return (
+        f"{_size(result['bytes'])} of weights ({', '.join(result['dtypes'])}) in {num_files} "
+        f"file{'s' if num_files > 1 else ''}"
+    )
+
+
+def _copy_config(src: Path, folder: Path, hf: Mapping[str, Any], dtype: str) -> None:
+    if (src / _GENERATION).is_file():
+        shutil.copyfile(src / _GENERATION, folder / _GENERATION)
+    if dtype == "auto":
+        shutil.copyfile(src / _CONFIG, folder / _CONFIG)
+        return
+    stored = {key: dtype for key in ("torch_dtype", "dtype") if key in hf}
+    (folder / _CONFIG).write_text(json.dumps({**hf, **stored}, indent=2) + "\n", encoding="utf-8")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

@@ -1,0 +1,87 @@
+"""Runs `worker.py` apart from this process: isolated, without our environment, and ended with us."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import JaxLLMError, ModelFormatError
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_BOOT = """
+import json, sys
+job = json.loads(sys.stdin.readline())
+sys.path[:0] = job.pop("sys_path")
+from jaxllm.convert.worker import main
+main(job)
+"""
+_ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SYSTEMROOT")
+
+
+def require(*modules: str) -> None:
+    """Raises `JaxLLMError` unless all are installed. Nothing is imported but their parent packages."""
+    for name in modules:
+        try:
+            is_there = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            is_there = False
+        if not is_there:
+            raise JaxLLMError(f"{name} is not installed, but converting this needs it; pip install 'jaxllm[convert]'")
+
+
+def run(job: dict[str, Any], on_bytes: Callable[[int], None] = lambda count: None) -> Any:
+    """The result of `job`; `on_bytes` is told the progress. Raises `ModelFormatError` for what the worker refuses.
+
+    `-I` keeps modules of the current directory out, and the environment may hold secrets. An interrupt ends the
+    worker too: it has a session of its own, so that a Ctrl-C reaches this process alone.
+    """
+    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    with tempfile.TemporaryFile() as errors:
+        worker = subprocess.Popen(
+            [sys.executable, "-I", "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            env=environment | {"CUDA_VISIBLE_DEVICES": ""}, start_new_session=True, text=True, encoding="utf-8",
+        )  # fmt: skip
+        try:
+            _send(worker, job | {"sys_path": _search_path()})
+            for line in worker.stdout:
+                message = json.loads(line)
+                if "error" in message:
+                    raise ModelFormatError(message["error"])
+                if "result" in message:
+                    return message["result"]
+                on_bytes(message["bytes"])
+            raise _died(worker.wait(), errors)
+        finally:
+            worker.kill()
+            worker.wait()
+            worker.stdout.close()
+
+
+def _send(worker: subprocess.Popen, job: dict[str, Any]) -> None:
+    try:
+        with worker.stdin:
+            worker.stdin.write(json.dumps(job) + "\n")
+    except BrokenPipeError:
+        pass  # it has died already, and its end tells why
+
+
+def _search_path() -> list[str]:
+    """Where this process finds packages, but for its current directory."""
+    here = os.path.realpath(os.getcwd())
+    return [_ROOT, *(path for path in sys.path if path and os.path.realpath(path) != here and path != _ROOT)]
+
+
+def _died(code: int, errors: Any) -> Exception:
+    errors.seek(0)
+    output = errors.read().decode(errors="replace").strip()
+    if code < 0:
+        return JaxLLMError(
+            f"the converting process was ended by signal {-code}; there may be too little memory, or the file is "
+            "damaged: free memory, or download it again"
+        )
+    return RuntimeError(f"the converting process failed with exit code {code}:\n{output}")

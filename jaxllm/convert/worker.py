@@ -1,0 +1,41 @@
+"""The process that parses untrusted files. It talks to its parent in lines of JSON, and has no other output.
+
+No module that it imports may import jax, which is slow to start and not needed.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main(job: dict[str, Any]) -> None:
+    """Does `job` ({"task": ..., ...}) and writes {"bytes": n} for progress, then {"result": ...} or {"error": ...}.
+
+    What is wrong with the input is an error; anything else is a bug, and ends in a traceback.
+    """
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's chatter is no message
+
+    def send(**message: Any) -> None:
+        print(json.dumps(message), file=channel, flush=True)
+
+    task = _weights if job["task"] == "weights" else _tokenizer
+    try:
+        send(result=task(job, lambda count: send(bytes=count)))
+    except MemoryError:
+        send(error="there is not enough memory to convert it; free some, or convert it on a larger machine")
+    except (ValueError, OSError) as error:
+        send(error=str(error))
+
+
+def _weights(job: dict[str, Any], report) -> Any:
+    from jaxllm.convert.weights import convert
+
+    return convert(job, report)
+
+
+def _tokenizer(job: dict[str, Any], report) -> Any:
+    from jaxllm.convert.fast_tokenizer import convert
+
+    return convert(job)
