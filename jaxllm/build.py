@@ -54,9 +54,15 @@ def build_engine(
     num_blocks: int | None = None,
     enable_prefix_caching: bool = True,
     mesh: str | Mesh | None = None,
+    tensor_parallel_size: int | None = None,
+    gpu_memory_utilization: float | None = None,
     seed: int = 0,
 ) -> Engine:
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments."""
+    if tensor_parallel_size is not None:
+        if mesh is not None:
+            raise ValueError(f"mesh and tensor_parallel_size={tensor_parallel_size} exclude each other; give one")
+        mesh = f"tensor={tensor_parallel_size}"
     mesh = make_mesh(mesh)
     platform = mesh.devices.flat[0].platform
     source = _source(model, dtype, platform, tokenizer)
@@ -75,9 +81,13 @@ def build_engine(
         block_size=_default(block_size, BLOCK_SIZE),
         num_blocks=2**30,  # resolved below
         enable_prefix_caching=enable_prefix_caching,
+        gpu_memory_utilization=gpu_memory_utilization,
         seed=seed,
     )
+    _check_len(wanted.max_model_len, source.cfg.max_len)
     config = _sized(wanted, shape, mesh, num_blocks, explicit_len=max_model_len is not None)
+    source.model.cfg = dataclasses.replace(source.cfg, max_len=config.max_model_len)  # longrope depends on it
+    shape = dataclasses.replace(shape, graph=nnx.graphdef(source.model))
     runner = Runner(shape, config, mesh)  # compiles while the parameters load
     try:
         runner.set_params(source.params(state, mesh) if callable(source.params) else state)
@@ -134,6 +144,15 @@ def _model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> Mo
         head_dim=cfg.head_dim, vocab=cfg.vocab, dtype=cfg.dtype,
         token_widths=(cfg.embed, 2 * cfg.mlp, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim),
     )  # fmt: skip
+
+
+def _check_len(max_model_len: int, limit: int) -> None:
+    if max_model_len > limit:
+        raise ValueError(
+            f"max_model_len={max_model_len} is more than the {limit} tokens that the model was made for "
+            f"(max_position_embeddings and rope scaling of its config.json); give at most {limit}. Rope scaling in "
+            "config.json is the way to more, where the model has rotary embeddings"
+        )
 
 
 def _sized(

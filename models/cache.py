@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.paged_attention import KV_AXES, ragged_paged_attention
-from jaxllm.pallas_kernels.paged_attention.reference import token_positions
+from jaxllm.pallas_kernels.paged_attention.reference import cap, token_positions
 from jaxllm.sharding.rules import shard_map
 
 
@@ -66,7 +67,20 @@ class Dense:
     def attend(self, q, k, v, *, scale: float, sliding_window: int | None = None, soft_cap: float | None = None):
         """Attends `q` `[batch, len, heads, head_dim]` to `k`, `v` `[batch, len, kv_heads, head_dim]`."""
         if soft_cap is not None:
-            raise NotImplementedError("Dense attention has no soft_cap")
+            return _capped_attention(q, k, v, scale, sliding_window, soft_cap), self
         window = None if sliding_window is None else (sliding_window - 1, 0)
         out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=window)
         return out, self
+
+
+def _capped_attention(q: Array, k: Array, v: Array, scale: float, window: int | None, soft_cap: float) -> Array:
+    """What `jax.nn.dot_product_attention` computes, with the scores kept within `soft_cap`: it can't do that."""
+    batch, length, heads, head_dim = q.shape
+    grouped = q.reshape(batch, length, k.shape[2], -1, head_dim)
+    scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, k, preferred_element_type=jnp.float32)
+    index = jnp.arange(length)
+    age = index[:, None] - index[None]
+    visible = age >= 0 if window is None else (age >= 0) & (age < window)
+    scores = jnp.where(jnp.broadcast_to(visible, scores.shape), cap(scores * scale, soft_cap), -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgqs,bskh->bqkgh", weights, v).reshape(q.shape)

@@ -1,14 +1,21 @@
 """Layers. Weights carry logical axis names; activations are `[*t, ...]`, flat over tokens in the engine."""
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
+
+from jaxllm.models.rope import Rope as Rope
+from jaxllm.models.rope import rotate
+
+ACTIVATIONS = {  # by their names in `config.json`
+    "silu": nnx.silu, "swish": nnx.silu, "gelu": partial(nnx.gelu, approximate=False), "relu": nnx.relu,
+    "gelu_pytorch_tanh": partial(nnx.gelu, approximate=True), "gelu_new": partial(nnx.gelu, approximate=True),
+}  # fmt: skip
 
 
 def param(rngs: nnx.Rngs, dtype: Any, *, fan_in: int, **dims: int) -> nnx.Param:
@@ -18,114 +25,122 @@ def param(rngs: nnx.Rngs, dtype: Any, *, fan_in: int, **dims: int) -> nnx.Param:
     return nnx.Param(value.astype(dtype), axes=tuple(dims))
 
 
-def einsum(equation: str, x: Array, weight: nnx.Param) -> Array:
+def bias(dtype: Any, **dims: int) -> nnx.Param:
+    """A bias, zero at first, whose keyword names are its logical axes: those that its product's result has."""
+    return nnx.Param(jnp.zeros(tuple(dims.values()), dtype), axes=tuple(dims))
+
+
+def einsum(equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None = None) -> Array:
     """Every product with a weight goes through here, so that quantised or adapted weights can be leaf types."""
-    return jnp.einsum(equation, x, weight[...])
+    y = jnp.einsum(equation, x, weight[...])
+    return y if bias is None else y + jnp.broadcast_to(bias[...].astype(y.dtype), y.shape)
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square normalisation in float32 (arXiv 1910.07467)."""
+    """Root mean square normalisation in float32 (arXiv 1910.07467).
 
-    def __init__(self, dim: int, eps: float, *, dtype: Any):
-        self.scale = nnx.Param(jnp.ones(dim, dtype), axes=(None,))
-        self.eps = eps
+    With `unit_offset` the weight is stored as its difference from one, and applied before the result is rounded.
+    """
+
+    def __init__(self, dim: int, eps: float, *, dtype: Any, unit_offset: bool = False):
+        self.scale = nnx.Param(jnp.zeros(dim, dtype) if unit_offset else jnp.ones(dim, dtype), axes=(None,))
+        self.eps, self.unit_offset = eps, unit_offset
 
     def __call__(self, x: Float[Array, "*t d"]) -> Float[Array, "*t d"]:
         x32 = x.astype(jnp.float32)
         var = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        y = (x32 * jax.lax.rsqrt(var + self.eps)).astype(x.dtype)
-        return y * jnp.broadcast_to(self.scale[...].astype(x.dtype), y.shape)
+        y = x32 * jax.lax.rsqrt(var + self.eps)
+        if self.unit_offset:
+            return (y * jnp.broadcast_to(1 + self.scale[...].astype(jnp.float32), y.shape)).astype(x.dtype)
+        return y.astype(x.dtype) * jnp.broadcast_to(self.scale[...].astype(x.dtype), y.shape)
 
 
-_LLAMA3_FIELDS = {
-    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-    "original_max_len": "original_max_position_embeddings",
+class LayerNorm(nnx.Module):
+    """Layer normalisation in float32 (arXiv 1607.06450); without `affine` it has no parameters."""
+
+    def __init__(self, dim: int, eps: float, *, dtype: Any, affine: bool = True):
+        self.scale = nnx.Param(jnp.ones(dim, dtype), axes=(None,)) if affine else None
+        self.bias = nnx.Param(jnp.zeros(dim, dtype), axes=(None,)) if affine else None
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*t d"]) -> Float[Array, "*t d"]:
+        x32 = x.astype(jnp.float32)
+        y = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        if self.scale is not None:
+            scale, bias = (jnp.broadcast_to(p[...].astype(jnp.float32), y.shape) for p in (self.scale, self.bias))
+            y = y * scale + bias
+        return y.astype(x.dtype)
+
+
+NORMS = {
+    "rms": RMSNorm, "rms_unit_offset": partial(RMSNorm, unit_offset=True), "layer": LayerNorm,
+    "layer_plain": partial(LayerNorm, affine=False),
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embeddings (arXiv 2104.09864), halves rotated, with the frequency scalings of `kind`."""
-
-    theta: float
-    kind: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_len: float = 8192.0
-
-    @classmethod
-    def from_hf(cls, hf: dict) -> "Rope":
-        """From a `config.json`, in the form of transformers 5 (`rope_parameters`) or before. KeyError for a missing
-        key, ValueError for a kind that is not supported."""
-        p = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        kind = p.get("rope_type", p.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
-            raise ValueError(f"rope type {kind!r} is not supported; supported: default, linear, llama3")
-        needed = {"default": {}, "linear": {"factor": "factor"}, "llama3": _LLAMA3_FIELDS}[kind]
-        scaling = {ours: p[theirs] for ours, theirs in needed.items()}
-        theta = float(p.get("rope_theta", hf.get("rope_theta", 10000.0)))
-        return cls(theta=theta, kind=kind, **{name: float(value) for name, value in scaling.items()})
-
-    def inv_freq(self, head_dim: int) -> np.ndarray:
-        """Radians a position for each pair of features, float32 `[head_dim // 2]`."""
-        exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        freq = np.float32(1.0) / np.float32(self.theta) ** exponent
-        if self.kind == "linear":
-            return freq / np.float32(self.factor)
-        if self.kind == "llama3":  # slow waves are stretched, fast ones kept, those between blended
-            turns = self.original_max_len * freq / np.float32(2 * np.pi)
-            keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-            keep = np.clip(keep, 0.0, 1.0)
-            freq = freq * keep + freq / self.factor * (1 - keep)
-        return freq.astype(np.float32)
-
-    def sin_cos(self, positions: Int[Array, "*t"], head_dim: int) -> tuple[Array, Array]:
-        """Sine and cosine `[*t, 1, head_dim // 2]`, to be broadcast over heads."""
-        freq = jnp.asarray(self.inv_freq(head_dim))
-        angle = jnp.expand_dims(positions.astype(jnp.float32), (-1, -2))
-        angle = angle * jnp.expand_dims(freq, tuple(range(angle.ndim - 1)))
-        return jnp.sin(angle), jnp.cos(angle)
-
-
-def rotate(x: Float[Array, "*t heads head_dim"], sin: Array, cos: Array) -> Float[Array, "*t heads head_dim"]:
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+def make_norm(cfg: Any, dim: int) -> nnx.Module:
+    """The normalisation over `dim` features that `cfg.norm` names."""
+    return NORMS[cfg.norm](dim, cfg.eps, dtype=cfg.dtype)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention (arXiv 2305.13245) over whatever cache it is handed.
 
     `qkv[embed, kv_heads, group + 2, head_dim]` holds, for each KV head, its group of query heads, then the key and
-    the value: one matrix product, and one axis to shard.
+    the value: one matrix product, and one axis to shard. A token sees the last `window` ones (None: all).
     """
 
-    def __init__(self, cfg: Any, *, rngs: nnx.Rngs):
+    def __init__(self, cfg: Any, window: int | None = None, *, rngs: nnx.Rngs):
         d, k, g, h = cfg.embed, cfg.kv_heads, cfg.heads // cfg.kv_heads, cfg.head_dim
         self.qkv = param(rngs, cfg.dtype, fan_in=d, embed=d, kv_heads=k, qkv=g + 2, head_dim=h)
         self.o = param(rngs, cfg.dtype, fan_in=k * g * h, kv_heads=k, group=g, head_dim=h, embed=d)
-        self.q_norm = RMSNorm(h, cfg.eps, dtype=cfg.dtype) if cfg.qk_norm else None
-        self.k_norm = RMSNorm(h, cfg.eps, dtype=cfg.dtype) if cfg.qk_norm else None
-        self.scale = h**-0.5
+        self.qkv_bias = bias(cfg.dtype, kv_heads=k, qkv=g + 2, head_dim=h) if cfg.qkv_bias else None
+        self.o_bias = bias(cfg.dtype, embed=d) if cfg.o_bias else None
+        self.q_norm = make_norm(cfg, h) if cfg.qk_norm else None
+        self.k_norm = make_norm(cfg, h) if cfg.qk_norm else None
+        self.scale = h**-0.5 if cfg.query_scale is None else cfg.query_scale
+        self.window, self.soft_cap = window, cfg.attn_soft_cap
 
-    def __call__(self, x: Float[Array, "*t embed"], sin_cos, cache):
-        qkv = einsum("...d,dkgh->...kgh", x, self.qkv)
+    def __call__(self, x: Float[Array, "*t embed"], sin_cos: tuple[Array, Array] | None, cache):
+        qkv = einsum("...d,dkgh->...kgh", x, self.qkv, self.qkv_bias)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         group_shape = q.shape
         q = q.reshape(*q.shape[:-3], -1, q.shape[-1])  # [*t, heads, head_dim]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out, cache = cache.attend(rotate(q, *sin_cos), rotate(k, *sin_cos), v, scale=self.scale)
-        return einsum("...kgh,kghd->...d", out.reshape(group_shape), self.o), cache
+        if sin_cos is not None:
+            q, k = rotate(q, *sin_cos), rotate(k, *sin_cos)
+        out, cache = cache.attend(q, k, v, scale=self.scale, sliding_window=self.window, soft_cap=self.soft_cap)
+        return einsum("...kgh,kghd->...d", out.reshape(group_shape), self.o, self.o_bias), cache
 
 
 class MLP(nnx.Module):
-    """Gated SiLU feed-forward (arXiv 2002.05202), gate and up fused."""
+    """Gated feed-forward (arXiv 2002.05202), gate and up fused."""
 
     def __init__(self, cfg: Any, *, rngs: nnx.Rngs):
         self.gate_up = param(rngs, cfg.dtype, fan_in=cfg.embed, embed=cfg.embed, gate_up=2, mlp=cfg.mlp)
         self.down = param(rngs, cfg.dtype, fan_in=cfg.mlp, mlp=cfg.mlp, embed=cfg.embed)
+        self.gate_up_bias = bias(cfg.dtype, gate_up=2, mlp=cfg.mlp) if cfg.mlp_bias else None
+        self.down_bias = bias(cfg.dtype, embed=cfg.embed) if cfg.mlp_bias else None
+        self.activation = cfg.activation
 
     def __call__(self, x: Float[Array, "*t embed"]) -> Float[Array, "*t embed"]:
-        both = einsum("...d,dgf->...gf", x, self.gate_up)
-        return einsum("...f,fd->...d", nnx.silu(both[..., 0, :]) * both[..., 1, :], self.down)
+        both = einsum("...d,dgf->...gf", x, self.gate_up, self.gate_up_bias)
+        gated = ACTIVATIONS[self.activation](both[..., 0, :]) * both[..., 1, :]
+        return einsum("...f,fd->...d", gated, self.down, self.down_bias)
+
+
+class PlainMLP(nnx.Module):
+    """Feed-forward without a gate."""
+
+    def __init__(self, cfg: Any, *, rngs: nnx.Rngs):
+        self.up = param(rngs, cfg.dtype, fan_in=cfg.embed, embed=cfg.embed, mlp=cfg.mlp)
+        self.down = param(rngs, cfg.dtype, fan_in=cfg.mlp, mlp=cfg.mlp, embed=cfg.embed)
+        self.up_bias = bias(cfg.dtype, mlp=cfg.mlp) if cfg.mlp_bias else None
+        self.down_bias = bias(cfg.dtype, embed=cfg.embed) if cfg.mlp_bias else None
+        self.activation = cfg.activation
+
+    def __call__(self, x: Float[Array, "*t embed"]) -> Float[Array, "*t embed"]:
+        h = ACTIVATIONS[self.activation](einsum("...d,df->...f", x, self.up, self.up_bias))
+        return einsum("...f,fd->...d", h, self.down, self.down_bias)

@@ -1,11 +1,16 @@
 """Llama (arXiv 2302.13971, 2407.21783): pre-norm decoder, grouped-query attention, gated SiLU MLP."""
 
+from typing import Any
+
 from jaxllm.models import transformer
-from jaxllm.models.weights import LLAMA_LAYOUT
+from jaxllm.models.weights import ATTENTION_BIASES, LLAMA_LAYOUT, MLP_BIASES
 
 
 class Config(transformer.Config):
-    REFUSED = ("attention_bias", "mlp_bias")
+    @classmethod
+    def from_hf(cls, hf: dict, **fields: Any) -> "Config":
+        biases = transformer.attention_biases(hf) | {"mlp_bias": transformer.flag(hf, "mlp_bias")}
+        return super().from_hf(hf, **(biases | fields))
 
 
 class Model(transformer.Decoder):
@@ -13,3 +18,4 @@ class Model(transformer.Decoder):
 
 
 WEIGHTS = LLAMA_LAYOUT
+OPTIONAL_WEIGHTS = ATTENTION_BIASES | MLP_BIASES

@@ -1,25 +1,25 @@
-"""Qwen3 (arXiv 2505.09388): Llama's decoder with RMSNorm on the heads of queries and keys."""
+"""Qwen3 (arXiv 2505.09388): Llama's decoder with RMSNorm on the heads of queries and keys, and Qwen2's windows."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.models import transformer
-from jaxllm.models.weights import LLAMA_LAYOUT, Weight
+from jaxllm.models import qwen2, transformer
+from jaxllm.models.weights import ATTENTION_BIASES, LLAMA_LAYOUT, QK_NORMS
 
 
+@dataclass(frozen=True, kw_only=True)
 class Config(transformer.Config):
-    REFUSED = ("attention_bias", "use_sliding_window")
+    qk_norm: bool = True
 
     @classmethod
     def from_hf(cls, hf: dict, **fields: Any) -> "Config":
-        return super().from_hf(hf, **({"qk_norm": True} | fields))
+        options = transformer.attention_biases(hf) | {"windows": qwen2.windows(hf)}
+        return super().from_hf(hf, **(options | fields))
 
 
 class Model(transformer.Decoder):
     Config = Config
 
 
-WEIGHTS = {
-    **LLAMA_LAYOUT,
-    "model.layers.{i}.self_attn.q_norm.weight": Weight("layers.{i}.attn.q_norm.scale", "h -> h"),
-    "model.layers.{i}.self_attn.k_norm.weight": Weight("layers.{i}.attn.k_norm.scale", "h -> h"),
-}
+WEIGHTS = LLAMA_LAYOUT | QK_NORMS
+OPTIONAL_WEIGHTS = ATTENTION_BIASES

@@ -1,4 +1,8 @@
-"""How an architecture file says where a checkpoint's tensors go."""
+"""How an architecture file says where a checkpoint's tensors go.
+
+Its `WEIGHTS` is a table of the tensors that every checkpoint of the family has (a tied `lm_head` may be absent), its
+`OPTIONAL_WEIGHTS`, if there is one, of those that come with parameters that only some configurations have.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,23 +22,64 @@ class Weight:
     part: tuple[int, int | None, int | None] | None = None
 
 
-Table = Mapping[str, Weight]  # checkpoint name, "{i}" standing for the layer -> Weight
+# Checkpoint name, "{i}" standing for the layer -> its Weight, or those of the pieces that it stacks on its first axis.
+Table = Mapping[str, Weight | tuple[Weight, ...]]
 
-LLAMA_LAYOUT: Table = {
+_QKV = {"q": (None, -2), "k": (-2, -1), "v": (-1, None)}  # of a KV head's `group + 2`
+LAYER = "model.layers.{i}."
+
+
+def qkv_piece(name: str) -> Weight:
+    """Where the queries' ("q"), keys' or values' projection goes."""
+    return Weight("layers.{i}.attn.qkv", "(k g h) d -> d k g h", (2, *_QKV[name]))
+
+
+def attention(prefix: str, out: str = "o_proj") -> Table:
+    """Projections of the attention `prefix`, whose last one is called `out`."""
+    return {f"{prefix}{name}_proj.weight": qkv_piece(name) for name in _QKV} | _out(prefix, out)
+
+
+def _out(prefix: str, out: str) -> Table:
+    return {f"{prefix}{out}.weight": Weight("layers.{i}.attn.o", "d (k g h) -> k g h d")}
+
+
+def qkv_biases(prefix: str) -> Table:
+    return {
+        f"{prefix}{name}_proj.bias": Weight("layers.{i}.attn.qkv_bias", "(k g h) -> k g h", (1, *part))
+        for name, part in _QKV.items()
+    }
+
+
+def attention_biases(prefix: str, out: str = "o_proj") -> Table:
+    return qkv_biases(prefix) | {f"{prefix}{out}.bias": Weight("layers.{i}.attn.o_bias", "d -> d")}
+
+
+def norm(tensor: str, path: str) -> Table:
+    return {f"{tensor}.weight": Weight(f"{path}.scale", "d -> d")}
+
+
+LLAMA_SHARED: Table = {  # by layouts that fuse projections and those that don't
     "model.embed_tokens.weight": Weight("embed", "v d -> v d"),
-    "model.layers.{i}.self_attn.q_proj.weight": Weight(
-        "layers.{i}.attn.qkv", "(k g h) d -> d k g h", (2, None, -2)
-    ),
-    "model.layers.{i}.self_attn.k_proj.weight": Weight("layers.{i}.attn.qkv", "(k g h) d -> d k g h", (2, -2, -1)),
-    "model.layers.{i}.self_attn.v_proj.weight": Weight(
-        "layers.{i}.attn.qkv", "(k g h) d -> d k g h", (2, -1, None)
-    ),
-    "model.layers.{i}.self_attn.o_proj.weight": Weight("layers.{i}.attn.o", "d (k g h) -> k g h d"),
-    "model.layers.{i}.input_layernorm.weight": Weight("layers.{i}.attn_norm.scale", "d -> d"),
-    "model.layers.{i}.post_attention_layernorm.weight": Weight("layers.{i}.mlp_norm.scale", "d -> d"),
-    "model.layers.{i}.mlp.gate_proj.weight": Weight("layers.{i}.mlp.gate_up", "(u f) d -> d u f", (1, 0, 1)),
-    "model.layers.{i}.mlp.up_proj.weight": Weight("layers.{i}.mlp.gate_up", "(u f) d -> d u f", (1, 1, 2)),
-    "model.layers.{i}.mlp.down_proj.weight": Weight("layers.{i}.mlp.down", "d f -> f d"),
-    "model.norm.weight": Weight("norm.scale", "d -> d"),
-    "lm_head.weight": Weight("lm_head", "v d -> d v"),  # absent where the embeddings are tied
+    **norm(LAYER + "input_layernorm", "layers.{i}.attn_norm"),
+    **_out(LAYER + "self_attn.", "o_proj"),
+    **norm(LAYER + "post_attention_layernorm", "layers.{i}.mlp_norm"),
+    LAYER + "mlp.down_proj.weight": Weight("layers.{i}.mlp.down", "d f -> f d"),
+    **norm("model.norm", "norm"),
+    "lm_head.weight": Weight("lm_head", "v d -> d v"),
+}
+LLAMA_LAYOUT: Table = {
+    **LLAMA_SHARED,
+    **attention(LAYER + "self_attn."),
+    LAYER + "mlp.gate_proj.weight": Weight("layers.{i}.mlp.gate_up", "(u f) d -> d u f", (1, 0, 1)),
+    LAYER + "mlp.up_proj.weight": Weight("layers.{i}.mlp.gate_up", "(u f) d -> d u f", (1, 1, 2)),
+}
+QK_NORMS: Table = {
+    **norm(LAYER + "self_attn.q_norm", "layers.{i}.attn.q_norm"),
+    **norm(LAYER + "self_attn.k_norm", "layers.{i}.attn.k_norm"),
+}
+ATTENTION_BIASES: Table = attention_biases(LAYER + "self_attn.")
+MLP_BIASES: Table = {
+    LAYER + "mlp.gate_proj.bias": Weight("layers.{i}.mlp.gate_up_bias", "(u f) -> u f", (0, 0, 1)),
+    LAYER + "mlp.up_proj.bias": Weight("layers.{i}.mlp.gate_up_bias", "(u f) -> u f", (0, 1, 2)),
+    LAYER + "mlp.down_proj.bias": Weight("layers.{i}.mlp.down_bias", "d -> d"),
 }

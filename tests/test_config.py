@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxllm.checkpoint.config import read_config, resolve_dtype
 from jaxllm.checkpoint.files import read_json
 from jaxllm.errors import ModelFormatError
-from jaxllm.models import llama, qwen3
+from jaxllm.models import llama, qwen3, rope
 
 HF = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
@@ -80,6 +80,13 @@ ROPE = {
 }  # fmt: skip
 
 
+ROPE_KEYS = [
+    *ROPE, "rope_theta", "type", "partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "truncate", "short_factor", "long_factor", "full_attention", "sliding_attention",
+]  # fmt: skip
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -98,7 +105,7 @@ ROPE = {
         ({"max_position_embeddings": [128]}, "max_position_embeddings="),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"head_dim": {}}, "head_dim={}"),
-        ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"head_dim": 15}, "turn 15 features of head_dim=15"),
         ({"head_dim": None, "hidden_size": 30}, "hidden_size=30 is not a multiple of num_attention_heads=4"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
@@ -111,9 +118,24 @@ ROPE = {
         ({"rope_parameters": {"rope_theta": None}}, "rope_parameters.rope_theta=None"),
         ({"rope_parameters": ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor=4.0"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_parameters": ROPE | {"original_max_position_embeddings": 4.5}}, "position_embeddings=4.5 must be an"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope type 'ntk' is not supported; supported: .*longrope"),
+        ({"rope_scaling": {"type": ["yarn"]}}, r"rope_scaling.type=\['yarn'\] must be a string"),
+        ({"rope_scaling": {"type": "yarn", "factor": "2"}}, "rope_scaling.factor='2'"),
+        ({"rope_scaling": {"type": "yarn", "truncate": 1}}, "rope_scaling.truncate=1 must be true or false"),
+        ({"rope_scaling": {"type": "yarn", "mscale": [1]}}, r"rope_scaling.mscale=\[1\]"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor=None"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "'dynamic' needs more than 2"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1e9}}, "makes a context of 128000000000 tokens"),
+        ({"rope_scaling": {"type": "longrope"}}, "lacks the key 'short_factor'"),
+        ({"rope_scaling": LONGROPE | {"short_factor": 1.0}}, "rope_scaling.short_factor=1.0 must be a list"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0, None]}}, "rope_scaling.long_factor.1=None"),
+        ({"rope_scaling": LONGROPE | {"long_factor": [1.0] * 7}}, "long_factor has 7 numbers, but 8 pairs"),
+        ({"rope_scaling": LONGROPE, "original_max_position_embeddings": 1}, "position_embeddings=1 must be at least"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu' is not supported; supported: .*'silu'"),
+        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
+        ({"layer_types": "full_attention"}, "layer_types='full_attention' must be a list"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "only text models are; take a Gemma3ForCausalLM"),
         ({"eos_token_id": 64}, r"eos_token_id holds 64.*\[0, 64\)"),
         ({"eos_token_id": [2, -1]}, "eos_token_id holds -1"),
         ({"bos_token_id": "1"}, "bos_token_id holds '1'"),
@@ -125,22 +147,121 @@ def test_bad_values_are_refused_with_file_and_field(tmp_path, changes, message):
     assert str(tmp_path / "config.json") in str(error.value)
 
 
+FAMILIES = {
+    "Mistral": {"sliding_window": 16},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "Qwen3": {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 9},
+    "Gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 50,
+               "final_logit_softcapping": None},
+    "Gemma3": {"sliding_window": 16, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
+    "Phi3": {"sliding_window": None, "rope_scaling": LONGROPE, "original_max_position_embeddings": 32},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 16},
+}  # fmt: skip
+
+
+def family(name, **changes):
+    return {"architectures": [f"{name}ForCausalLM"]} | FAMILIES.get(name, {}) | changes
+
+
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(ROPE)), inner, max_size=3),
-    max_leaves=4,
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from([*rope.KINDS]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(ROPE_KEYS), inner, max_size=4),
+    max_leaves=6,
 )
+KEYS = sorted({
+    *HF, *(key for keys in FAMILIES.values() for key in keys), "rope_parameters", "rope_theta", "hidden_act",
+    "hidden_activation", "activation_function", "rope_local_base_freq", "partial_rotary_factor", "layer_types",
+    "enable_bias", "do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine", "mlp_bias",
+    "attention_bias", "use_bidirectional_attention", "rms_norm_eps",
+})  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(key=st.sampled_from([*HF, "rope_parameters", "rope_scaling", "rope_theta", "hidden_act"]), value=JSON)
-def test_any_value_is_refused_or_makes_a_usable_config(tmp_path, key, value):
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(["Llama", *FAMILIES]), key=st.sampled_from(KEYS), value=JSON)
+def test_any_value_is_refused_or_makes_a_usable_config(tmp_path, name, key, value):
     try:
-        cfg = read_config(write(tmp_path, **{key: value}), jnp.float32).cfg
+        cfg = read_config(write(tmp_path, **family(name, **{key: value})), jnp.float32).cfg
     except ModelFormatError as error:
         assert "config.json" in str(error)
     else:
-        assert np.isfinite(cfg.rope.inv_freq(cfg.head_dim)).all()
+        for each in filter(None, cfg.layer_ropes):
+            assert np.isfinite(each.inv_freq(cfg.head_dim, cfg.max_len)).all() and np.isfinite(each.amplitude)
+        assert len(cfg.layer_windows) == cfg.num_layers
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "windows"),
+    [
+        ("Mistral", {}, (16, 16)),
+        ("Mistral", {"sliding_window": None}, (None, None)),
+        ("Qwen2", {}, (None, 16)),
+        ("Qwen2", {"max_window_layers": 0}, (16, 16)),
+        ("Qwen2", {"max_window_layers": 9}, (None, None)),
+        ("Qwen2", {"use_sliding_window": False}, (None, None)),
+        ("Qwen2", {"layer_types": ["sliding_attention", "full_attention"]}, (16, None)),
+        ("Qwen3", {}, (None, 9)),
+        ("Qwen3", {"layer_types": None, "use_sliding_window": None}, (None, None)),
+        ("Gemma2", {"num_hidden_layers": 3}, (16, None, 16)),
+        ("Gemma2", {"layer_types": ["full_attention"] * 2}, (None, None)),
+        ("Gemma3", {"num_hidden_layers": 5}, (16, None, 16, None, 16)),
+        ("Gemma3", {"num_hidden_layers": 7, "sliding_window_pattern": None}, (16,) * 5 + (None, 16)),
+        ("Phi3", {"sliding_window": 7}, (7, 7)),
+        ("OPT", {}, (None, None)),
+        ("Llama", {}, (None, None)),
+    ],
+)
+def test_windows_of_the_layers(tmp_path, name, changes, windows):
+    cfg = read_config(write(tmp_path, **family(name, **changes)), jnp.float32).cfg
+    assert cfg.layer_windows == windows
+
+
+def test_a_mistral_config_without_a_window_has_that_of_the_first_model(tmp_path):
+    directory = write(tmp_path, drop=["sliding_window"], architectures=["MistralForCausalLM"])
+    assert read_config(directory, jnp.float32).cfg.windows == (4096, 4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Mistral", {"attention_bias": True}, "attention_bias=True is not supported for this family"),
+        ("Mistral", {"layer_types": ["full_attention"] * 2}, "layer_types=.* is not supported for this family"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window=0"),
+        ("Qwen2", {"layer_types": ["full_attention"]}, "1 layer types or windows are given for 2 layers"),
+        ("Qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types has 'chunked_attention'"),
+        ("Qwen2", {"max_window_layers": -1}, r"max_window_layers=-1 must be an integer in \[0"),
+        ("Qwen2", {"max_window_layers": None}, "max_window_layers=None"),
+        ("Qwen2", {"max_window_layers": 1.5}, "max_window_layers=1.5"),
+        ("Qwen3", {"use_sliding_window": False}, "'sliding_attention', but sliding_window is not set or not used"),
+        ("Gemma2", {"sliding_window": None}, "'sliding_attention', but sliding_window is not set"),
+        ("Gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be a number"),
+        ("Gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar=None must be a number"),
+        ("Gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0"),
+        ("Gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported for this family"),
+        ("Gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
+        ("Gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, r"\['factor', 'rope_type'\], but this"),
+        ("Gemma3", {"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention=3 must be an object"),
+        ("Gemma3", {"rope_local_base_freq": 0.5}, "rope_local_base_freq=0.5 must be a number above 1"),
+        ("Phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not supported for this family"),
+        ("Phi3", {"partial_rotary_factor": 0.2}, "turn 3 features of head_dim=16"),
+        ("Phi3", {"partial_rotary_factor": 2.0}, "turn 32 features of head_dim=16"),
+        ("OPT", {"ffn_dim": "48"}, "ffn_dim='48'"),
+        ("OPT", {"activation_function": "tanh"}, "activation_function='tanh'"),
+        ("OPT", {"enable_bias": 1}, "enable_bias=1 must be true or false"),
+    ],
+)  # fmt: skip
+def test_what_a_family_does_not_have_is_refused(tmp_path, name, changes, message):
+    with pytest.raises(ModelFormatError, match=message):
+        read_config(write(tmp_path, **family(name, **changes)), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("OPT", "ffn_dim"), ("Gemma2", "query_pre_attn_scalar"), ("Qwen2", "max_window_layers")]
+)
+def test_a_key_that_the_family_needs_is_named(tmp_path, name, key):
+    directory = write(tmp_path, drop=[key], **family(name))
+    with pytest.raises(ModelFormatError, match=f"lacks the key '{key}'"):
+        read_config(directory, jnp.float32)
 
 
 @pytest.mark.parametrize("key", ["architectures", "vocab_size", "max_position_embeddings"])

@@ -14,11 +14,20 @@ from safetensors.numpy import save_file
 
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.loader import abstract_params, check_mesh, load_params, place_params
-from jaxllm.errors import MeshError
+from jaxllm.errors import MeshError, ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.cache import Dense
 from jaxllm.sharding.mesh import make_mesh
-from tests.checkpoints import load, random_tensors, rewrite, split_in_two, write_checkpoint, write_config
+from tests.checkpoints import (
+    FUSED,
+    HF,
+    load,
+    random_tensors,
+    rewrite,
+    split_in_two,
+    write_checkpoint,
+    write_config,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -125,6 +134,43 @@ def test_sharded_load_equals_the_whole(model_dir, devices):
         assert [shard.data.shape for shard in array.addressable_shards] == [want] * devices
 
 
+@pytest.mark.parametrize("mesh", [None, "tensor=2"])
+def test_fused_tensors_are_taken_apart(tmp_path, mesh):
+    write_checkpoint(tmp_path, **FUSED)
+    tensors = random_tensors(hf=HF | FUSED)
+    layer = load(tmp_path, mesh=mesh)["layers"][1]
+    fused = tensors["model.layers.1.self_attn.qkv_proj.weight"]
+    q, k, v = fused[:32], fused[32:48], fused[48:]
+    want = np.concatenate([q.reshape(4, 2, 4, 16), k.reshape(4, 1, 4, 16), v.reshape(4, 1, 4, 16)], axis=1)
+    np.testing.assert_array_equal(layer["attn"]["qkv"].get_value(), want.transpose(3, 0, 1, 2))
+    gate_up = tensors["model.layers.1.mlp.gate_up_proj.weight"]
+    np.testing.assert_array_equal(layer["mlp"]["gate_up"].get_value(), gate_up.reshape(2, 20, 16).transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize("rows", [48, 63, 65, 128])
+def test_a_fused_tensor_of_another_size_is_refused(tmp_path, rows):
+    write_checkpoint(tmp_path, **FUSED)
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    rewrite(tmp_path, {name: np.ones((rows, 16), np.float32)})
+    with pytest.raises(ModelFormatError, match=rf"{name} has shape \[{rows}, 16\], but config.json .* \[64, 16\]"):
+        load(tmp_path)
+
+
+def test_biases_must_be_those_of_the_config(model_dir):
+    biases = {f"model.layers.{i}.self_attn.{name}_proj.bias": np.full(size, i + 0.5, np.float32)
+              for i in range(2) for name, size in [("q", 32), ("k", 16), ("v", 16), ("o", 16)]}  # fmt: skip
+    rewrite(model_dir, biases)
+    with pytest.raises(ModelFormatError, match="unexpected model.layers.0.self_attn.k_proj.bias.* 3 more"):
+        load(model_dir)
+    write_config(model_dir, attention_bias=True)
+    attn = load(model_dir)["layers"][1]["attn"]
+    assert attn["qkv_bias"].get_value().shape == (4, 4, 4) and attn["o_bias"].get_value().shape == (16,)
+    np.testing.assert_array_equal(attn["qkv_bias"].get_value(), 1.5)
+    rewrite(model_dir, {"model.layers.1.self_attn.o_proj.bias": None})
+    with pytest.raises(ModelFormatError, match="missing model.layers.1.self_attn.o_proj.bias, unexpected none"):
+        load(model_dir)
+
+
 def test_mesh_that_does_not_divide_is_refused_by_name(model_dir):
     write_config(model_dir, num_key_value_heads=2)
     spec = read_config(model_dir, jnp.float32)
@@ -169,9 +215,10 @@ print(status("VmHWM") - before, sum(sizes), max(sizes))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-def test_peak_memory(tmp_path):
+@pytest.mark.parametrize("changes", [{}, FUSED], ids=["projections", "fused"])
+def test_peak_memory(tmp_path, changes):
     sizes = {"vocab_size": 24_000, "hidden_size": 1024, "num_hidden_layers": 3, "intermediate_size": 4096}
-    write_checkpoint(tmp_path, **sizes, head_dim=128)
+    write_checkpoint(tmp_path, **sizes, **changes, head_dim=128)
     try:
         command = [sys.executable, "-c", MEASURE, str(tmp_path)]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

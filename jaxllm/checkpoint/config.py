@@ -10,17 +10,30 @@ import jax.numpy as jnp
 from jaxllm.checkpoint.files import read_json
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import registry, transformer
+from jaxllm.models.layers import ACTIVATIONS
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 # Far above any model that exists, and low enough that a damaged file cannot ask for terabytes.
+_MAX_LEN = 2**30
 _SIZES = {
     "vocab_size": 2**24, "hidden_size": 2**18, "num_hidden_layers": 2**10, "num_attention_heads": 2**12,
-    "intermediate_size": 2**20, "max_position_embeddings": 2**30,
+    "intermediate_size": 2**20, "ffn_dim": 2**20, "max_position_embeddings": _MAX_LEN,
 }  # fmt: skip
-_OPTIONAL_SIZES = {"num_key_value_heads": 2**12, "head_dim": 2**12}
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
-_ROPE_NUMBERS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+_OPTIONAL_SIZES = {
+    "num_key_value_heads": 2**12, "head_dim": 2**12, "word_embed_proj_dim": 2**18, "sliding_window": _MAX_LEN,
+    "sliding_window_pattern": 2**10, "original_max_position_embeddings": _MAX_LEN,
+}  # fmt: skip
+_FLAGS = (
+    "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention",
+    "do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine", "enable_bias",
+)  # fmt: skip
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+_OPTIONAL_NUMBERS = ("attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor")
+_ROPE_NUMBERS = {  # those that each kind must have
+    "linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
+_OPTIONAL_ROPE_NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +75,10 @@ def read_config(model_dir: Path, dtype: Any) -> ModelSpec:
             raise ValueError("quantised weights (quantization_config) are not supported; use the original")
         module = _architecture(hf)
         _check_sizes(hf)
-        _check_rope(hf)
+        _check_ropes(hf)
         cfg = module.Config.from_hf(hf, dtype=dtype)
+        if cfg.max_len > _MAX_LEN:
+            raise ValueError(f"rope scaling makes a context of {cfg.max_len} tokens; at most {_MAX_LEN} are supported")
     except KeyError as error:
         raise ModelFormatError(f"{path} lacks the key {error}; take the model's whole config.json") from error
     except ValueError as error:
@@ -80,22 +95,36 @@ def _architecture(hf: dict) -> ModuleType:
         raise ValueError(f"architectures={names!r:.100} must be a list of names")
     known = [name for name in names if name in registry.ARCHITECTURES]
     if not known:
+        for name in filter(registry.REFUSED.get, names):
+            raise ValueError(f"{name} is not supported: {registry.REFUSED[name]}")
         supported = sorted(registry.ARCHITECTURES)
         raise ValueError(f"architectures={names!r:.200} is not supported; supported: {supported}")
     return registry.find(known[0])
 
 
 def _check_sizes(hf: dict) -> None:
-    for key, most in _SIZES.items():
-        _check_int(key, hf[key], most)
-    for key, most in _OPTIONAL_SIZES.items():
-        if hf.get(key) is not None:
+    """Types and ranges of the keys that some family reads; from_hf finds those that are missing."""
+    for key, most in (_SIZES | _OPTIONAL_SIZES).items():
+        if key in hf and not (hf[key] is None and key in _OPTIONAL_SIZES):
             _check_int(key, hf[key], most)
+    if "max_window_layers" in hf:
+        _check_int("max_window_layers", hf["max_window_layers"], 2**10, least=0)
     for key in _FLAGS:
         if not isinstance(hf.get(key), bool | None):
             raise ValueError(f"{key}={hf[key]!r:.100} must be true or false")
+    for key in _ACTIVATIONS:
+        if hf.get(key) is not None and hf[key] not in list(ACTIVATIONS):
+            raise ValueError(f"{key}={hf[key]!r:.100} is not supported; supported: {sorted(ACTIVATIONS)}")
+    types = hf.get("layer_types")
+    if types is not None and not (isinstance(types, list) and all(isinstance(kind, str) for kind in types)):
+        raise ValueError(f"layer_types={types!r:.100} must be a list of strings")
     if "rms_norm_eps" in hf:
-        _make_float(hf, "rms_norm_eps")
+        _make_float(hf, "rms_norm_eps", least=0.0)
+    if "query_pre_attn_scalar" in hf:
+        _make_float(hf, "query_pre_attn_scalar")
+    for key in _OPTIONAL_NUMBERS:
+        if hf.get(key) is not None:
+            _make_float(hf, key)
 
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads") or hf["num_attention_heads"]
     if heads % kv_heads:
@@ -104,43 +133,68 @@ def _check_sizes(hf: dict) -> None:
         raise ValueError(
             f"hidden_size={hf['hidden_size']} is not a multiple of num_attention_heads={heads}; give head_dim"
         )
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
-    if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} is odd, but rotary embeddings pair features; it must be even")
 
 
-def _check_rope(hf: dict) -> None:
-    if "rope_theta" in hf:
-        _make_float(hf, "rope_theta")
+def _check_ropes(hf: dict) -> None:
+    for key in ("rope_theta", "rope_local_base_freq"):
+        if key in hf:
+            _make_float(hf, key, least=1.0)
     for key in ("rope_parameters", "rope_scaling"):
-        rope = {} if hf.get(key) is None else hf[key]
-        if not isinstance(rope, dict):
-            raise ValueError(f"{key}={rope!r:.100} must be an object")
-        kind = str(rope.get("rope_type", rope.get("type")))
-        for name in _ROPE_NUMBERS.get(kind, ()):
-            _make_float(rope, name, key)
-        if kind == "llama3":
-            _check_int(f"{key}.original_max_position_embeddings", rope.get("original_max_position_embeddings"), 2**30)
-            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-            if low >= high:
-                raise ValueError(f"{key}: low_freq_factor={low} must be less than high_freq_factor={high}")
-        if "rope_theta" in rope:
-            _make_float(rope, "rope_theta", key)
-        if (part := rope.get("partial_rotary_factor")) not in (1, None):
-            raise ValueError(f"{key}.partial_rotary_factor={part} is not supported, only 1")
+        rope = _object(hf, key)
+        _check_rope(rope, key)
+        for kind in ("full_attention", "sliding_attention"):
+            _check_rope(_object(rope, kind, key), f"{key}.{kind}")
 
 
-def _check_int(key: str, value: Any, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{key}={value!r:.100} must be an integer in [1, {most}]")
+def _object(owner: dict, key: str, *path: str) -> dict:
+    value = {} if owner.get(key) is None else owner[key]
+    if not isinstance(value, dict):
+        raise ValueError(f"{'.'.join((*path, key))}={value!r:.100} must be an object")
+    return value
 
 
-def _make_float(owner: dict, key: str, *path: str) -> None:
+def _check_rope(rope: dict, path: str) -> None:
+    for name in ("rope_type", "type"):
+        if not isinstance(rope.get(name), str | None):
+            raise ValueError(f"{path}.{name}={rope[name]!r:.100} must be a string")
+    kind = rope.get("rope_type") or rope.get("type")
+    needed = _ROPE_NUMBERS.get(kind, ())
+    for name in (*needed, *(name for name in _OPTIONAL_ROPE_NUMBERS if rope.get(name) is not None)):
+        _make_float(rope, name, path)
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        raise ValueError(f"{path}: low_freq_factor={low} must be less than high_freq_factor={high}")
+    for name in ("mscale", "mscale_all_dim"):
+        if rope.get(name) not in (None, 0):  # 0 is none
+            _make_float(rope, name, path)
+    if "rope_theta" in rope:
+        _make_float(rope, "rope_theta", path, least=1.0)
+    if (original := rope.get("original_max_position_embeddings")) is not None:
+        _check_int(f"{path}.original_max_position_embeddings", original, _MAX_LEN)
+    if not isinstance(rope.get("truncate", True), bool):
+        raise ValueError(f"{path}.truncate={rope['truncate']!r:.100} must be true or false")
+    for name in ("short_factor", "long_factor"):
+        factors = rope.get(name, [])
+        if not isinstance(factors, list):
+            raise ValueError(f"{path}.{name}={factors!r:.100} must be a list of numbers")
+        numbers = {str(i): value for i, value in enumerate(factors)}
+        for i in numbers:
+            _make_float(numbers, i, path, name)
+        if factors:
+            rope[name] = list(numbers.values())
+
+
+def _check_int(key: str, value: Any, most: int, *, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{key}={value!r:.100} must be an integer in [{least}, {most}]")
+
+
+def _make_float(owner: dict, key: str, *path: str, least: float = 1e-6) -> None:
     """Checks `owner[key]` and makes it a float, since JSON may write 1000000 where 1e6 is meant."""
     value = owner.get(key)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < 1e12:
-        raise ValueError(f"{'.'.join((*path, key))}={value!r:.100} must be a positive number below 1e12")
+    if not number or not least < value < 1e12:
+        raise ValueError(f"{'.'.join((*path, key))}={value!r:.100} must be a number above {least:g} and below 1e12")
     owner[key] = float(value)
 
 

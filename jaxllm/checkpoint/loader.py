@@ -1,5 +1,6 @@
 """Parameters onto a mesh: from a checkpoint, tensor by tensor, or from the caller's own arrays."""
 
+import dataclasses
 import logging
 import math
 import re
@@ -35,18 +36,24 @@ _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # in old checkpoints, and c
 
 
 class Part(NamedTuple):
-    """A checkpoint tensor's place in a parameter."""
+    """The place in a parameter of a checkpoint's tensor, or of some of its rows."""
 
     name: str
     axes: str  # einops pattern, from the tensor to the parameter
     sizes: dict[str, int]  # of the pattern's axes
     place: tuple[slice, ...]
+    first_row: int  # where the tensor stacks several parts
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint's tensor."""
+        """Of the part of the checkpoint's tensor."""
         groups = re.findall(r"\([^)]*\)|\S+", self.axes.split("->")[0])
         return tuple(math.prod(self.sizes[axis] for axis in group.strip("()").split()) for group in groups)
+
+    def of(self, tensor: StoredTensor) -> StoredTensor:
+        """These rows of the checkpoint's `tensor`; they lie together in the file."""
+        row_bytes = math.prod(tensor.shape[1:]) * FLOATS[tensor.dtype].itemsize
+        return tensor._replace(shape=self.shape, offset=tensor.offset + self.first_row * row_bytes)
 
 
 Plan = Mapping[str, list[Part]]  # dotted name of the parameter -> what fills it
@@ -76,7 +83,7 @@ def load_params(model_dir: Path, spec: ModelSpec, params: Params, mesh: Mesh) ->
     _check(model_dir, spec, plan, stored)
 
     start = time.perf_counter()
-    sizes = [stored[part.name].num_bytes for parts in plan.values() for part in parts]
+    sizes = [part.of(stored[part.name]).num_bytes for parts in plan.values() for part in parts]
     scratch = np.empty(max(sizes), np.uint8)  # reused, as the first touch of fresh pages is slow
     bar = tqdm(total=sum(sizes), desc="loading", unit="B", unit_scale=True, disable=None, leave=False)
     with bar, ThreadPoolExecutor(min(16, cpu_count() or 1)) as pool:
@@ -84,7 +91,7 @@ def load_params(model_dir: Path, spec: ModelSpec, params: Params, mesh: Mesh) ->
         for name, var in _named(params).items():
             host = _empty(var.get_value())
             for part in plan[name]:
-                tensor = stored[part.name]
+                tensor = part.of(stored[part.name])
                 _fill(host, part, tensor, scratch, pool)
                 bar.update(tensor.num_bytes)
             array = _shard(host, var, mesh)
@@ -148,57 +155,67 @@ def _value(leaf: Any) -> Any:
 def _plan(spec: ModelSpec, params: Params) -> Plan:
     shapes = {name: var.get_value().shape for name, var in _named(params).items()}
     plan: dict[str, list[Part]] = {name: [] for name in shapes}
-    for name, weight in _table(spec).items():
-        if weight.path in plan:
-            plan[weight.path].append(_part(name, weight, shapes[weight.path]))
+    for name, weights in _table(spec).items():
+        first_row = 0
+        for weight in weights:
+            if weight.path in plan:
+                part = _part(name, weight, shapes[weight.path], first_row)
+                plan[weight.path].append(part)
+                first_row += part.shape[0]
     for name, parts in plan.items():
         filled = sum(math.prod(part.sizes.values()) for part in parts)
         assert filled == math.prod(shapes[name]), f"WEIGHTS fills {filled} of {name} {shapes[name]}"
     return plan
 
 
-def _table(spec: ModelSpec) -> dict[str, Weight]:
-    """`WEIGHTS` with its layers spelled out."""
-    table = {}
-    for name, weight in spec.module.WEIGHTS.items():
+def _table(spec: ModelSpec, *, optional: bool = True) -> dict[str, tuple[Weight, ...]]:
+    """`WEIGHTS` and, if wanted, `OPTIONAL_WEIGHTS` with their layers spelled out."""
+    module, table = spec.module, {}
+    weights = {**module.WEIGHTS, **(getattr(module, "OPTIONAL_WEIGHTS", {}) if optional else {})}
+    for name, entry in weights.items():
+        pieces = entry if isinstance(entry, tuple) else (entry,)
         for i in range(spec.cfg.num_layers if "{i}" in name else 1):
-            path = weight.path.replace("{i}", str(i))
-            table[name.replace("{i}", str(i))] = Weight(path, weight.axes, weight.part)
+            table[name.replace("{i}", str(i))] = tuple(
+                dataclasses.replace(piece, path=piece.path.replace("{i}", str(i))) for piece in pieces
+            )
     return table
 
 
-def _part(name: str, weight: Weight, shape: tuple[int, ...]) -> Part:
+def _part(name: str, weight: Weight, shape: tuple[int, ...], first_row: int) -> Part:
     place = [slice(None)] * len(shape)
     if weight.part is not None:
         dim, start, stop = weight.part
         place[dim] = slice(start, stop)
     dims = [len(range(size)[piece]) for size, piece in zip(shape, place, strict=True)]
     sizes = dict(zip(weight.axes.split("->")[1].split(), dims, strict=True))
-    return Part(name, weight.axes, sizes, tuple(place))
+    return Part(name, weight.axes, sizes, tuple(place), first_row)
 
 
 def _check(model_dir: Path, spec: ModelSpec, plan: Plan, stored: Mapping[str, StoredTensor]) -> None:
     """Raises `ModelFormatError` unless the checkpoint holds what the model needs, and nothing else."""
-    parts = {part.name: part for parts in plan.values() for part in parts}
-    missing = sorted(parts.keys() - stored.keys())
-    unused = stored.keys() - parts.keys() - _table(spec).keys()  # a tied lm_head is in the table
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in (part for parts in plan.values() for part in parts):
+        rows = max(shapes.get(part.name, (0,))[0], part.first_row + part.shape[0])
+        shapes[part.name] = (rows, *part.shape[1:])
+    missing = sorted(shapes.keys() - stored.keys())
+    unused = stored.keys() - shapes.keys() - _table(spec, optional=False).keys()  # a tied lm_head is in the table
     unexpected = sorted(name for name in unused if not _COMPUTED.fullmatch(name))
     if missing or unexpected:
         raise ModelFormatError(
             f"{model_dir}: the tensors are not those of its config.json: missing {_some(missing)}, "
             f"unexpected {_some(unexpected)}; take config and weights of one model"
         )
-    for name, part in parts.items():
+    for name, shape in shapes.items():
         tensor = stored[name]
         if tensor.dtype not in FLOATS:
             raise ModelFormatError(
                 f"{tensor.file}: {name} has dtype {tensor.dtype}, but only {list(FLOATS)} are supported; "
                 "take the model's unquantised weights"
             )
-        if tensor.shape != part.shape:
+        if tensor.shape != shape:
             raise ModelFormatError(
                 f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json implies "
-                f"{list(part.shape)}; take config and weights of one model"
+                f"{list(shape)}; take config and weights of one model"
             )
 
 
