@@ -41,6 +41,20 @@ def test_an_8b_model_on_one_and_on_four_devices(monkeypatch):
     used = blocks * 32 * 131072 + memory.leaf_bytes(shape_of(one).leaves)
     assert 0.85 * H200 < used < 0.92 * H200  # the rest: the step, the share kept free, the grid
     assert memory.num_blocks(shape_of(four), CONFIG, four) > 4 * blocks
+    half = replace(CONFIG, gpu_memory_utilization=0.5)
+    used = memory.num_blocks(shape_of(one), half, one) * 32 * 131072 + memory.leaf_bytes(shape_of(one).leaves)
+    assert 0.44 * H200 < used < 0.5 * H200
+
+
+def test_on_a_cpu_the_pool_takes_a_small_share_unless_told(monkeypatch):
+    mesh = make_mesh(None)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 160 << 30)
+    assert memory.kv_budget(shape_of(mesh), CONFIG, mesh) == 10 << 30
+    told = memory.kv_budget(shape_of(mesh), replace(CONFIG, gpu_memory_utilization=0.5), mesh)
+    assert (50 << 30) < told < (65 << 30)
+    for share in (0.0, 1.1):
+        with pytest.raises(ValueError, match=f"gpu_memory_utilization={share} must be a finite number in"):
+            replace(CONFIG, gpu_memory_utilization=share)
 
 
 def test_a_model_that_does_not_fit_says_how_much_is_missing(monkeypatch):

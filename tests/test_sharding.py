@@ -28,7 +28,8 @@ def drawn():
 
 @pytest.mark.parametrize("mesh", ["tensor=1", "tensor=2", "tensor=4", "data=2,tensor=2"])
 def test_the_same_tokens_on_every_mesh(wide, drawn, mesh):
-    with make_llm(wide.model, mesh=mesh, max_num_seqs=4, max_num_batched_tokens=8) as llm:
+    where = {"tensor_parallel_size": 4} if mesh == "tensor=4" else {"mesh": mesh}
+    with make_llm(wide.model, **where, max_num_seqs=4, max_num_batched_tokens=8) as llm:
         size = llm.engine.runner.mesh.shape["tensor"]
         for _ in range(2):  # the second time with prefix hits
             for prompt, output in zip(PROMPTS, tokens(llm.generate(ids(*PROMPTS), greedy(8))), strict=True):
@@ -79,6 +80,11 @@ def test_the_callers_mesh_and_parameters_are_used_where_they_lie(wide):
 def test_meshes_that_do_not_fit_are_refused_with_the_reason(wide, mesh, message):
     with pytest.raises(MeshError, match=message):
         LLM(wide.model, mesh=mesh)
+
+
+def test_one_way_to_say_it():
+    with pytest.raises(ValueError, match="mesh and tensor_parallel_size=2 exclude each other"):
+        LLM(mesh="tensor=2", tensor_parallel_size=2)
 
 
 def test_rules():
