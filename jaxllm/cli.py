@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _ENGINE_OPTIONS = (
     "model", "dtype", "mesh", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "num_blocks",
+    "num_blocks", "tensor_parallel_size", "gpu_memory_utilization",
 )  # fmt: skip
 CACHE_BYTES = 2 * 2**30
 EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (
@@ -40,6 +40,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens of a step")
     add("--block-size", type=int, metavar="N", help="tokens of a KV block")
     add("--num-blocks", type=int, metavar="N", help="KV blocks (default: as many as fit)")
+    add("--tensor-parallel-size", type=int, metavar="N", help="the same as --mesh tensor=N")
+    add("--gpu-memory-utilization", type=float, metavar="X", help="share of each device's memory that may be used")
     add("--no-prefix-caching", action="store_true", help="compute beginnings that prompts share each time")
 
 

@@ -1,7 +1,7 @@
 """`LLM`: offline generation in the caller's own process and thread."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,16 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxllm.build import build_engine
+from jaxllm.build import DEFAULT_MODEL, build_engine
 from jaxllm.checkpoint.loader import place_params
 from jaxllm.engine.engine import EngineStats
+from jaxllm.generation_config import default_sampling_params
 from jaxllm.outputs import RequestOutput
-from jaxllm.prompts import parse_each, parse_params, parse_prompts
+from jaxllm.prompts import TokensPrompt, is_conversation, parse_each, parse_params, parse_prompt, parse_prompts
 from jaxllm.sampling_params import SamplingParams
 
-Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
+Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | Sequence[int] | int]
+_AHEAD = 4  # times max_num_seqs: requests that wait in the engine, so that a step never lacks some
 
 
 class LLM:
@@ -27,8 +29,9 @@ class LLM:
     `tokenizer` overrides the directory's: a directory, a `tokenizers` or `transformers` tokenizer, or any object with
     `encode` and `decode`. `dtype="auto"` is float32 on a CPU and bfloat16 elsewhere. `max_model_len` (tokens of prompt
     and output), `max_num_seqs` (running at once), `max_num_batched_tokens` (a step's), `block_size` (tokens) and
-    `num_blocks` are sized from the model and the device when None. `mesh` is "tensor=4", a `jax.sharding.Mesh`, or
-    None for one device. `seed` is for requests that bring none.
+    `num_blocks` are sized from the model and the device when None. `mesh` is "tensor=4" (as is
+    `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device. `gpu_memory_utilization` is the share of
+    each device's memory that may be used. `seed` is for requests that bring none.
 
     Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, each with what to do about it.
     """
@@ -46,13 +49,18 @@ class LLM:
         num_blocks: int | None = None,
         enable_prefix_caching: bool = True,
         mesh: str | Mesh | None = None,
+        tensor_parallel_size: int | None = None,
+        gpu_memory_utilization: float | None = None,
         seed: int = 0,
     ):
         self.engine = build_engine(
             model, tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_blocks=num_blocks,
-            enable_prefix_caching=enable_prefix_caching, mesh=mesh, seed=seed,
+            enable_prefix_caching=enable_prefix_caching, mesh=mesh, tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization, seed=seed,
         )  # fmt: skip
+        self._model_dir = DEFAULT_MODEL if model is None else Path(model) if isinstance(model, str | Path) else None
+        self._user_tokenizer = tokenizer
         self._ids = itertools.count()
         try:
             self._wait_first()
@@ -74,8 +82,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Completes all prompts; one output each, in their order.
 
-        `sampling_params` and `priority` (lower runs first) are one for all prompts, or one for each. Raises
-        `ValueError` before anything runs if any prompt or parameter is unusable. Interrupted, it aborts what is left.
+        A prompt is a string, a list of token ids, `{"prompt": str}` or `{"prompt_token_ids": [...]}`.
+        `sampling_params` (None: what the model recommends) and `priority` (lower runs first) are one for all prompts,
+        or one for each. Raises `ValueError` before anything runs if any prompt or parameter is unusable. Interrupted,
+        it aborts what is left.
         """
         results: dict[int, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params, priority)
@@ -97,6 +107,80 @@ class LLM:
         Closing the iterator aborts what is left.
         """
         return self._run(self._requests(prompts, sampling_params, priority), stream=True)
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Any = None,
+        chat_template_kwargs: Any = None,
+        priority: int | Sequence[int] = 0,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, `[{"role": "user", "content": "Hi"}]`, or each of a list of conversations.
+
+        `chat_template` is None for the model's own, the name of one of its own, "vicuna" or "llama2", a file, or Jinja
+        source. `continue_final_message` goes on with the last message, and needs `add_generation_prompt=False`.
+        `tools` (JSON schemas) and `chat_template_kwargs` are for the template. The rest is as in `generate`.
+        """
+        options = dict(
+            chat_template=chat_template, add_generation_prompt=add_generation_prompt, tools=tools,
+            continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs,
+        )  # fmt: skip
+        conversations = [messages] if is_conversation(messages) else messages
+        prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]
+        return self.generate(prompts, sampling_params, priority=priority, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Any, **options: Any) -> TokensPrompt:
+        """The prompt that `chat` makes of one conversation, with the same options; ValueError if it can't."""
+        if self.tokenizer is None:
+            raise ValueError("a conversation needs a tokenizer; pass tokenizer=...")
+        text = self.tokenizer.chat.render(messages, **options)
+        # The template has written the beginning of sequence itself.
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+
+    def generate_iter(
+        self, requests: Iterable[tuple[Any, SamplingParams | None]]
+    ) -> Iterator[list[tuple[int, RequestOutput]]]:
+        """Completes any number of (prompt, sampling parameters), drawn from an iterator as the engine has room.
+
+        Yields after each step those that finished in it, possibly none, as (index, output). One that can't be served
+        has an output with `error` and without completions, and the others go on. Closing the iterator aborts what is
+        left.
+        """
+        window, drawn = _AHEAD * self.engine.config.max_num_seqs, enumerate(requests)
+        running: dict[str, int] = {}  # request id -> index
+        try:
+            while True:
+                finished: list[tuple[int, RequestOutput]] = []
+                while len(running) + len(finished) < window and (item := next(drawn, None)) is not None:
+                    index, (prompt, sampling) = item
+                    request_id = str(next(self._ids))
+                    running[request_id] = index
+                    try:
+                        self._add(request_id, prompt, sampling)
+                    except ValueError as error:
+                        finished.append((running.pop(request_id), _refusal(request_id, prompt, error)))
+                if running:
+                    finished += [(running.pop(output.request_id), output) for output in self.engine.step()]
+                elif not finished:
+                    return
+                yield finished
+        finally:
+            for request_id in running:
+                self.engine.abort(request_id)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer that was passed as an object, or else the model directory's (`jaxllm.text.tokenizer`)."""
+        return self.tokenizer if isinstance(self._user_tokenizer, str | Path | None) else self._user_tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model directory recommends; the defaults for a model that came as an object."""
+        return SamplingParams() if self._model_dir is None else default_sampling_params(self._model_dir)
 
     def update_params(self, params: Any) -> None:
         """Replaces the parameters by a pytree of the same structure, shapes and dtypes; running requests go on with
@@ -128,6 +212,7 @@ class LLM:
     def _requests(self, prompts: Any, params: Any, priority: Any) -> list[tuple]:
         """(request id, prompt, params, priority) of each prompt, all found valid."""
         parsed = parse_prompts(prompts, self.tokenizer)
+        params = self.get_default_sampling_params() if params is None else params
         each = zip(
             parsed, parse_params(params, len(parsed)), parse_each("priority", priority, int, len(parsed)), strict=True
         )
@@ -153,3 +238,15 @@ class LLM:
         finally:
             for request_id in index:
                 self.engine.abort(request_id)
+
+    def _add(self, request_id: str, prompt: Any, params: SamplingParams | None) -> None:
+        text, token_ids = parse_prompt(prompt, self.tokenizer)
+        params = self.get_default_sampling_params() if params is None else params
+        self.engine.add(token_ids, params, request_id=request_id, prompt=text)
+
+
+def _refusal(request_id: str, prompt: Any, error: ValueError) -> RequestOutput:
+    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+    return RequestOutput(
+        request_id=request_id, prompt=text, prompt_token_ids=[], outputs=[], finished=True, error=str(error)
+    )

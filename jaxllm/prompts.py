@@ -1,9 +1,18 @@
 """What users may pass as prompts and parameters, brought into one form."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from jaxllm.sampling_params import SamplingParams
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]  # its text, if it is known
 
 
 class Prompt(NamedTuple):
@@ -12,8 +21,8 @@ class Prompt(NamedTuple):
 
 
 def parse_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
-    """A string, `{"prompt": str}`, `{"prompt_token_ids": [...]}`, or a list of these. ValueError otherwise."""
-    if isinstance(prompts, str | Mapping):
+    """One prompt, or a list of them. ValueError for anything else."""
+    if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         prompts = [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise ValueError(f"prompts is a {type(prompts).__name__}; expected a string, a dict or a list of them")
@@ -21,6 +30,9 @@ def parse_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
 
 
 def parse_prompt(prompt: Any, tokenizer: Any) -> Prompt:
+    """A string, `{"prompt": str}`, `{"prompt_token_ids": [...]}` or a list of token ids. ValueError otherwise."""
+    if _is_ids(prompt):
+        return Prompt(None, list(prompt))
     if isinstance(prompt, Mapping):
         ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
         unknown = sorted(set(prompt) - {"prompt_token_ids", "prompt"})
@@ -36,6 +48,16 @@ def parse_prompt(prompt: Any, tokenizer: Any) -> Prompt:
     if tokenizer is None:
         raise ValueError("a text prompt needs a tokenizer; pass tokenizer=... or {'prompt_token_ids': [...]}")
     return Prompt(prompt, tokenizer.encode(prompt))
+
+
+def _is_ids(prompt: Any) -> bool:
+    """Whether it is meant as a list of token ids; the engine checks each of them."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], int)
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether it is meant as one conversation, rather than as a list of them."""
+    return not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping | str)
 
 
 def parse_each(name: str, value: Any, kind: type, count: int) -> list:

@@ -4,15 +4,13 @@ import subprocess
 import sys
 import textwrap
 import time
-import types
-from dataclasses import dataclass
 
 import pytest
 
 from jaxllm import generate
 from jaxllm.cli import EXIT_INTERRUPTED, run_command
 from jaxllm.errors import JaxLLMError, ModelFormatError, OutOfMemoryError
-from jaxllm.outputs import CompletionOutput, RequestOutput
+from tests.fake_llm import Stats, install, output, stdin
 
 SUMMARY = re.compile(
     r"\[(\d+) tokens(, [\d.]+ tokens/s)?(, first token after [\d.]+ s)?, KV peak 3 of 12 blocks \(25\.0%\), "
@@ -20,75 +18,11 @@ SUMMARY = re.compile(
 )
 
 
-@dataclass
-class Stats:
-    num_blocks: int = 12
-    block_size: int = 16
-    peak_blocks_used: int = 3
-    num_executables: int = 5
-    num_compiled: int = 2
-    compile_s: float = 1.5
-    num_preemptions: int = 0
-
-
-def output(*texts: str, finished: tuple[bool, ...] | bool = False, error: str | None = None) -> RequestOutput:
-    """As many completions as texts; a token for each character."""
-    flags = finished if isinstance(finished, tuple) else (finished,) * len(texts)
-    completions = [
-        CompletionOutput(index=i, text=text, token_ids=list(text.encode()), finish_reason="stop" if flag else None)
-        for i, (text, flag) in enumerate(zip(texts, flags, strict=True))
-    ]
-    return RequestOutput(
-        request_id="0", prompt="", prompt_token_ids=[], outputs=completions, finished=all(flags), error=error
-    )
-
-
-class FakeLLM:
-    """Plays back `script`: updates, or exceptions to raise."""
-
-    script: list = []
-    made: "FakeLLM"
-
-    def __init__(self, **kwargs):
-        if isinstance(self.script, Exception):
-            raise self.script
-        self.kwargs, self.is_open, self.stream_is_open = kwargs, True, False
-        type(self).made = self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.is_open = False
-
-    def stats(self):
-        return Stats()
-
-    def stream(self, prompts, params):
-        self.prompts, self.params = prompts, params
-        self.stream_is_open = True
-        try:
-            for item in self.script:
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            self.stream_is_open = False
-
-
 @pytest.fixture
 def llm(monkeypatch):
-    """The class that the command finds as `jaxllm.llm.LLM`."""
-    monkeypatch.setitem(sys.modules, "jaxllm.llm", types.SimpleNamespace(LLM=FakeLLM))
-    monkeypatch.setattr(generate, "setup_compilation_cache", lambda: None)
-    monkeypatch.setattr(FakeLLM, "script", [(0, output(" there", finished=True))])
-    return FakeLLM
-
-
-def stdin(monkeypatch, data: bytes, *, is_terminal: bool = False) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(data))
-    monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
-    monkeypatch.setattr(sys, "stdin", stream)
+    fake = install(monkeypatch)
+    fake.script = [(0, output(" there", finished=True))]
+    return fake
 
 
 def test_a_completion_follows_its_prompt_and_a_summary_closes(llm, capsys):
@@ -170,6 +104,7 @@ def test_options_reach_the_engine_and_the_request(llm):
     arguments = """
         p --model dir --dtype float32 --mesh tensor=2 --max-model-len 64 --max-num-seqs 4
         --max-num-batched-tokens 8 --block-size 2 --num-blocks 9 --no-prefix-caching
+        --gpu-memory-utilization 0.5
         --n 1 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 7 --max-tokens 5 --min-tokens 1
         --stop x --stop yz --stop-token-ids 4 --stop-token-ids 5 --ignore-eos
     """
@@ -178,6 +113,7 @@ def test_options_reach_the_engine_and_the_request(llm):
     assert llm.made.kwargs == {
         "model": "dir", "dtype": "float32", "mesh": "tensor=2", "max_model_len": 64, "max_num_seqs": 4,
         "max_num_batched_tokens": 8, "block_size": 2, "num_blocks": 9, "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.5,
     }  # fmt: skip
     params = llm.made.params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 3, 0.9, 0.1)

@@ -67,7 +67,7 @@ class Chat:
         if wanted is not None:
             raise ValueError(f"there is no chat template {str(wanted)!r:.200}; give {own}{choices}")
         none = "has chat templates, but none is the default" if self.templates else "brings no chat template"
-        raise ValueError(f"the model {none}; choose with chat_template=: {own}{choices}")
+        raise ValueError(f"the model {none}; choose a chat_template: {own}{choices}")
 
 
 class ForeignChat(Chat):

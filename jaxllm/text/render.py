@@ -40,6 +40,8 @@ class Renderer:
         return answer["text"]
 
     def _ask(self, request: bytes) -> dict[str, str]:
+        if self._process is not None and self._process.poll() is not None:
+            self._discard()  # something ended it while it was idle
         process = self._process or self._start()
         timer = threading.Timer(self._timeout_s, process.kill)
         timer.start()

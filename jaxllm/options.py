@@ -1,0 +1,81 @@
+"""The commands' sampling options: tables from which come the arguments, their help, and the fields they set."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from jaxllm.sampling_params import SamplingParams
+
+DEFAULTS = {"temperature": 0.8, "max_tokens": 128}  # what reads well in a terminal
+_NUMBERS = (
+    ("n", int, "completions of each prompt"),
+    ("temperature", float, "randomness; 0 takes the likeliest token"),
+    ("top_k", int, "choose among this many of the likeliest tokens; 0: all"),
+    ("top_p", float, "choose among the likeliest tokens of this probability together"),
+    ("min_p", float, "leave out tokens below this part of the likeliest one's probability"),
+    ("presence_penalty", float, "makes tokens less likely that the output has; -2 to 2"),
+    ("frequency_penalty", float, "likewise, for each time that it has them; -2 to 2"),
+    ("repetition_penalty", float, "above 1 makes tokens of prompt and output less likely"),
+    ("seed", int, "an integer that gives the same text every time"),
+    ("max_tokens", int, "most tokens to generate"),
+    ("min_tokens", int, "no end before this many tokens"),
+    ("logprobs", int, "log-probabilities of each token and of this many of the likeliest; 0 to 20, for JSON"),
+    ("prompt_logprobs", int, "likewise, of the prompt's tokens"),
+)
+_LISTS = (  # each may be given more than once
+    ("stop", str, "TEXT", "end before this text"),
+    ("stop_token_ids", int, "ID", "end at this token"),
+    ("bad_words", str, "TEXT", "never generate this text"),
+    ("allowed_token_ids", int, "ID", "generate no tokens but these"),
+    ("logprob_token_ids", int, "ID", "log-probability of this token at each step, for JSON"),
+)
+_FLAGS = (
+    ("ignore_eos", "go on after the end of sequence"),
+    ("include_stop_str_in_output", "keep the stop text, or the stop token's, at the end"),
+    ("skip_reading_prefix_cache", "compute the whole prompt"),
+)
+_NEGATIONS = (  # of fields that are true by default
+    ("skip_special_tokens", "show special tokens"),
+    ("spaces_between_special_tokens", "no spaces between special tokens, for tokenizers that put some"),
+    ("detokenize", "token ids only, for JSON"),
+)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options left out are None, and say nothing."""
+    add = parser.add_argument_group("sampling").add_argument
+    fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | DEFAULTS
+    for name, kind, text in _NUMBERS:
+        note = "" if fields[name] is None else f" (default: {fields[name]})"
+        add(_option(name), type=kind, metavar="X", help=text + note)
+    for name, kind, metavar, text in _LISTS:
+        add(_option(name), type=kind, action="append", metavar=metavar, help=f"{text}; may be given more than once")
+    add(
+        "--logit-bias", type=_bias, action="append", metavar="ID=X",
+        help="add X, -100 to 100, to the token's logit; may be given more than once",
+    )  # fmt: skip
+    for name, text in _FLAGS:
+        add(_option(name), action="store_const", const=True, help=text)
+    for name, text in _NEGATIONS:
+        add(_option(f"no_{name}"), action="store_const", const=False, dest=name, help=text)
+
+
+def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the command line decides."""
+    tables = (_NUMBERS, _LISTS, _FLAGS, _NEGATIONS)
+    given = {row[0]: getattr(arguments, row[0]) for table in tables for row in table}
+    if arguments.logit_bias is not None:
+        given["logit_bias"] = dict(arguments.logit_bias)
+    return DEFAULTS | {name: value for name, value in given.items() if value is not None}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a token id and a number, as in 198=-5") from None
