@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
     from jaxllm.llm import LLM
     from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxllm.prompts import TextPrompt, TokensPrompt
     from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [
     "LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "RequestOutputKind", "SamplingParams",
+    "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
 _HOMES = {
@@ -27,6 +29,8 @@ _HOMES = {
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "TextPrompt": "prompts",
+    "TokensPrompt": "prompts",
 }
 
 

@@ -59,7 +59,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # the stop string, or the stop token's text
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int = 1  # tokens between two outputs of a stream, after the first
-    logit_bias: Mapping[int, float] | None = None  # token id -> -100 .. 100, added to its logit
+    logit_bias: Mapping[int | str, float] | None = None  # token id -> -100 .. 100, added to its logit
     allowed_token_ids: list[int] | None = None  # no other token is generated
     bad_words: list[str] | None = None  # words that are not generated
     skip_reading_prefix_cache: bool | None = None  # None: if prompt_logprobs are wanted
