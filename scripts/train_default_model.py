@@ -1,46 +1,59 @@
-"""Trains the small model that the package ships, on the source of Python's standard library.
+"""Trains the small model that the package ships, on the Python source of the standard library and of packages.
 
-    python -m scripts.train_default_model --out jaxllm/default_model --minutes 65
+From end to end: source files and requests for the functions in them, a byte-level BPE tokenizer,
+`jaxllm.models.llama` in float32 under Muon or AdamW, a directory in Hugging Face format. A run ends on time, with
+the learning rate at zero, on any machine. The shipped model took four runs, each from the one before it:
 
-From end to end: source files, a byte-level BPE tokenizer, `jaxllm.models.llama` with `Dense` attention and AdamW
-in float32, a directory in Hugging Face format. The learning rate follows the wall clock, so that a run ends on
-time and fully decayed on any machine.
+    python -m scripts.train_default_model --out A --minutes 65 --optimizer adamw --lr 4e-3 --layers 4 --batch 4 --chat 0
+    python -m scripts.train_default_model --out B --minutes 61 --start A --source $SOURCES  # stopped after 30
+    python -m scripts.train_default_model --out C --minutes 28 --start B --source $SOURCES \\
+        --lr 2.1e-3 --batch 8 --seq-len 512 --seed 1
+    python -m scripts.train_default_model --out D --minutes 22 --start C --source $SOURCES \\
+        --lr 1.5e-3 --batch 8 --seq-len 512 --seed 2 --definitions 0.15
+
+    SOURCES="stdlib networkx rich click typer anyio jinja2 _pytest packaging fsspec absl pip flax einops
+        sortedcontainers psutil filelock optax:0.5 pydantic:0.6 numpy:0.5 huggingface_hub:0.3 jax:0.15 torch:0.03
+        transformers:0.02"
+
+(The first of them with a cosine schedule.) A tenth of the time goes into fresh memory unless glibc keeps it:
+
+    export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592
 """
 
 import argparse
-import hashlib
-import json
 import math
 import sys
-import sysconfig
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from einops import rearrange
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from safetensors.flax import save
+from optax.contrib import MuonDimensionNumbers, muon
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from jaxllm.checkpoint.config import read_config
+from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.models import llama
-from jaxllm.models.cache import Dense
+from jaxllm.models.transformer import Params
+from jaxllm.sharding.mesh import make_mesh
+from scripts.cpu_ops import BlockedDense, tied_cross_entropy
+from scripts.hf_export import BOS, EOS, MAX_LEN, export, hf_config
+from scripts.training_data import ASSISTANT, USER, choose_chat, choose_definitions, read_sources
 
 log = partial(print, file=sys.stderr, flush=True)
 
-MAX_BYTES = 12_000_000  # of the whole directory
-MAX_LEN = 1024  # tokens
-BOS, EOS = "<|bos|>", "<|eos|>"
-SPECIAL_TOKENS = [BOS, EOS, "<|user|>", "<|assistant|>"]
-# Tests, tables of characters, and the build's own paths teach a small model little.
-LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "encodings", "python-config.py"}
+SPECIAL_TOKENS = [BOS, EOS, USER, ASSISTANT]
+OPTIMIZERS = ("muon", "adamw")
+SAVE_S = 600.0  # between exports while training
 # A word keeps one character before it (" x", ".x", "_x"), each digit stands alone, indentation is one piece.
 PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -54,7 +67,7 @@ class Report(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    params: nnx.State
+    params: Params
     moments: optax.OptState
 
 
@@ -62,31 +75,21 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory to write")
-    add("--source", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of *.py files")
+    add("--source", nargs="+", default=["stdlib"], metavar="NAME[:SHARE]",
+        help='"stdlib", installed packages or folders, each with how often its files are repeated')  # fmt: skip
+    add("--start", type=Path, help="model directory to go on from; layers that it lacks begin as identities")
     add("--holdout", type=float, default=0.02, help="share of the files kept for validation")
-    add("--minutes", type=float, default=65.0, help="time to train for")
+    add("--chat", type=float, default=0.12, help="share of the text that is requests and answers")
+    add("--definitions", type=float, default=0.0, help="share of the text that is functions and classes on their own")
+    add("--minutes", type=float, default=60.0, help="time to train for")
     add("--steps", type=int, default=None, help="stop after this many steps, if that is sooner")
-    add("--lr", type=float, default=4e-3, help="peak learning rate")
-    add("--batch", type=int, default=4, help="rows a step, of --seq-len tokens each")
-    sizes = {"seq-len": 256, "vocab": 4096, "layers": 4, "embed": 192, "heads": 4, "kv-heads": 2, "head-dim": 64}
+    add("--optimizer", choices=OPTIMIZERS, default="muon")
+    add("--lr", type=float, default=3e-3, help="peak learning rate")
+    add("--batch", type=int, default=16, help="rows a step, of --seq-len tokens each")
+    sizes = {"seq-len": 256, "vocab": 4096, "layers": 6, "embed": 192, "heads": 4, "kv-heads": 2, "head-dim": 64}
     for name, default in (sizes | {"mlp": 512, "seed": 0}).items():
         add(f"--{name}", type=int, default=default)
     return parser.parse_args(argv)
-
-
-def read_source(folder: Path, holdout: float) -> tuple[list[str], list[str]]:
-    """Texts to train on, and those held out: chosen by name, so that they stay the same between runs."""
-    train, heldout = [], []
-    for path in sorted(folder.rglob("*.py")):
-        name = path.relative_to(folder)
-        if LEFT_OUT.isdisjoint(name.parts) and not name.name.startswith("_sysconfigdata"):
-            digest = hashlib.sha256(name.as_posix().encode()).digest()
-            chosen = int.from_bytes(digest[:4]) < holdout * 2**32
-            (heldout if chosen else train).append(path.read_text(encoding="utf-8"))
-    if not train or not heldout:
-        found = f"{len(train)} files to train on and {len(heldout)} held out"
-        raise ValueError(f"{folder} gives {found}; take a --source of more *.py files or another --holdout")
-    return train, heldout
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
@@ -111,20 +114,6 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     return np.concatenate([np.array([*e.ids, eos], np.int32) for e in tokenizer.encode_batch(texts)])
 
 
-def hf_config(options: argparse.Namespace, tokenizer: Tokenizer) -> dict:
-    """A `config.json` for transformers 5 (`rope_parameters`, `dtype`) and 4 (`rope_theta`, `torch_dtype`)."""
-    return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": options.embed, "intermediate_size": options.mlp, "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads,
-        "head_dim": options.head_dim, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "max_position_embeddings": MAX_LEN, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS),
-        "dtype": "bfloat16", "torch_dtype": "bfloat16",
-    }  # fmt: skip
-
-
 def batches(tokens: np.ndarray, batch: int, seq_len: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """Endless `[batch, seq_len + 1]`: each epoch cuts the tokens elsewhere and shuffles the rows."""
     if (num_rows := len(tokens) // seq_len - 1) < batch:
@@ -135,114 +124,158 @@ def batches(tokens: np.ndarray, batch: int, seq_len: int, rng: np.random.Generat
             yield np.stack([tokens[start : start + seq_len + 1] for start in starts[i : i + batch]])
 
 
+def start_from(model_dir: Path, model: llama.Model) -> None:
+    """Puts the parameters in `model_dir` into `model`, whose further layers then change nothing."""
+    spec = read_config(model_dir, jnp.float32)
+    loaded = load_params(model_dir, spec, abstract_params(spec), make_mesh(None))
+    values = {path: np.asarray(var[...]) for path, var in nnx.to_flat_state(loaded)}
+    for path, var in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        value = values.get(path, jnp.zeros_like(var[...]) if path[-1] in ("o", "down") else var[...])
+        if value.shape != var[...].shape:
+            raise ValueError(f"{path} is {value.shape} in {model_dir} and {var[...].shape} here; give its sizes")
+        values[path] = jnp.asarray(value)
+    nnx.update(model, nnx.from_flat_state([(path, nnx.Param(value)) for path, value in values.items()]))
+
+
 def mean_loss(model: llama.Model, rows: Int[Array, "batch len_plus_1"]) -> Float[Array, ""]:
     """Cross-entropy of each row's next tokens, nats per token."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None], inputs.shape)
-    hidden, _ = model(inputs, positions, [Dense()] * model.cfg.num_layers)
-    return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), targets).mean()
+    hidden, _ = model(inputs, positions, [BlockedDense()] * model.cfg.num_layers)
+    return tied_cross_entropy(hidden.reshape(-1, model.cfg.embed), model.embed[...], targets.reshape(-1))
 
 
-# AdamW (arXiv 1711.05101) at a learning rate of 1, which `train_step` scales; matrices alone decay.
-OPTIMIZER = optax.chain(
-    optax.clip_by_global_norm(1.0),
-    optax.adamw(1.0, b1=0.9, b2=0.98, weight_decay=0.1, mask=partial(jax.tree.map, lambda p: p.ndim > 1)),
-)
+def matrices(params: Any) -> Any:
+    """Which axes of each leaf Muon orthogonalises: those of products inside layers; None leaves the leaf to Adam."""
+
+    def axes(path: tuple, leaf: Array) -> MuonDimensionNumbers | None:
+        names = jax.tree_util.keystr(path)
+        if "layers" not in names or leaf.ndim < 2:
+            return None
+        inputs = leaf.ndim - 1 if "'o'" in names else 1  # `o` has its output last, all others their input first
+        return MuonDimensionNumbers(tuple(range(inputs)), tuple(range(inputs, leaf.ndim)))
+
+    return jax.tree_util.tree_map_with_path(axes, params)
 
 
-@partial(jax.jit, static_argnames="graph", donate_argnames="state")
-def train_step(graph: nnx.GraphDef, state: TrainState, rows: Array, rate: Array) -> tuple[TrainState, Array]:
+def optimizer(kind: str) -> optax.GradientTransformation:
+    """AdamW (arXiv 1711.05101), or Muon (arXiv 2502.16982) for the layers' matrices; `train_step` scales the rate."""
+    if kind == "muon":
+        rule = muon(1.0, consistent_rms=0.2, weight_decay=0.1, weight_decay_mask=matrix_mask, adam_b1=0.9, adam_b2=0.98,
+                    muon_weight_dimension_numbers=matrices)  # fmt: skip
+    else:
+        rule = optax.adamw(1.0, b1=0.9, b2=0.98, weight_decay=0.1, mask=matrix_mask)
+    return optax.chain(optax.clip_by_global_norm(1.0), rule)
+
+
+matrix_mask = partial(jax.tree.map, lambda p: p.ndim > 1)
+
+
+@partial(jax.jit, static_argnames=("graph", "kind"), donate_argnames="state")
+def train_step(graph: nnx.GraphDef, kind: str, state: TrainState, rows: Array, rate: Array) -> tuple[TrainState, Array]:
     """The state after one update, and the loss before it; `state` is donated."""
     loss, grads = jax.value_and_grad(lambda p: mean_loss(nnx.merge(graph, p), rows))(state.params)
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in int32 and raises floats to them
-        updates, moments = OPTIMIZER.update(grads, state.moments, state.params)
+        updates, moments = optimizer(kind).update(grads, state.moments, state.params)
     params = jax.tree.map(lambda p, update: p + rate * update, state.params, updates)
     return TrainState(params, moments), loss
 
 
-def train(model: llama.Model, tokens: np.ndarray, options: argparse.Namespace) -> tuple[nnx.State, list[float]]:
-    """Trains until time or steps are up, the last tenth on rows of `MAX_LEN`, so that all positions are seen."""
+class Progress:
+    """How much of a run's time is over, 0 to 1.
+
+    It ends at the deadline, but a step counts for no more than twice the usual, and the time left is spread over what
+    remains: a process that was stopped for minutes continues where it was, a little faster.
+    """
+
+    def __init__(self, seconds: float):
+        self.done, self.last = 0.0, time.monotonic()
+        self.deadline = self.last + seconds
+        self.recent: deque[float] = deque(maxlen=20)
+
+    def step(self) -> None:
+        now = time.monotonic()
+        self.recent.append(now - self.last)
+        spent = min(now - self.last, 2 * float(np.median(self.recent)))
+        self.done += (1 - self.done) * min(1.0, spent / max(self.deadline - now + spent, 1e-9))
+        self.last = now
+        if now >= self.deadline:
+            self.done = 1.0
+
+
+def train(
+    model: llama.Model, tokens: np.ndarray, options: argparse.Namespace, save: Callable[[Params], None]
+) -> tuple[Params, list[float]]:
+    """Trains until time or steps are up, the last fifth on rows of `MAX_LEN`, so that all positions are seen.
+
+    Every `SAVE_S` seconds `save` gets the parameters.
+    """
     graph, params = nnx.split(model)
-    state = TrainState(params, OPTIMIZER.init(params))
+    state = TrainState(params, optimizer(options.optimizer).init(params))
     rng = np.random.default_rng(options.seed)
     short = batches(tokens, options.batch, options.seq_len, rng)
     long = batches(tokens, max(1, options.batch * options.seq_len // MAX_LEN), MAX_LEN, rng)
-    start = logged = time.monotonic()
+    clock = Progress(60 * options.minutes)
+    start = logged = saved = time.monotonic()
     losses, num_tokens, progress = [], 0, 0.0
     while progress < 1:
-        rows = next(short if progress < 0.9 else long)
-        share = min(1.0, progress / 0.02) * (1 + math.cos(math.pi * progress)) / 2  # warm-up, cosine to zero
-        state, loss = train_step(graph, state, rows, np.float32(options.lr * share))
+        rows = next(short if progress < 0.8 else long)
+        share = min(1.0, progress / 0.02, (1 - progress) / 0.8)  # warm-up, a short plateau, linear to zero
+        state, loss = train_step(graph, options.optimizer, state, rows, np.float32(options.lr * share))
         losses.append(float(loss))
         num_tokens += rows[:, 1:].size
-        seconds = time.monotonic() - start
-        progress = max(seconds / (60 * options.minutes), len(losses) / (options.steps or math.inf))
-        if time.monotonic() - logged > 10 or progress >= 1:
-            logged, recent = time.monotonic(), np.mean(losses[-50:])
-            log(f"{progress:4.0%}  step {len(losses)}  loss {recent:.3f}  {num_tokens / seconds:.0f} tokens/s")
+        clock.step()
+        progress = max(clock.done, len(losses) / (options.steps or math.inf))
+        if clock.last - logged > 10 or progress >= 1:
+            logged, seconds = clock.last, clock.last - start
+            rate, recent = num_tokens / seconds, np.mean(losses[-50:])
+            log(f"{progress:5.1%}  step {len(losses)}  loss {recent:.3f}  {rate:.0f} tokens/s")
+        if clock.last - saved > SAVE_S:
+            saved = clock.last
+            save(state.params)
     log(f"trained on {num_tokens} tokens ({num_tokens / len(tokens):.1f} epochs) in {seconds / 60:.1f} minutes")
     return state.params, losses
 
 
-def heldout_loss(model: llama.Model, tokens: np.ndarray) -> float:
-    """Nats per token, in rows of at most `MAX_LEN`."""
+def heldout_loss(model: llama.Model, tokenizer: Tokenizer, texts: list[str]) -> tuple[float, float]:
+    """Nats a token and bits a byte, in rows of at most `MAX_LEN`."""
+    tokens, num_bytes = encode(tokenizer, texts), sum(len(text.encode()) for text in texts)
     loss = nnx.jit(mean_loss)
     seq_len = min(MAX_LEN, len(tokens) - 1)
     starts = range(0, len(tokens) - seq_len, seq_len)
-    return sum(float(loss(model, tokens[None, i : i + seq_len + 1])) for i in starts) / len(starts)
-
-
-def hf_tensors(model: llama.Model) -> dict[str, jax.Array]:
-    """bfloat16 tensors under their Hugging Face names: what `llama.WEIGHTS` says of loading, backwards."""
-    params = {".".join(map(str, path)): var[...] for path, var in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    tensors = {}
-    for name, weight in llama.WEIGHTS.items():
-        if name == "lm_head.weight" and model.cfg.tie_embeddings:
-            continue
-        theirs, ours = weight.axes.split(" -> ")
-        for i in range(model.cfg.num_layers if "{i}" in name else 1):
-            value = params[weight.path.format(i=i)]
-            if weight.part is not None:
-                axis, begin, end = weight.part
-                value = value[(slice(None),) * axis + (slice(begin, end),)]
-            tensors[name.format(i=i)] = rearrange(value.astype(jnp.bfloat16), f"{ours} -> {theirs}")
-    return tensors
-
-
-def export(out: Path, model: llama.Model, config: dict, tokenizer: Tokenizer) -> None:
-    """Writes the directory that transformers would write."""
-    out.mkdir(parents=True, exist_ok=True)
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-    text = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-        "clean_up_tokenization_spaces": False, "model_max_length": MAX_LEN,
-    }  # fmt: skip
-    for kind, value in {"config": config, "generation_config": generation, "tokenizer_config": text}.items():
-        (out / f"{kind}.json").write_text(json.dumps(value, indent=2) + "\n")
-    tokenizer.save(str(out / "tokenizer.json"))
-    (out / "model.safetensors").write_bytes(save(hf_tensors(model), metadata={"format": "pt"}))
-    num_bytes = sum(path.stat().st_size for path in out.iterdir() if path.is_file())
-    assert num_bytes <= MAX_BYTES, f"{out} holds {num_bytes} bytes, more than {MAX_BYTES}; take smaller sizes"
-    log(f"wrote {out} ({num_bytes / 1e6:.2f} MB)")
+    nats = sum(float(loss(model, tokens[None, i : i + seq_len + 1])) for i in starts) / len(starts)
+    return nats, nats / math.log(2) * len(tokens) / num_bytes
 
 
 def main(argv: list[str] | None = None) -> Report:
     options = parse_options(argv)
-    train_texts, heldout_texts = read_source(options.source, options.holdout)
-    tokenizer = train_tokenizer(train_texts, options.vocab)
-    tokens, heldout = encode(tokenizer, train_texts), encode(tokenizer, heldout_texts)
-    heldout_bytes = sum(len(text.encode()) for text in heldout_texts)
-    log(f"{len(tokens)} tokens to train on, {len(heldout)} held out ({heldout_bytes / len(heldout):.2f} bytes each)")
+    sources = read_sources(options.source, options.holdout)
+    texts = [text for source in sources for text in source.train]
+    texts += choose_chat(texts, options.chat) + choose_definitions(texts, options.definitions)
+    if options.start is not None:
+        tokenizer = Tokenizer.from_file(str(options.start / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(texts[::3], options.vocab)  # enough for the common words
+    tokens = encode(tokenizer, texts)
+    log(f"{len(tokens)} tokens to train on")
 
     config = hf_config(options, tokenizer)
     model = llama.Model(llama.Config.from_hf(config), rngs=nnx.Rngs(params=options.seed))
-    params, losses = train(model, tokens, options)
-    nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), params))
-    loss = heldout_loss(model, heldout)
-    bits_per_byte = loss / math.log(2) * len(heldout) / heldout_bytes
-    log(f"held out, as rounded to bfloat16: {loss:.4f} nats per token, {bits_per_byte:.4f} bits per byte")
-    export(options.out, model, config, tokenizer)
-    return Report(losses, loss, bits_per_byte)
+    if options.start is not None:
+        start_from(options.start, model)
+
+    def save(params: Params) -> None:
+        nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(p.dtype), params))
+        export(options.out, model, config, tokenizer)
+
+    params, losses = train(model, tokens, options, save)
+    save(params)
+    parts = {options.source[0]: sources[0].heldout}
+    parts["the others"] = [text for source in sources[1:] for text in source.heldout]
+    held = {name: heldout_loss(model, tokenizer, texts) for name, texts in parts.items() if texts}
+    for name, (loss, bits) in held.items():
+        log(f"held out of {name}: {loss:.4f} nats a token, {bits:.4f} bits a byte")
+    return Report(losses, *held[options.source[0]])
 
 
 if __name__ == "__main__":

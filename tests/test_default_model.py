@@ -1,22 +1,31 @@
 """The model that the package ships, and the script that trained it."""
 
-import importlib.util
 import json
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+import transformers
+from flax import nnx
 from safetensors.flax import load_file
 
 import jaxllm
 from jaxllm.checkpoint.config import read_config
+from jaxllm.models import llama
+from jaxllm.models.cache import Dense
 from jaxllm.text.tokenizer import Tokenizer
+from scripts import train_default_model as script
+from scripts.training_data import chat_text
 from tests.checkpoints import load
 
 MODEL_DIR = Path(jaxllm.__file__).parent / "default_model"
 TEXT = 'import os\n\n\ndef f(self, x=123):\n    """Héllo ✓"""\n\treturn x  # <|user|>\n'
+ASK = {"role": "user", "content": "Write f: return one."}
+ANSWER = {"role": "assistant", "content": "def f():\n    return 1\n"}
 SIZES = "--vocab 300 --layers 2 --embed 16 --heads 4 --kv-heads 2 --head-dim 6 --mlp 20 --batch 8 --seq-len 64"
 SHAPES = {
     "self_attn.q_proj": (24, 16), "self_attn.k_proj": (12, 16), "self_attn.v_proj": (12, 16),
@@ -45,18 +54,36 @@ def test_the_packaged_model_is_small_and_whole():
     assert config["tie_word_embeddings"] and config["max_position_embeddings"] == 1024
 
 
-@pytest.fixture(scope="module")
-def script():
-    path = Path(__file__).parents[1] / "scripts" / "train_default_model.py"
-    spec = importlib.util.spec_from_file_location("train_default_model", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_its_chat_template_writes_what_it_was_trained_on():
+    ours, theirs = Tokenizer.from_dir(MODEL_DIR), transformers.AutoTokenizer.from_pretrained(MODEL_DIR)
+    exchange = chat_text(ASK["content"], ANSWER["content"])
+    text = f"<|bos|>{exchange}<|eos|>"
+    assert ours.chat.render([ASK, ANSWER], add_generation_prompt=False) == text
+    backend = tokenizers.Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    ids = theirs.apply_chat_template([ASK, ANSWER], return_dict=False)
+    assert ids == script.encode(backend, [exchange]).tolist()
+
+    messages = [{"role": "system", "content": "Be short."}, ASK, ANSWER, {"role": "user", "content": "Again."}]
+    text = text.replace("<|user|>", "<|user|>Be short.\n") + "<|user|>Again.<|assistant|>"
+    assert ours.chat.render(messages) == text
+    assert theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == text
+    with pytest.raises(ValueError, match="not tool"):
+        ours.chat.render([ASK, ANSWER, {"role": "tool", "content": "3"}])
 
 
-def test_training_lowers_the_loss_and_writes_a_model(script, tmp_path):
+def test_it_has_learnt_python():
+    model = llama.Model(read_config(MODEL_DIR, jnp.float32).cfg, rngs=nnx.Rngs(params=0))
+    nnx.update(model, load(MODEL_DIR))
+    backend = tokenizers.Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    _, bits_per_byte = script.heldout_loss(model, backend, [Path(script.__file__).read_text()])
+    assert bits_per_byte < 2.0  # random parameters give 3.3
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_training_lowers_the_loss_and_writes_a_model(optimizer, tmp_path):
     source = Path(sysconfig.get_paths()["stdlib"]) / "email"
     options = ["--source", str(source), "--holdout", "0.1", "--steps", "30", "--lr", "1e-2", *SIZES.split()]
+    options += ["--optimizer", optimizer]
     report = script.main(["--out", str(tmp_path), *options])
     assert len(report.losses) == 30
     assert np.mean(report.losses[-5:]) < report.losses[0] - 0.5
@@ -70,32 +97,17 @@ def test_training_lowers_the_loss_and_writes_a_model(script, tmp_path):
     check_model_dir(tmp_path)
 
 
-def test_the_same_files_are_held_out_again(script, tmp_path):
-    for i in range(40):
-        (tmp_path / f"{i}.py").write_text(str(i))
-    train, heldout = script.read_source(tmp_path, 0.2)
-    assert sorted(train + heldout) == sorted(map(str, range(40)))
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "a.py").write_text("left out")
-    assert script.read_source(tmp_path, 0.2) == (train, heldout)
-
-
-def test_a_source_without_files_is_an_error(script, tmp_path):
-    with pytest.raises(ValueError, match="0 files to train on and 0 held out"):
-        script.read_source(tmp_path, 0.1)
-
-
-def test_too_few_tokens_are_an_error(script):
-    rows = script.batches(np.arange(100, dtype=np.int32), 4, 32, np.random.default_rng(0))
-    with pytest.raises(ValueError, match="100 tokens are too few for 4 rows of 32"):
-        next(rows)
-
-
-def test_batches_are_consecutive_tokens(script):
-    rows = script.batches(np.arange(1000, dtype=np.int32), 2, 16, np.random.default_rng(0))
-    starts = set()
-    for batch, _ in zip(rows, range(25), strict=False):
-        assert batch.shape == (2, 17)
-        np.testing.assert_array_equal(batch - batch[:, :1], np.tile(np.arange(17), (2, 1)))
-        starts |= set(batch[:, 0].tolist())
-    assert len(starts) == 50  # one epoch, nothing twice
+def test_a_deeper_model_starts_where_the_packaged_one_ended():
+    spec = read_config(MODEL_DIR, jnp.float32)
+    tokens = jnp.asarray([[0, 300, 301, 302]])
+    logits = {}
+    for num_layers in (spec.cfg.num_layers, spec.cfg.num_layers + 1):
+        model = llama.Model(replace(spec.cfg, num_layers=num_layers), rngs=nnx.Rngs(params=0))
+        script.start_from(MODEL_DIR, model)
+        hidden, _ = model(tokens, jnp.arange(4)[None], [Dense()] * num_layers)
+        logits[num_layers] = model.logits(hidden)
+    shallow, deep = logits.values()
+    np.testing.assert_allclose(deep, shallow, atol=1e-5)
+    wider = llama.Model(replace(spec.cfg, mlp=8), rngs=nnx.Rngs(params=0))
+    with pytest.raises(ValueError, match="give its sizes"):
+        script.start_from(MODEL_DIR, wider)
