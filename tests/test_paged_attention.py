@@ -134,7 +134,8 @@ def compiled(implementation, case):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_conforms(implementation, case, monkeypatch):
     """Outputs agree; cells of the step's tokens hold their keys and values, and all others what they held: NaN too."""
-    monkeypatch.setattr(cpu, "TILE_Q", 4)  # several tiles, the last one ragged
+    for name, size in {"TILE_Q": 3, "WIDE_TILE_Q": 8, "WIDE_TILE_K": 12}.items():  # several tiles, the last ragged
+        monkeypatch.setattr(cpu, name, size)
     op = compiled(implementation, case)
 
     @settings(max_examples=20, deadline=None)
