@@ -103,6 +103,11 @@ def test_chat_is_a_share_of_the_text():
     size, total = sum(map(len, chosen)), sum(map(len, texts))
     assert 0.08 < size / (size + total) <= 0.1
     assert chosen == training_data.choose_chat(texts, 0.1)
+    alone = training_data.choose_definitions(texts, 0.1)
+    size = sum(map(len, alone))
+    assert 0.08 < size / (size + total) <= 0.1
+    answers = [example.partition(training_data.ASSISTANT)[2] for example in chosen]
+    assert not set(answers) & set(alone) and all(text.startswith(("def ", "class ", "@")) for text in alone)
 
 
 @pytest.mark.parametrize("length", [7, 200])
