@@ -8,6 +8,7 @@ from typing import Any
 MAX_N = 128
 MAX_STOPS = 32
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 32
 # Fixed widths of the device's tables.
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROB_TOKEN_IDS = 128

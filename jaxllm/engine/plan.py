@@ -25,6 +25,20 @@ class NewBlock(NamedTuple):
     block: int
 
 
+class Copy(NamedTuple):
+    """A block's contents go to another block (copy-on-write)."""
+
+    source: int
+    target: int
+
+
+class Swap(NamedTuple):
+    """Blocks' contents go to host memory, or come back from it: into others, in the same order."""
+
+    key: int  # of the host's copy, never used again
+    blocks: list[int]
+
+
 @dataclass(slots=True)
 class Plan:
     """One step. Its rows are `decodes` (one token each, the slot's last), then `chunks`."""
@@ -33,6 +47,11 @@ class Plan:
     decodes: list[Request] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     new_blocks: list[NewBlock] = field(default_factory=list)
+    # What moves before the step, in this order; the blocks' contents are those that the step before left.
+    swap_outs: list[Swap] = field(default_factory=list)
+    swap_ins: list[Swap] = field(default_factory=list)  # the host's copy is given up
+    copies: list[Copy] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)  # keys of host copies that nobody will ask for
     num_tokens: int = 0
     num_samples: int = 0
     full_sampler: bool = False
