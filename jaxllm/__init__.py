@@ -12,18 +12,20 @@ if (_root / "pyproject.toml").is_file():
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
     from jaxllm.llm import LLM
-    from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
+    from jaxllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from jaxllm.prompts import TextPrompt, TokensPrompt
-    from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+    from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "RequestOutputKind", "SamplingParams",
-    "TextPrompt", "TokensPrompt",
+    "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput",
+    "RequestOutputKind", "SamplingParams", "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
 _HOMES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
+    "BeamSearchOutput": "outputs",
+    "BeamSearchParams": "sampling_params",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
     "RequestOutput": "outputs",

@@ -56,6 +56,8 @@ def build_engine(
     mesh: str | Mesh | None = None,
     tensor_parallel_size: int | None = None,
     gpu_memory_utilization: float | None = None,
+    preemption: str = "auto",
+    swap_space: float | None = None,
     seed: int = 0,
 ) -> Engine:
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments."""
@@ -82,6 +84,8 @@ def build_engine(
         num_blocks=2**30,  # resolved below
         enable_prefix_caching=enable_prefix_caching,
         gpu_memory_utilization=gpu_memory_utilization,
+        preemption=preemption,
+        swap_space=swap_space,
         seed=seed,
     )
     _check_len(wanted.max_model_len, source.cfg.max_len)

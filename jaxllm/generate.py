@@ -16,7 +16,7 @@ from jaxllm.cli import (
     setup_compilation_cache,
 )
 from jaxllm.errors import JaxLLMError
-from jaxllm.options import add_sampling_arguments, sampling_fields
+from jaxllm.options import add_sampling_arguments, sampling_fields, with_defaults
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.terminal import JsonPrinter, Meter, Printer
 
@@ -90,7 +90,7 @@ def _run_batch(arguments: argparse.Namespace) -> int:
         fields=sampling_fields(arguments), chat=arguments.chat, system=arguments.system,
         chat_template=arguments.chat_template, model=Path(arguments.model or "").name,
     )  # fmt: skip
-    SamplingParams(**settings.fields)  # a bad option is no line's fault
+    SamplingParams(**with_defaults(settings.fields))  # a bad option is no line's fault
     job = Job(
         input=None if arguments.input == "-" else Path(arguments.input),
         output=None if arguments.output in (None, "-") else Path(arguments.output), settings=settings,
@@ -131,7 +131,7 @@ def _open_llm(arguments: argparse.Namespace) -> Any:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    prompts, params = _read_prompts(arguments), SamplingParams(**sampling_fields(arguments))
+    prompts, params = _read_prompts(arguments), SamplingParams(**with_defaults(sampling_fields(arguments)))
     with _open_llm(arguments) as llm:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"

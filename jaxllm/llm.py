@@ -13,9 +13,9 @@ from jaxllm.build import DEFAULT_MODEL, build_engine
 from jaxllm.checkpoint.loader import place_params
 from jaxllm.engine.engine import EngineStats
 from jaxllm.generation_config import default_sampling_params
-from jaxllm.outputs import RequestOutput
+from jaxllm.outputs import BeamSearchOutput, RequestOutput
 from jaxllm.prompts import TokensPrompt, is_conversation, parse_each, parse_params, parse_prompt, parse_prompts
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 
 Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | Sequence[int] | int]
 _AHEAD = 4  # times max_num_seqs: requests that wait in the engine, so that a step never lacks some
@@ -31,7 +31,9 @@ class LLM:
     and output), `max_num_seqs` (running at once), `max_num_batched_tokens` (a step's), `block_size` (tokens) and
     `num_blocks` are sized from the model and the device when None. `mesh` is "tensor=4" (as is
     `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device. `gpu_memory_utilization` is the share of
-    each device's memory that may be used. `seed` is for requests that bring none.
+    each device's memory that may be used. When blocks run out, `preemption` of the last requests is by "swap" to at
+    most `swap_space` GiB of host memory, or by "recompute"; "auto" measures which is faster. `seed` is for requests
+    that bring none.
 
     Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, each with what to do about it.
     """
@@ -51,13 +53,15 @@ class LLM:
         mesh: str | Mesh | None = None,
         tensor_parallel_size: int | None = None,
         gpu_memory_utilization: float | None = None,
+        preemption: str = "auto",
+        swap_space: float | None = None,
         seed: int = 0,
     ):
         self.engine = build_engine(
             model, tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_blocks=num_blocks,
             enable_prefix_caching=enable_prefix_caching, mesh=mesh, tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=gpu_memory_utilization, seed=seed,
+            gpu_memory_utilization=gpu_memory_utilization, preemption=preemption, swap_space=swap_space, seed=seed,
         )  # fmt: skip
         self._model_dir = DEFAULT_MODEL if model is None else Path(model) if isinstance(model, str | Path) else None
         self._user_tokenizer = tokenizer
@@ -102,11 +106,27 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Like `generate`, but yields (prompt index, output so far) whenever a prompt's output has grown.
+        """Like `generate`, but yields (prompt index, output so far) whenever a prompt's output has grown; once, when it
+        has finished, with `beam_width` or a `best_of` above `n`.
 
         Closing the iterator aborts what is left.
         """
         return self._run(self._requests(prompts, sampling_params, priority), stream=True)
+
+    def beam_search(
+        self, prompts: Prompts, params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best completions that a beam search finds for each prompt, with their prompts before them.
+
+        Short for `generate` with `params.sampling_params`; `SamplingParams` with `beam_width` has more to say (stop
+        strings, penalties), returns as few as `n`, and computes log-probabilities only if asked. Raises as `generate`.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params is a {type(params).__name__}; expected BeamSearchParams(beam_width, max_tokens)")
+        return [
+            BeamSearchOutput.of(output, self._prompt_text(output, params), params.length_penalty)
+            for output in self.generate(prompts, params.sampling_params, use_tqdm=use_tqdm)
+        ]
 
     def chat(
         self,
@@ -238,6 +258,13 @@ class LLM:
         finally:
             for request_id in index:
                 self.engine.abort(request_id)
+
+    def _prompt_text(self, output: RequestOutput, params: BeamSearchParams) -> str | None:
+        if self.tokenizer is None:
+            return None
+        if output.prompt is not None:
+            return output.prompt
+        return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def _add(self, request_id: str, prompt: Any, params: SamplingParams | None) -> None:
         text, token_ids = parse_prompt(prompt, self.tokenizer)

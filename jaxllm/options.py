@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
@@ -9,6 +10,7 @@ from jaxllm.sampling_params import SamplingParams
 DEFAULTS = {"temperature": 0.8, "max_tokens": 128}  # what reads well in a terminal
 _NUMBERS = (
     ("n", int, "completions of each prompt"),
+    ("best_of", int, "sample this many, and show the --n with the highest log-probability per token"),
     ("temperature", float, "randomness; 0 takes the likeliest token"),
     ("top_k", int, "choose among this many of the likeliest tokens; 0: all"),
     ("top_p", float, "choose among the likeliest tokens of this probability together"),
@@ -22,6 +24,11 @@ _NUMBERS = (
     ("logprobs", int, "log-probabilities of each token and of this many of the likeliest; 0 to 20, for JSON"),
     ("prompt_logprobs", int, "likewise, of the prompt's tokens"),
 )
+_BEAMS = (
+    ("beam_width", int, "search with this many beams, 1 to 32, and show the --n best completions"),
+    ("length_penalty", float, "above 0 favours long completions, below 0 short ones; -10 to 10"),
+)
+_EARLY_STOPPING = {"true": True, "false": False, "never": "never"}
 _LISTS = (  # each may be given more than once
     ("stop", str, "TEXT", "end before this text"),
     ("stop_token_ids", int, "ID", "end at this token"),
@@ -45,9 +52,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Options left out are None, and say nothing."""
     add = parser.add_argument_group("sampling").add_argument
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | DEFAULTS
-    for name, kind, text in _NUMBERS:
-        note = "" if fields[name] is None else f" (default: {fields[name]})"
-        add(_option(name), type=kind, metavar="X", help=text + note)
+    _add_numbers(add, _NUMBERS, fields)
     for name, kind, metavar, text in _LISTS:
         add(_option(name), type=kind, action="append", metavar=metavar, help=f"{text}; may be given more than once")
     add(
@@ -58,15 +63,38 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         add(_option(name), action="store_const", const=True, help=text)
     for name, text in _NEGATIONS:
         add(_option(f"no_{name}"), action="store_const", const=False, dest=name, help=text)
+    add = parser.add_argument_group(
+        "beam search",
+        "Looks for the likeliest completions, without --temperature, and shows them when all have finished.",
+    ).add_argument
+    _add_numbers(add, _BEAMS, fields)
+    add(
+        "--early-stopping", choices=tuple(_EARLY_STOPPING), metavar="WHEN",
+        help="end when as many as the beam width have finished (true), when no better completion is likely (false) or "
+        "possible (never) (default: false)",
+    )  # fmt: skip
+
+
+def _add_numbers(add: Callable, table: tuple, fields: Mapping[str, Any]) -> None:
+    for name, kind, text in table:
+        note = "" if fields[name] is None else f" (default: {fields[name]})"
+        add(_option(name), type=kind, metavar="X", help=text + note)
 
 
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `SamplingParams` that the command line decides."""
-    tables = (_NUMBERS, _LISTS, _FLAGS, _NEGATIONS)
+    """The fields of `SamplingParams` that the command line gives."""
+    tables = (_NUMBERS, _BEAMS, _LISTS, _FLAGS, _NEGATIONS)
     given = {row[0]: getattr(arguments, row[0]) for table in tables for row in table}
+    given["early_stopping"] = _EARLY_STOPPING.get(arguments.early_stopping)
     if arguments.logit_bias is not None:
         given["logit_bias"] = dict(arguments.logit_bias)
-    return DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` of `SamplingParams`, and the commands' defaults for others. Beam search has no use for a temperature."""
+    is_search = fields.get("beam_width") is not None
+    return DEFAULTS | ({"temperature": 0.0} if is_search else {}) | fields
 
 
 def _option(name: str) -> str:

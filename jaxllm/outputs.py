@@ -20,12 +20,16 @@ Logprobs = list[Mapping[int, Logprob] | None]  # a position's token and others w
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One completion. `token_ids`, `text` and `logprobs` are cumulative, or what is new, as `output_kind` says."""
+    """One completion. `token_ids`, `text` and `logprobs` are cumulative, or what is new, as `output_kind` says.
+
+    `cumulative_logprob` is there if log-probabilities are wanted, and with `beam_width` or a `best_of` above `n`. It is
+    the model's: bias, masks and penalties, which count where beams are ranked, are not in it.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None  # of all tokens so far, if log-probabilities are wanted
+    cumulative_logprob: float | None = None  # nats, of all tokens so far
     logprobs: Logprobs | None = None  # one a token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for end of sequence
@@ -58,3 +62,50 @@ class RequestOutput:
                 new = replace(new, text=old.text + new.text, token_ids=old.token_ids + new.token_ids, logprobs=logprobs)
             outputs[new.index] = new
         return replace(newer, outputs=list(outputs.values()))
+
+
+@dataclass(kw_only=True)
+class BeamSearchSequence:
+    """A completion that a beam search found, with its prompt before it."""
+
+    tokens: list[int]  # of prompt and output, with the end of sequence
+    text: str | None  # the prompt's and the output's; None without a tokenizer
+    logprobs: Logprobs  # one an output token: its own, and those of the most likely
+    cum_logprob: float  # nats, of the output
+    score: float  # cum_logprob / number of output tokens ** length_penalty
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # None for end of sequence
+
+
+@dataclass(kw_only=True)
+class BeamSearchOutput:
+    """What a beam search found for one prompt, best first. A failed one has no `sequences`, but an `error`.
+
+    Names are vLLM's, and scores those of `transformers`: vLLM divides by the length of prompt and output, without the
+    end of sequence. With `allowed_token_ids` they are ranked by their log-probabilities after that mask, and the order
+    may differ from that of `score`.
+    """
+
+    sequences: list[BeamSearchSequence]
+    error: str | None = None
+
+    @classmethod
+    def of(cls, output: RequestOutput, prompt: str | None, length_penalty: float) -> "BeamSearchOutput":
+        """From a finished output that has log-probabilities; `prompt` is its text, None without a tokenizer."""
+        if output.error is not None:
+            return cls(sequences=[], error=output.error)
+        return cls(sequences=[_sequence(output, found, prompt, length_penalty) for found in output.outputs])
+
+
+def _sequence(
+    output: RequestOutput, found: CompletionOutput, prompt: str | None, length_penalty: float
+) -> BeamSearchSequence:
+    return BeamSearchSequence(
+        tokens=output.prompt_token_ids + found.token_ids,
+        text=None if prompt is None else prompt + found.text,
+        logprobs=found.logprobs,
+        cum_logprob=found.cumulative_logprob,
+        score=found.cumulative_logprob / len(found.token_ids) ** length_penalty,
+        finish_reason=found.finish_reason,
+        stop_reason=found.stop_reason,
+    )

@@ -2,8 +2,8 @@
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
 MAX_N = 128
 MAX_STOPS = 32
@@ -18,6 +18,7 @@ _FLAGS = (
     "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
     "skip_reading_prefix_cache",
 )  # fmt: skip
+_NEUTRAL = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # all that beam search takes
 
 
 class RequestOutputKind(enum.Enum):
@@ -35,9 +36,19 @@ class SamplingParams:
     The logits go through `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias` and the penalties, then
     temperature, min-p, top-k and top-p; tokens tied with the last one kept are kept too. Log-probabilities are those
     of the model, before any of this.
+
+    With `best_of` above `n`, and with `beam_width`, the completions come best first and once, when all have finished,
+    whatever `output_kind` says. Beam search is that of `transformers`: a completion's score is the sum of its tokens'
+    log-probabilities (with bias, masks and penalties), divided by their number (with the end of sequence, without the
+    prompt) to the power of `length_penalty`.
     """
 
     n: int = 1  # completions, 1 .. 128
+    best_of: int | None = None  # n .. 128; samples, of which the n of the highest log-probability a token are returned
+    beam_width: int | None = None  # 1 .. 32: beam search, of which the n best are returned; None: none
+    length_penalty: float = 1.0  # -10 .. 10, for beams; above 0 favours long completions, below 0 short ones
+    # Beams end when beam_width have finished (True), when no better one is likely (False), or possible ("never").
+    early_stopping: bool | Literal["never"] = False
     presence_penalty: float = 0.0  # -2 .. 2, once for a token that the output has
     frequency_penalty: float = 0.0  # -2 .. 2, for each time the output has it
     repetition_penalty: float = 1.0  # above 0; divides positive logits of tokens in prompt or output
@@ -69,6 +80,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_penalties()
+        self._check_best_of()
+        self._check_beams()
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         self._set("stops", tuple(_as_list("stop", stop)))
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
@@ -87,12 +100,23 @@ class SamplingParams:
 
     @property
     def needs_full_sampler(self) -> bool:
-        """Whether more than temperature and filters decides, or log-probabilities are wanted."""
-        return self.min_tokens > 0 or self.wants_logprobs or self.alters_logits
+        """Whether more than temperature and filters decides, or log-probabilities are needed."""
+        return self.min_tokens > 0 or self.tracks_logprobs or self.alters_logits or self.beam_width is not None
 
     @property
     def wants_logprobs(self) -> bool:
+        """Whether outputs show them."""
         return self.logprobs is not None or self.logprob_token_ids is not None
+
+    @property
+    def tracks_logprobs(self) -> bool:
+        """Whether the engine needs those of the tokens taken: to show, or to rank samples."""
+        return self.wants_logprobs or self.num_samples > self.n
+
+    @property
+    def num_samples(self) -> int:
+        """Completions to sample, of which `n` are returned."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def num_top_logprobs(self) -> int:
@@ -102,6 +126,11 @@ class SamplingParams:
     @property
     def penalizes(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether the tokens so far decide which logits are altered."""
+        return self.penalizes or bool(self.bad_words)
 
     @property
     def alters_logits(self) -> bool:
@@ -136,6 +165,42 @@ class SamplingParams:
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_float("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
 
+    def _check_best_of(self) -> None:
+        if self.best_of is None:
+            return
+        _check_int("best_of", self.best_of, 1, MAX_N)
+        if self.best_of < self.n:
+            raise ValueError(f"best_of={self.best_of} is less than n={self.n}; raise it, or lower n")
+        if self.beam_width is not None:
+            raise ValueError(
+                f"best_of={self.best_of} and beam_width={self.beam_width!r} exclude each other: beam search draws no "
+                "samples; leave one of them out"
+            )
+        if self.best_of > self.n and self.temperature == 0:
+            raise ValueError(
+                f"best_of={self.best_of} with temperature=0 would choose among equal samples; raise temperature, leave "
+                "best_of out, or search with beam_width"
+            )
+
+    def _check_beams(self) -> None:
+        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
+        if self.beam_width is None:
+            for name, default in (("length_penalty", 1), ("early_stopping", False)):
+                if (value := getattr(self, name)) != default:
+                    raise ValueError(f"{name}={value!r} is for beam search; give beam_width, or leave it out")
+            return
+        _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if self.n > self.beam_width:
+            raise ValueError(f"n={self.n} is more than beam_width={self.beam_width}; lower it, or raise beam_width")
+        for name, allowed in _NEUTRAL.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(
+                    f"{name}={value!r} has no effect with beam_width={self.beam_width}, as beam search draws nothing "
+                    f"at random; leave {name} out, or beam_width"
+                )
+
     def _check_stops(self) -> None:
         _check_words("stop", self.stop, self.stops, MAX_STOPS)
         if self.stops and not self.detokenize:
@@ -156,6 +221,45 @@ class SamplingParams:
             raise ValueError(
                 f"logprobs={self.logprobs} and {len(ids)} logprob_token_ids exclude each other; leave logprobs out"
             )
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """What `LLM.beam_search` takes, with vLLM's names and defaults; `SamplingParams` says what they mean. Raises
+    `ValueError` as it does.
+
+    Scores are those of `transformers`: vLLM's divide by the length of prompt and output, without the end of sequence,
+    so that a `length_penalty` other than 0 weighs more here where prompts are long.
+    """
+
+    beam_width: int  # 1 .. 32, and as many completions
+    max_tokens: int | None  # None: up to the model's context
+    ignore_eos: bool = False
+    temperature: float = 0.0  # nothing is drawn at random, so it must be 0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    _: KW_ONLY
+    skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = None
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if isinstance(self.temperature, bool) or self.temperature != 0:
+            raise ValueError(
+                f"temperature={self.temperature!r} has no effect, as beam search draws nothing at random; leave it out"
+            )
+        self.sampling_params  # noqa: B018 - checks the rest
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """The same for `generate`. It asks for the log-probabilities that `BeamSearchOutput` has."""
+        return SamplingParams(
+            n=self.beam_width, beam_width=self.beam_width, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos,
+            temperature=0.0, length_penalty=self.length_penalty, early_stopping=self.early_stopping,
+            include_stop_str_in_output=self.include_stop_str_in_output, skip_special_tokens=self.skip_special_tokens,
+            allowed_token_ids=self.allowed_token_ids, logprobs=min(MAX_LOGPROBS, 2 * self.beam_width),
+        )  # fmt: skip
 
 
 def _as_list(name: str, value: Any) -> list:

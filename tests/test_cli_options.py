@@ -9,7 +9,7 @@ import pytest
 from jaxllm import generate
 from jaxllm.batch.lines import NOT_SAMPLING
 from jaxllm.batch.results import output_fields
-from jaxllm.options import add_sampling_arguments, sampling_fields
+from jaxllm.options import add_sampling_arguments, sampling_fields, with_defaults
 from jaxllm.outputs import Logprob
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_llm import install, output
@@ -23,7 +23,8 @@ def parse(*arguments: str) -> dict:
 
 def test_every_sampling_parameter_has_an_option():
     given = parse(
-        "--n", "2", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1",
+        "--n", "2", "--best-of", "3", "--beam-width", "4", "--length-penalty", "0.5", "--early-stopping", "never",
+        "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1",
         "--presence-penalty", "1", "--frequency-penalty", "-1", "--repetition-penalty", "1.5", "--seed", "7",
         "--max-tokens", "9", "--min-tokens", "2", "--logprobs", "3", "--prompt-logprobs", "0", "--stop", "a",
         "--stop", "b", "--stop-token-ids", "4", "--bad-words", "c d", "--allowed-token-ids", "5",
@@ -34,19 +35,39 @@ def test_every_sampling_parameter_has_an_option():
     )  # fmt: skip
     assert set(given) == {field.name for field in dataclasses.fields(SamplingParams) if field.init} - NOT_SAMPLING
     assert given == {
-        "n": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1.0,
+        "n": 2, "best_of": 3, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "never",
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1.0,
         "frequency_penalty": -1.0, "repetition_penalty": 1.5, "seed": 7, "max_tokens": 9, "min_tokens": 2,
         "logprobs": 3, "prompt_logprobs": 0, "stop": ["a", "b"], "stop_token_ids": [4], "bad_words": ["c d"],
         "allowed_token_ids": [5, 6], "logprob_token_ids": [7, 8, 9], "logit_bias": {5: -1.5, 6: 2.0},
         "ignore_eos": True, "include_stop_str_in_output": True, "skip_reading_prefix_cache": True,
         "skip_special_tokens": False, "spaces_between_special_tokens": False, "detokenize": False,
     }  # fmt: skip
-    assert SamplingParams(**(given | {"stop": None})).n == 2
+    together = given.keys() - {"stop", "beam_width", "length_penalty", "early_stopping"}  # others exclude them
+    assert SamplingParams(**{name: given[name] for name in together}).num_samples == 3
 
 
 def test_options_left_out_say_nothing():
-    assert parse() == {"temperature": 0.8, "max_tokens": 128}
-    assert SamplingParams(**parse()) == SamplingParams(temperature=0.8, max_tokens=128)
+    assert parse() == {}
+    assert with_defaults({}) == {"temperature": 0.8, "max_tokens": 128}
+    assert with_defaults(parse("--temperature", "0", "--max-tokens", "3")) == {"temperature": 0, "max_tokens": 3}
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("never", "never")])
+def test_beams_have_no_temperature_unless_it_is_given(text, value):
+    given = parse("--beam-width", "4", "--early-stopping", text)
+    assert with_defaults(given) == {
+        "beam_width": 4, "early_stopping": value, "temperature": 0.0, "max_tokens": 128,
+    }  # fmt: skip
+    assert with_defaults(given | {"temperature": 0.8})["temperature"] == 0.8
+    assert with_defaults(given | {"beam_width": None})["temperature"] == 0.8
+    assert SamplingParams(**with_defaults(given)).beam_width == 4
+
+
+@pytest.mark.parametrize("text", ["1", "True", ""])
+def test_when_beams_end_is_one_of_three(text):
+    with pytest.raises(argparse.ArgumentError, match=r"invalid choice: .* \(choose from .?true.?, .?false.?, .?never"):
+        parse("--beam-width", "4", "--early-stopping", text)
 
 
 @pytest.mark.parametrize("text", ["5", "a=1", "5=b", "=", "5=1=2"])

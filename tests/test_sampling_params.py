@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxllm import sampling_params
 from jaxllm.sampling_params import (
     MAX_BAD_WORDS,
+    MAX_BEAM_WIDTH,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_N,
@@ -33,6 +34,8 @@ SamplingParams, RequestOutputKind = plain.SamplingParams, plain.RequestOutputKin
 INT32_MAX = 2**31 - 1
 INTS = {  # field: lowest, highest
     "n": (1, MAX_N),
+    "best_of": (1, MAX_N),
+    "beam_width": (1, MAX_BEAM_WIDTH),
     "top_k": (-1, INT32_MAX),
     "seed": (-(2**63), 2**64 - 1),
     "max_tokens": (1, INT32_MAX),
@@ -44,10 +47,12 @@ INTS = {  # field: lowest, highest
 FLOATS = {
     "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1),
     "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.001, 1000),
+    "length_penalty": (-10, 10),
 }  # fmt: skip
 BOOLS = (
     "ignore_eos", "skip_special_tokens", "detokenize", "spaces_between_special_tokens", "include_stop_str_in_output",
 )  # fmt: skip
+SEARCH = {"best_of", "beam_width", "length_penalty"}  # not with everything: see test_beam_api.py
 REQUIRED = {"n", "top_k", "min_tokens", "stream_interval"} | FLOATS.keys()  # the other numbers may be None
 
 
@@ -158,12 +163,12 @@ def test_logprob_token_ids_instead_of_logprobs():
 
 
 def test_who_needs_the_full_sampler():
-    for fields in ({}, {"top_k": 5, "seed": 3, "stop": "x", "prompt_logprobs": 3, "n": 2}):
+    for fields in ({}, {"top_k": 5, "seed": 3, "stop": "x", "prompt_logprobs": 3, "n": 2}, {"n": 2, "best_of": 2}):
         assert not SamplingParams(**fields).needs_full_sampler
     for fields in (
         {"min_tokens": 1}, {"logprobs": 0}, {"logprob_token_ids": [1]}, {"presence_penalty": 0.1},
         {"frequency_penalty": -0.1}, {"repetition_penalty": 1.1}, {"logit_bias": {1: 0.0}}, {"allowed_token_ids": [1]},
-        {"bad_words": ["x"]},
+        {"bad_words": ["x"]}, {"best_of": 2}, {"beam_width": 1},
     ):  # fmt: skip
         assert SamplingParams(**fields).needs_full_sampler
 
@@ -211,8 +216,12 @@ def test_unknown_names_and_positions_are_errors():
 
 valid = st.fixed_dictionaries(
     {},
-    optional={name: st.integers(*INTS[name]) for name in INTS if "tokens" not in name and name != "seed"}
-    | {field: st.floats(low, high) | st.integers(math.ceil(low), high) for field, (low, high) in FLOATS.items()}
+    optional={name: st.integers(*INTS[name]) for name in INTS if name not in SEARCH | {"seed"} and "tokens" not in name}
+    | {
+        name: st.floats(low, high) | st.integers(math.ceil(low), high)
+        for name, (low, high) in FLOATS.items()
+        if name not in SEARCH
+    }
     | {field: st.booleans() for field in BOOLS[:2]}
     | {
         "seed": st.none() | st.integers(0, 2**64 - 1),

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from io import BufferedIOBase
 from typing import Any, NamedTuple
 
+from jaxllm.options import with_defaults
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.messages import parse_kwargs, parse_messages, parse_tools
 
@@ -20,7 +21,8 @@ _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams) if field
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the command line says of all lines. A line's own sampling fields come before `fields`."""
+    """What the command line says of all lines. A line's own sampling fields come before `fields`, the defaults of the
+    command line after them."""
 
     fields: dict[str, Any]
     chat: bool = False  # a prompt is what a user says
@@ -118,7 +120,7 @@ def _request(number: int, value: dict[str, Any], given: dict[str, Any], settings
     parse_kwargs(chat_options.get("chat_template_kwargs"))
     if settings.chat_template is not None and messages is not None:
         chat_options["chat_template"] = settings.chat_template
-    fields = settings.fields | {name: value[name] for name in _SAMPLING if name in value}
+    fields = with_defaults(settings.fields | {name: value[name] for name in _SAMPLING if name in value})
     params = SamplingParams(**fields)
     digest = _digest(_canonical([given, messages, chat_options, fields, settings.model]))
     prompt = {kind: value[kind]} if messages is None else None

@@ -38,8 +38,9 @@ def _completion(completion: CompletionOutput, *, token_ids: bool) -> dict[str, A
     }  # fmt: skip
     if token_ids or completion.logprobs is not None:
         fields["token_ids"] = completion.token_ids
-    if completion.logprobs is not None:
+    if completion.cumulative_logprob is not None:
         fields["cumulative_logprob"] = completion.cumulative_logprob
+    if completion.logprobs is not None:
         fields["logprobs"] = _logprobs(completion.logprobs)
     return fields
 

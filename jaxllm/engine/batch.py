@@ -47,7 +47,8 @@ class StepInput(NamedTuple):
     counts: np.ndarray  # [3]: one-token rows, rows, tokens
     slots: np.ndarray  # [seqs] slot of each row; padding has the first id past the table
     q_lens: np.ndarray  # [seqs] tokens of each row, 0 in padding
-    samples: np.ndarray  # [seqs] 1 where the row's last token is its sequence's last
+    sample_rows: np.ndarray  # [seqs] the row from whose last token each sample comes
+    sample_slots: np.ndarray  # [seqs] the slot that it is for; padding has the first id past the table
     tokens: np.ndarray  # [tokens] token ids, or FROM_SLOT
     new_blocks: np.ndarray  # [3, n]: slot, index in its block table, block; padding has the first slot past
 
@@ -70,7 +71,7 @@ class StepLayout:
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        sizes = (3, self.seqs, self.seqs, self.seqs, self.tokens, 3 * self.max_new_blocks)
+        sizes = (3, *[self.seqs] * 4, self.tokens, 3 * self.max_new_blocks)
         return tuple(int(end) for end in np.cumsum(sizes))
 
     @property
@@ -85,31 +86,37 @@ class StepLayout:
 
     def pack(self, plan: Plan) -> np.ndarray:
         """The packed input of `plan`. ValueError if it doesn't fit the bucket."""
-        num_decodes, num_rows = len(plan.decodes), len(plan.rows)
+        num_decodes, num_rows = len(plan.decodes), max(len(plan.rows), plan.num_samples)
         if plan.num_tokens > self.tokens or num_rows > self.seqs or len(plan.new_blocks) > self.max_new_blocks:
             raise ValueError(
-                f"a plan of {plan.num_tokens} tokens, {num_rows} rows and {len(plan.new_blocks)} new blocks "
-                f"does not fit the bucket of {self.tokens}, {self.seqs} and {self.max_new_blocks}"
+                f"a plan of {plan.num_tokens} tokens, {num_rows} rows or samples and {len(plan.new_blocks)} new "
+                f"blocks does not fit the bucket of {self.tokens}, {self.seqs} and {self.max_new_blocks}"
             )
         packed = np.zeros(self.size, np.int32)
         f = self.unpack(packed)
-        f.counts[:] = (num_decodes, num_rows, plan.num_tokens)
-        f.slots[:] = self.max_num_seqs
-        f.slots[:num_rows] = [request.slot for request in plan.rows]
+        f.counts[:] = (num_decodes, len(plan.rows), plan.num_tokens)
+        f.slots[:] = f.sample_slots[:] = self.max_num_seqs
+        f.slots[: len(plan.rows)] = [request.slot for request in plan.rows]
+        f.sample_rows[: plan.num_samples] = plan.sample_rows
+        f.sample_slots[: plan.num_samples] = [request.slot for request in plan.samples]
         f.q_lens[:num_decodes] = 1
-        f.samples[:num_decodes] = 1
         f.tokens[:num_decodes] = FROM_SLOT
+        if plan.has_beams:  # whose tokens the host has chosen
+            f.tokens[:num_decodes] = [_known_token(request) for request in plan.decodes]
         at = num_decodes
         for row, chunk in enumerate(plan.chunks, start=num_decodes):
             tokens = chunk.request.token_ids(chunk.start, chunk.stop)
             f.q_lens[row] = len(tokens)
-            f.samples[row] = chunk.samples
             f.tokens[at : at + len(tokens)] = tokens
             at += len(tokens)
         f.new_blocks[0] = self.max_num_seqs
         if plan.new_blocks:
             f.new_blocks[:, : len(plan.new_blocks)] = np.asarray(plan.new_blocks, np.int32).T
         return packed
+
+
+def _known_token(request: Request) -> int:
+    return request.output_token_ids[-1] if request.group.is_search and request.output_token_ids else FROM_SLOT
 
 
 class SlotRow(NamedTuple):
@@ -123,6 +130,7 @@ class SlotRow(NamedTuple):
     min_len: np.ndarray  # [rows] tokens, prompt included, before which stop ids are masked
     alters_logits: np.ndarray  # [rows] 1 if the extras' row counts
     wants_logprobs: np.ndarray  # [rows] 1 or 0
+    is_beam: np.ndarray  # [rows] 1 or 0
     floats: np.ndarray  # [rows, 6] bits of temperature, top_p, min_p; repetition, frequency and presence penalty
     seed: np.ndarray  # [rows, 2] high and low word
     stop_ids: np.ndarray  # [rows, NUM_STOP_IDS], padded with -1
@@ -139,12 +147,12 @@ class AdmitLayout:
 
     @property
     def size(self) -> int:
-        return 8 + 6 + 2 + NUM_STOP_IDS + self.blocks_per_seq
+        return 9 + 6 + 2 + NUM_STOP_IDS + self.blocks_per_seq
 
     def unpack(self, packed) -> SlotRow:
-        bounds = np.cumsum([8, 6, 2, NUM_STOP_IDS]).tolist()
+        bounds = np.cumsum([9, 6, 2, NUM_STOP_IDS]).tolist()
         starts = zip(bounds, [*bounds[1:], self.size], strict=True)
-        return SlotRow(*(packed[:, i] for i in range(8)), *(packed[:, a:b] for a, b in starts))
+        return SlotRow(*(packed[:, i] for i in range(9)), *(packed[:, a:b] for a, b in starts))
 
     def pack(self, admitted: Sequence[tuple[Request, int]]) -> np.ndarray:
         """The packed rows of requests, each with the number of its tokens that the pool holds already."""
@@ -154,11 +162,11 @@ class AdmitLayout:
         f.stop_ids[:] = -1
         for i, (request, length) in enumerate(admitted):
             params = request.params
-            packed[i, :8] = (
+            packed[i, :9] = (
                 request.slot, length, request.token_ids(request.num_tokens - 1, request.num_tokens)[0],
                 request.sample_index, max(params.top_k, 0),
                 min(len(request.prompt_token_ids) + params.min_tokens, 2**31 - 1),
-                params.alters_logits, params.wants_logprobs,
+                params.alters_logits, params.tracks_logprobs, request.group.is_search,
             )  # fmt: skip
             floats = (
                 params.temperature, params.top_p, params.min_p,

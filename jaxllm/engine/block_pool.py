@@ -37,6 +37,16 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
+    @property
+    def num_shared(self) -> int:
+        """Blocks that several hold. O(blocks), as is the next."""
+        return sum(refs > 1 for refs in self.refs)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that can be hit."""
+        return sum(block in self._key_of for block in self._free)
+
     def allocate(self, n: int) -> list[int]:
         """`n` blocks with one reference each, the longest unused first. The caller has checked `num_free`."""
         assert n <= len(self._free), f"{n} blocks wanted, {len(self._free)} free"

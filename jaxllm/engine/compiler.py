@@ -27,7 +27,7 @@ class CompilePlan:
         check: Callable[[Hashable, Any], None] = lambda name, compiled: None,
     ):
         self._check = check
-        self.total = len(jobs)
+        self.names = tuple(jobs)
         self.seconds = 0.0
         self._done: dict[Hashable, Any] = {}
         self._changed = threading.Condition()
@@ -36,6 +36,10 @@ class CompilePlan:
         thread = threading.Thread(target=self._run, args=(dict(jobs),), name="jaxllm-compile", daemon=True)
         self._close = weakref.finalize(self, _stop_and_join, self._stop, thread)  # at the latest when Python exits
         thread.start()
+
+    @property
+    def total(self) -> int:
+        return len(self.names)
 
     @property
     def num_done(self) -> int:

@@ -1,8 +1,15 @@
 """The engine's settings, checked once; `auto` and None are resolved into numbers before the engine exists."""
 
+import os
 from dataclasses import dataclass
 
 from jaxllm.sampling_params import _check_float, _check_int
+
+PREEMPTIONS = ("auto", "swap", "recompute")
+
+
+def machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +23,8 @@ class EngineConfig:
     num_blocks: int
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float | None = None  # share of each device's memory; None: the platform's default
+    preemption: str = "auto"  # when blocks run out: "swap", "recompute", or what is measured to be faster
+    swap_space: float | None = None  # GiB of host memory for swapped blocks; None: 4, or an eighth of the machine's
     seed: int = 0  # of requests that bring none
 
     def __post_init__(self) -> None:
@@ -26,6 +35,10 @@ class EngineConfig:
         _check_int("num_blocks", self.num_blocks, 1, 2**30)
         if self.gpu_memory_utilization is not None:
             _check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        if self.preemption not in PREEMPTIONS:
+            raise ValueError(f"preemption={self.preemption!r} must be one of {', '.join(PREEMPTIONS)}")
+        if self.swap_space is not None:
+            _check_float("swap_space", self.swap_space, 0.0, 2.0**20)
         _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_model_len > self.num_blocks * self.block_size:
             raise ValueError(
@@ -33,6 +46,12 @@ class EngineConfig:
                 f"of {self.block_size} = {self.num_blocks * self.block_size} tokens; lower max_model_len, or raise "
                 "num_blocks"
             )
+
+    @property
+    def swap_bytes(self) -> int:
+        if self.swap_space is None:
+            return min(4 << 30, machine_bytes() // 8)
+        return int(self.swap_space * 2**30)
 
     @property
     def blocks_per_seq(self) -> int:

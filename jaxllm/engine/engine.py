@@ -8,32 +8,45 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.engine.batch import NUM_STOP_IDS
+from jaxllm.engine import beam_round
 from jaxllm.engine.block_pool import BlockPool
+from jaxllm.engine.candidates import BeamRow, read_candidates
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.logprobs import compact
 from jaxllm.engine.output import Group
 from jaxllm.engine.plan import Plan
-from jaxllm.engine.request import Request
+from jaxllm.engine.request import Request, SequenceGroup
 from jaxllm.engine.runner import Handle, Result, Runner
 from jaxllm.engine.scheduler import Scheduler
-from jaxllm.engine.validation import bad_word_ids, check_params, check_prompt
+from jaxllm.engine.validation import bad_word_ids, check_params, check_prompt, check_room
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxllm.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EngineStats:
+    """What an engine holds now, and what it has done so far."""
+
     num_blocks: int
     block_size: int  # tokens
     blocks_used: int
+    blocks_shared: int  # of those, used by several sequences
+    blocks_cached: int  # free, and found again by a prompt that begins as they do
     peak_blocks_used: int
+    wasted_slots: int  # tokens' places in used blocks that hold no token yet
+    blocks_copied: int  # on the first write to a shared block
+    blocks_swapped_out: int
+    blocks_swapped_in: int
+    blocks_on_host: int  # of sequences that wait to be swapped in
     num_running: int
     num_waiting: int
-    num_preemptions: int
+    num_preemptions: int  # of sequences
+    num_swapped: int  # of those, swapped to host memory; the others are recomputed
     num_prompt_tokens: int  # of requests admitted so far
     num_cached_tokens: int  # of those, found in the prefix cache
     num_executables: int  # in the compile plan
@@ -55,6 +68,8 @@ class Engine:
             BlockPool(self.config.num_blocks, self.config.block_size),
             max_num_seqs=self.config.max_num_seqs,
             prefix_caching=self.config.enable_prefix_caching,
+            prefers_swap=self._prefers_swap,
+            max_host_blocks=self.config.swap_bytes // runner.costs.block_bytes,
         )
         self._rng = random.Random(self.config.seed)
         self._arrivals = itertools.count()
@@ -63,6 +78,11 @@ class Engine:
         self._interrupted = True  # the device state is unknown: build one before the next step
         self._peak_blocks = 0
         self._dead: BaseException | None = None
+
+    def _prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
+        if self.config.preemption == "auto":
+            return self.runner.knows_bandwidth() and self.runner.costs.prefers_swap(num_blocks, num_tokens)
+        return self.config.preemption == "swap"
 
     # ---- requests
 
@@ -88,19 +108,28 @@ class Engine:
         )  # fmt: skip
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
         bad_words = bad_word_ids(params, self.tokenizer)
-        for index in range(params.n):
-            group.samples.append(self._sample(group, index, seed, priority, bad_words))
+        sequences = [
+            self._sequence(group, index, seed, priority, bad_words)
+            for index in range(params.beam_width or params.num_samples)
+        ]
+        if params.beam_width is None:
+            siblings, group.samples = SequenceGroup(sequences), sequences
+            for sequence in sequences:
+                sequence.group = siblings
+        else:
+            text = Detokenizer(self.tokenizer, params, prompt_token_ids) if params.stops else None
+            siblings, group.samples = beam_round.start(sequences, text), sequences[:1]
         self._groups[request_id] = group
-        for sample in group.samples:
-            self.scheduler.add(sample)
+        self.scheduler.add(siblings)
 
     def validate(self, prompt_token_ids: Sequence[Any], params: SamplingParams) -> list[int]:
         """The prompt as a list, if this engine can serve it with `params`; ValueError otherwise."""
         ids = check_prompt(prompt_token_ids, self.vocab, self.config.max_model_len)
         check_params(params, self.vocab, self.tokenizer)
+        check_room(ids, params, self.config)
         return ids
 
-    def _sample(self, group: Group, index: int, seed: int, priority: int, bad_words: list[list[int]]) -> Request:
+    def _sequence(self, group: Group, index: int, seed: int, priority: int, bad_words: list[list[int]]) -> Request:
         params, prompt = group.params, group.prompt_token_ids
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         limit = self.config.max_model_len
@@ -109,7 +138,7 @@ class Engine:
         return Request(
             prompt_token_ids=prompt, params=params, arrival=next(self._arrivals), seed=seed, sample_index=index,
             max_total_len=limit, stop_ids=eos_ids.union(params.stop_token_ids), eos_ids=eos_ids, priority=priority,
-            bad_words=bad_words, owner=group,
+            bad_words=bad_words, owner=group, host_dependent=params.beam_width is not None,
         )  # fmt: skip
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -166,25 +195,34 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - raised on the device; the step after it has no state either
                 failed = done.plan, error
             else:
-                updated = scheduler.commit(done.plan, result.tokens, self._keep_logprobs(done.plan, result))
+                updated = scheduler.commit(done.plan, result.tokens, *self._read(done.plan, result))
         if failed is not None:
             updated += self._recover(*failed)
         return self._news(updated)
 
-    def _keep_logprobs(self, plan: Plan, result: Result) -> list[Any] | None:
-        """Gives requests the log-probabilities of their prompts; returns what is to be kept of each row's token."""
+    def _read(self, plan: Plan, result: Result) -> tuple[list[Any] | None, list[Any] | None]:
+        """Gives requests the log-probabilities of their prompts; returns what is to be kept of each sample's token,
+        and how each beam may go on."""
         for span, rows in result.scores:
             request = span.request
-            if request.epoch == plan.epochs[plan.rows.index(request)]:
+            if request.epoch == span.epoch:
                 kept = [compact(row, request.params.prompt_logprobs) for row in rows]
                 request.prompt_logprobs[span.start - 1 :] = kept
         if result.logprobs is None:
-            return None
-        return [
+            return None, None
+        logprobs = [
             compact(row, request.params.num_top_logprobs, request.params.logprob_token_ids or ())
-            if request.params.wants_logprobs
+            if request.params.tracks_logprobs
             else None
-            for request, row in zip(plan.rows, result.logprobs, strict=False)
+            for request, row in zip(plan.samples, result.logprobs, strict=False)
+        ]
+        if result.candidates is None:
+            return logprobs, None
+        return logprobs, [
+            BeamRow(read_candidates(row, request.group.round.search.num_candidates), kept)
+            if request.group.is_search
+            else None
+            for request, row, kept in zip(plan.samples, result.candidates, logprobs, strict=False)
         ]
 
     def _news(self, updated: Sequence[Request]) -> list[RequestOutput]:
@@ -218,6 +256,7 @@ class Engine:
             group.fail(f"decoding its text failed: {error}")
             for sample in group.samples:
                 self.scheduler.finish(sample, "error")
+            for sample in group.shown:
                 sample.finish_reason = "error"
 
     # ---- failure
@@ -259,14 +298,19 @@ class Engine:
             self.runner.wait_all()
 
     def stats(self) -> EngineStats:
+        """O(blocks + running)."""
         scheduler, compile_plan = self.scheduler, self.runner.compile_plan
+        pool, preemption = scheduler.pool, scheduler.preemption
         return EngineStats(
-            num_blocks=self.config.num_blocks, block_size=self.config.block_size,
-            blocks_used=scheduler.pool.num_used, peak_blocks_used=self._peak_blocks,
-            num_running=len(scheduler.running), num_waiting=scheduler.num_waiting,
-            num_preemptions=scheduler.num_preemptions, num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens, num_executables=compile_plan.total,
-            num_compiled=compile_plan.num_done, compile_s=compile_plan.seconds,
+            num_blocks=pool.num_blocks, block_size=pool.block_size, blocks_used=pool.num_used,
+            blocks_shared=pool.num_shared, blocks_cached=pool.num_cached, peak_blocks_used=self._peak_blocks,
+            wasted_slots=scheduler.residents.num_wasted_slots, blocks_copied=scheduler.num_copied,
+            blocks_swapped_out=preemption.num_blocks_out, blocks_swapped_in=preemption.num_blocks_in,
+            blocks_on_host=preemption.num_host_blocks, num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting, num_swapped=preemption.num_swapped,
+            num_preemptions=preemption.num_swapped + preemption.num_recomputed,
+            num_prompt_tokens=scheduler.num_prompt_tokens, num_cached_tokens=scheduler.num_cached_tokens,
+            num_executables=compile_plan.total, num_compiled=compile_plan.num_done, compile_s=compile_plan.seconds,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from jaxllm.engine import block_moves
 from jaxllm.engine.batch import ADMIT_SIZES, FROM_SLOT, AdmitLayout, ExtrasLayout, StepLayout
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.logprobs import logprob_rows
@@ -76,8 +77,8 @@ def step(
     layout: StepLayout,
     mesh: Mesh,
 ) -> tuple[list[Array], Slots, Array, Float[Array, "seqs vocab"], Int[Array, " seqs"]]:
-    """One forward pass over a ragged batch: pools, slots, hidden states, logits of each row's last token, and the
-    slots of the rows that sample."""
+    """One forward pass over a ragged batch: pools, slots, hidden states, the logits that each sample comes from, and
+    the slots that they are for."""
     given = layout.unpack(packed)
     slot_of_new, index, block = given.new_blocks
     slots = slots._replace(block_table=slots.block_table.at[slot_of_new, index].set(block, mode="drop"))
@@ -93,11 +94,11 @@ def step(
 
     model = model_shape.model(leaves)
     hidden, caches = model(tokens, positions, [Paged(pool, batch, mesh) for pool in kv_pools])
-    logits = model.logits(hidden[jnp.maximum(cu_q_lens[1:] - 1, 0)])
+    last = jnp.maximum(cu_q_lens[1:] - 1, 0)  # token of each row
+    logits = model.logits(hidden[last[given.sample_rows]])
     slots = slots._replace(length=slots.length.at[given.slots].add(given.q_lens, mode="drop"))
-    sample_slots = jnp.where(given.samples > 0, given.slots, layout.max_num_seqs)
     last_hidden = jax.lax.dynamic_update_slice_in_dim(last_hidden, hidden, 0, 0)
-    return [cache.kv_pool for cache in caches], slots, last_hidden, logits, sample_slots
+    return [cache.kv_pool for cache in caches], slots, last_hidden, logits, given.sample_slots
 
 
 def sample_step(
@@ -119,10 +120,12 @@ def sample_full_step(
     table: SamplingTable,
     logits: Float[Array, "seqs vocab"],
     sample_slots: Int[Array, " seqs"],
-) -> tuple[Int[Array, " slots"], SamplingExtras, Int[Array, "seqs width"]]:
-    """Likewise; each row of the result is a token, then its log-probabilities."""
-    tokens, extras, rows = sample_full(logits, sample_slots, lengths, table, extras)
-    return last_token.at[sample_slots].set(tokens, mode="drop"), extras, jnp.concatenate([tokens[:, None], rows], 1)
+) -> tuple[Int[Array, " slots"], SamplingExtras, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
+    """Likewise; each row of the result is a token, then its log-probabilities. Beams' candidates are apart, as they
+    are read only if there are beams."""
+    tokens, extras, rows, candidates = sample_full(logits, sample_slots, lengths, table, extras)
+    last_token = last_token.at[sample_slots].set(tokens, mode="drop")
+    return last_token, extras, jnp.concatenate([tokens[:, None], rows], 1), candidates
 
 
 def score(
@@ -152,7 +155,8 @@ class Lowering:
     mesh: Mesh
 
     def jobs(self, layouts: Sequence[StepLayout]) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
-        """Name -> lowering of every executable: (number of T) + 2 x (number of S) + the admits + three more.
+        """Name -> lowering of every executable: (number of T) + 2 x (number of S), the admits, three more, and those
+        that move blocks.
 
         Smallest first: after the first four a request can be served.
         """
@@ -164,6 +168,7 @@ class Lowering:
             jobs.setdefault(("sample", layout.seqs, False), partial(self.lower_sample, layout.seqs))
             jobs.setdefault(("sample", layout.seqs, True), partial(self.lower_sample_full, layout.seqs))
             jobs |= {"extras": self.lower_extras, "score": self.lower_score} | admits
+            jobs |= block_moves.jobs(self.state().kv_pools, self.config.max_num_seqs)
         return jobs
 
     def state(self) -> DeviceState:
@@ -216,7 +221,7 @@ class Lowering:
     def lower_sample_full(self, seqs: int) -> jax.stages.Lowered:
         slots, sampling, extras, _ = self.small_state()
         everywhere = replicated(self.mesh)
-        out = (everywhere, jax.tree.map(lambda x: x.sharding, extras), everywhere)
+        out = (everywhere, jax.tree.map(lambda x: x.sharding, extras), everywhere, everywhere)
         jitted = jax.jit(sample_full_step, donate_argnums=(0, 1), out_shardings=out)
         return jitted.lower(
             slots.last_token, extras, slots.length, sampling, self._logits(seqs), self._ints(seqs)

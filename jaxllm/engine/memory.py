@@ -5,14 +5,13 @@ machine and the model only, never on what happens to be free at the moment, and 
 """
 
 import math
-import os
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.config import EngineConfig, machine_bytes
 from jaxllm.engine.executables import Lowering, ModelShape
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.pallas_kernels.paged_attention import kv_shape
@@ -49,10 +48,6 @@ def device_bytes(mesh: Mesh) -> int | None:
     """Bytes that the runtime may allocate on each accelerator of the mesh; None on a CPU."""
     stats = mesh.devices.flat[0].memory_stats() or {}
     return stats.get("bytes_limit")
-
-
-def machine_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def kv_budget(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:

@@ -1,5 +1,6 @@
 """From committed tokens to `RequestOutput`s: groups of samples, incremental text, stop strings, log-probabilities."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ class Progress:
         self.detokenizer: Detokenizer | None = None
         self.num_decoded = 0  # tokens
         self.logprobs: Logprobs = []
+        self.num_summed = 0  # tokens whose log-probabilities are in the next
         self.cumulative_logprob = 0.0
         self.num_sent = 0  # tokens in the stream's outputs so far
         self.num_sent_chars = 0
@@ -26,9 +28,10 @@ class Progress:
 
 @dataclass(eq=False, kw_only=True)
 class Group:
-    """One user request: its `n` sequences, and the output of each.
+    """One user request: its sequences, and the output of each that is returned.
 
-    Text is decoded while tokens come in only if someone looks at it: a stream, or a stop string.
+    Text is decoded while tokens come in only if someone looks at it: a stream, or a stop string. Beams, of which
+    `samples` has but the first, and samples of which the best are wanted, have one output, when all are over.
     """
 
     request_id: str
@@ -41,13 +44,14 @@ class Group:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        self._progress = [Progress() for _ in range(self.params.n)]
+        self._progress = [Progress() for _ in range(self.params.num_samples)]
         self._decode = self.tokenizer is not None and self.params.detokenize
         self._prompt_logprobs: Logprobs | None = None
 
     @property
     def watches_text(self) -> bool:
-        return self._decode and bool(self.params.stops)
+        """Whether stop strings are found here; those of beams are where the beams are chosen."""
+        return self._decode and bool(self.params.stops) and self.params.beam_width is None
 
     def fail(self, error: str) -> None:
         """Its text can't be decoded: from now on it has none."""
@@ -59,11 +63,24 @@ class Group:
         return all(sample.finish_reason for sample in self.samples)
 
     @property
+    def shown(self) -> list[Request]:
+        """The sequences that are returned, best first if they were chosen."""
+        if self.params.beam_width is not None:
+            return self.samples[0].group.results or []
+        if self.params.num_samples > self.params.n:
+            return sorted(self.samples, key=_mean_logprob, reverse=True)[: self.params.n]
+        return self.samples
+
+    @property
+    def _is_chosen(self) -> bool:
+        return self.params.beam_width is not None or self.params.num_samples > self.params.n
+
+    @property
     def has_news(self) -> bool:
         """Whether an output is due: the last, or one that the stream wants now."""
         if self.finished:
             return True
-        if not self.stream or self.params.output_kind is RequestOutputKind.FINAL_ONLY:
+        if not self.stream or self._is_chosen or self.params.output_kind is RequestOutputKind.FINAL_ONLY:
             return False
         return any(self._is_due(sample) for sample in self.samples)
 
@@ -91,29 +108,31 @@ class Group:
     def output(self) -> RequestOutput:
         """A snapshot: it does not change when the request goes on."""
         is_delta = self.stream and self.params.output_kind is RequestOutputKind.DELTA
-        samples = [sample for sample in self.samples if not is_delta or self._is_due(sample)]
+        shown = [(i, sample) for i, sample in enumerate(self.shown) if not is_delta or self._is_due(sample)]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self._get_prompt_logprobs(),
-            outputs=[self._completion(sample, is_delta=is_delta) for sample in samples],
+            outputs=[self._completion(i, sample, is_delta=is_delta) for i, sample in shown],
             finished=self.finished,
             num_cached_tokens=max(0, self.samples[0].num_cached),
-            error=self.error or next((s.error for s in self.samples if s.error), None),
+            error=self.error or next((sample.error for _, sample in shown if sample.error), None),
         )
 
-    def _completion(self, sample: Request, *, is_delta: bool) -> CompletionOutput:
+    def _completion(self, index: int, sample: Request, *, is_delta: bool) -> CompletionOutput:
         progress, text = self._progress[sample.sample_index], self._text(sample)
-        logprobs = self._logprobs(sample, progress) if self.params.wants_logprobs else None
+        self._read_logprobs(sample, progress)
+        logprobs = progress.logprobs if self.params.wants_logprobs else None
+        has_sum = self.params.tracks_logprobs or self._is_chosen
         start, start_char = (progress.num_sent, progress.num_sent_chars) if is_delta else (0, 0)
         progress.num_sent, progress.num_sent_chars = len(sample.output_token_ids), len(text)
         progress.is_end_sent = sample.finish_reason is not None
         return CompletionOutput(
-            index=sample.sample_index,
+            index=index,
             text=text[start_char:],
             token_ids=sample.output_token_ids[start:],
-            cumulative_logprob=None if logprobs is None else progress.cumulative_logprob,
+            cumulative_logprob=progress.cumulative_logprob if has_sum else None,
             logprobs=None if logprobs is None else logprobs[start:],
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
@@ -130,12 +149,13 @@ class Group:
 
     # ---- log-probabilities
 
-    def _logprobs(self, sample: Request, progress: Progress) -> Logprobs:
-        start = len(progress.logprobs)
+    def _read_logprobs(self, sample: Request, progress: Progress) -> None:
+        start = progress.num_summed
         new = sample.logprobs[start : len(sample.output_token_ids)]
-        progress.logprobs += self._readable(sample.output_token_ids[start:], new, self.params.num_top_logprobs)
-        progress.cumulative_logprob += sum(float(kept.logprobs[0]) for kept in new)
-        return progress.logprobs
+        progress.num_summed += len(new)
+        progress.cumulative_logprob += _sum_logprobs(new)
+        if self.params.wants_logprobs:
+            progress.logprobs += self._readable(sample.output_token_ids[start:], new, self.params.num_top_logprobs)
 
     def _get_prompt_logprobs(self) -> Logprobs | None:
         """None until they are complete: the first token's is None, as nothing is before it."""
@@ -152,3 +172,12 @@ class Group:
 
     def _token_text(self, token: int) -> str | None:
         return self.tokenizer.token_text(token) if self._decode else None
+
+
+def _sum_logprobs(kept: Sequence[Kept]) -> float:
+    return sum(float(entry.logprobs[0]) for entry in kept)
+
+
+def _mean_logprob(sample: Request) -> float:
+    """The measure by which the best of several samples are chosen."""
+    return _sum_logprobs(sample.logprobs) / len(sample.logprobs) if sample.logprobs else -math.inf

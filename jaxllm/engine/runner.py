@@ -1,6 +1,7 @@
 """Owns the device: parameters, state and executables. Sees plans and arrays, never a queue."""
 
 import logging
+import time
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -10,9 +11,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxllm.engine import memory
+from jaxllm.engine.block_moves import BlockMoves, host_bytes
 from jaxllm.engine.batch import ADMIT_SIZES, AdmitLayout, ExtrasLayout, StepLayout, pick_bucket, token_ladder
 from jaxllm.engine.compiler import CompilePlan
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.costs import PreemptionCosts
 from jaxllm.engine.executables import Lowering, ModelShape
 from jaxllm.engine.plan import Plan
 from jaxllm.engine.request import Request
@@ -26,6 +29,7 @@ class Span(NamedTuple):
     """Prompt tokens `start` to `stop` of a request, to be scored."""
 
     request: Request
+    epoch: int  # of the request
     start: int
     stop: int
     at: int  # among the step's tokens, of the one before the first
@@ -35,7 +39,9 @@ class Handle(NamedTuple):
     """A dispatched step: its plan, and what the host will read of it, which is on its way there."""
 
     plan: Plan
-    result: Array  # int32 [seqs]: the sampled tokens; or [seqs, width]: with their log-probabilities
+    dispatched_at: float  # seconds of time.perf_counter
+    result: Array | None  # int32 [seqs]: the sampled tokens; or [seqs, width]: with their log-probabilities
+    candidates: Array | None  # int32 [seqs, width] if there are beams
     spans: list[Span]
     scores: list[Array]  # int32 [rows, width]: log-probabilities of the spans' tokens, one span after the other
 
@@ -43,8 +49,9 @@ class Handle(NamedTuple):
 class Result(NamedTuple):
     """A step that is over."""
 
-    tokens: list[int]  # of each row, meaningless for rows that don't sample
+    tokens: list[int]  # of each sample, then padding
     logprobs: np.ndarray | None  # int32 [seqs, width] if the sampler was the full one; see logprobs.py
+    candidates: np.ndarray | None  # int32 [seqs, width] if there are beams; see candidates.py
     scores: list[tuple[Span, np.ndarray]]  # int32 [count, width] of each span
 
 
@@ -60,10 +67,13 @@ class Runner:
         self._extras = ExtrasLayout(model_shape.vocab)
         self._leaves: list[Array] = []
         self._state: DeviceState | None = None
+        self._collected_at = 0.0  # time.perf_counter of the last
         self._max_tokens = {False: 0, True: 0}  # of the steps that can run so far, by sampler
         lowering = Lowering(model_shape, config, mesh)
         self._temp_bound = memory.step_bytes(model_shape, config, mesh)
         self.compile_plan = CompilePlan(lowering.jobs(list(self._layouts.values())), self._check_memory)
+        self._moves = BlockMoves(self.compile_plan, config.num_blocks, config.max_num_seqs)
+        self.costs = PreemptionCosts(host_bytes(lowering.state().kv_pools))
 
     def set_params(self, params: Params) -> None:
         """Uses `params`, which lie where the executables want them, from the next step on. ValueError for a dtype
@@ -96,10 +106,7 @@ class Runner:
 
     def wait_all(self) -> None:
         """Blocks until every executable is there."""
-        seqs = {layout.seqs for layout in self._layouts.values()}
-        samplers = [("sample", n, full) for n in seqs for full in (False, True)]
-        others = ["extras", "score"] + [("admit", n) for n in ADMIT_SIZES]
-        self.compile_plan.wait([("step", t) for t in self.ladder] + samplers + others)
+        self.compile_plan.wait(self.compile_plan.names)
 
     def close(self) -> None:
         """Stops compiling and lets go of the device's memory."""
@@ -109,34 +116,47 @@ class Runner:
     def reset(self) -> None:
         """A fresh, empty state: at the start, and after a failed step took the old one with it."""
         self._state = None  # free the old pool first
+        self._moves.clear()
         self._state = self.compile_plan["init"]()
 
     def dispatch(self, plan: Plan) -> Handle:
-        """Puts a step on the device's queue and awaits nothing."""
+        """Puts a step on the device's queue, what moves before it first, and awaits nothing."""
+        now = time.perf_counter()
+        self._state = self._state._replace(kv_pools=self._moves.run(self._state.kv_pools, plan))
         self._admit(plan)
+        if not plan.num_tokens:
+            return Handle(plan, now, None, None, [], [])
         state = self._state
-        layout = self._layouts[pick_bucket(self.ladder, plan.num_tokens)]
+        layout = self._layouts[pick_bucket(self.ladder, max(plan.num_tokens, plan.num_samples))]
         run = self.compile_plan["step", layout.tokens]
         pools, slots, hidden, logits, sample_slots = run(
             self._leaves, state.kv_pools, state.slots, state.hidden, layout.pack(plan)
         )
-        result, extras = sample_slots, state.extras
+        result, extras, candidates = sample_slots, state.extras, None
         if plan.num_samples:
             draw = self.compile_plan["sample", layout.seqs, plan.full_sampler]
             given = slots.length, state.sampling, logits, sample_slots
             if plan.full_sampler:
-                last_token, extras, result = draw(slots.last_token, extras, *given)
+                last_token, extras, result, candidates = draw(slots.last_token, extras, *given)
             else:
                 last_token, result = draw(slots.last_token, *given)
             slots = slots._replace(last_token=last_token)
         self._state = DeviceState(pools, slots, state.sampling, extras, hidden)
         result.copy_to_host_async()
+        candidates = candidates if plan.has_beams else None
+        if candidates is not None:
+            candidates.copy_to_host_async()
         spans = _spans_to_score(plan)
-        return Handle(plan, result, spans, self._score(spans) if spans else [])
+        return Handle(plan, now, result, candidates, spans, self._score(spans) if spans else [])
 
     def collect(self, handle: Handle) -> Result:
         """Waits for a step. Raises what it raised."""
+        if handle.result is None:
+            self._moves.settle()
+            return Result([], None, None, [])
         result = np.asarray(handle.result)
+        self._moves.settle()
+        self._observe(handle)
         tokens, logprobs = (result, None) if result.ndim == 1 else (result[:, 0], result[:, 1:])
         scores, at = [], 0
         if handle.spans:
@@ -145,7 +165,21 @@ class Runner:
                 end = at + span.stop - span.start
                 scores.append((span, rows[at:end]))
                 at = end
-        return Result(tokens.tolist(), logprobs, scores)
+        candidates = None if handle.candidates is None else np.asarray(handle.candidates)
+        return Result(tokens.tolist(), logprobs, candidates, scores)
+
+    def _observe(self, handle: Handle) -> None:
+        start, self._collected_at = max(handle.dispatched_at, self._collected_at), time.perf_counter()
+        plan = handle.plan
+        self.costs.observe_step(plan.num_tokens, plan.num_tokens - len(plan.decodes), self._collected_at - start)
+
+    def knows_bandwidth(self) -> bool:
+        """Whether copies to the host and back can be weighed; measures them if they can be, once."""
+        if self.costs.copy_bytes_per_s is None and self._moves.is_ready():
+            pools, bandwidth = self._moves.measure_bandwidth(self._state.kv_pools)
+            self._state = self._state._replace(kv_pools=pools)
+            self.costs.copy_bytes_per_s = bandwidth
+        return self.costs.copy_bytes_per_s is not None
 
     def _score(self, spans: list[Span]) -> list[Array]:
         """Scores the spans' tokens from the hidden states of the step just dispatched, some at a time."""
@@ -170,11 +204,10 @@ class Runner:
             packed = self._admits[size].pack(plan.admitted[at : at + size])
             slots, sampling = self.compile_plan["admit", size](self._state.slots, self._state.sampling, packed)
             self._state = self._state._replace(slots=slots, sampling=sampling)
-        for request, _ in plan.admitted:
-            if request.needs_extras:
-                for packed in self._extras.pack(request):
-                    extras = self.compile_plan["extras"](self._state.extras, packed)
-                    self._state = self._state._replace(extras=extras)
+        for request in plan.extras:
+            for packed in self._extras.pack(request):
+                extras = self.compile_plan["extras"](self._state.extras, packed)
+                self._state = self._state._replace(extras=extras)
 
     def _check_memory(self, name: Hashable, compiled: jax.stages.Compiled) -> None:
         """Compares the bound that sized the pool with what the compiler says the largest step takes."""
@@ -197,6 +230,6 @@ def _spans_to_score(plan: Plan) -> list[Span]:
             first = max(start, len(request.prompt_logprobs)) + 1
             last = min(stop + 1, len(request.prompt_token_ids))
             if first < last:
-                spans.append(Span(request, first, last, at + first - 1 - start))
+                spans.append(Span(request, request.epoch, first, last, at + first - 1 - start))
         at += stop - start
     return spans

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxllm.engine.candidates import CANDIDATES_WIDTH, candidate_rows
 from jaxllm.engine.logprobs import WATCHED_WIDTH, logprob_rows
 from jaxllm.engine.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.engine.state import SamplingExtras, SamplingTable
@@ -32,12 +33,24 @@ def sample_full(
     lengths: Int[Array, " slots"],
     table: SamplingTable,
     extras: SamplingExtras,
-) -> tuple[Int[Array, " seqs"], SamplingExtras, Int[Array, "seqs width"]]:
-    """Like `sample`, with everything that a request may ask for: tokens, the extras after them, and the rows of
-    `logprob_rows` (zeros if nobody wants any). A row that may have no token at all gives `NO_TOKEN`."""
+) -> tuple[Int[Array, " seqs"], SamplingExtras, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
+    """Like `sample`, with everything that a request may ask for: tokens, the extras after them, the rows of
+    `logprob_rows` (zeros if nobody wants any), and those of `candidate_rows` (zeros without beams). A row that may
+    have no token at all gives `NO_TOKEN`.
+
+    What alters the logits of others alters the log-probabilities of beams, which are not normalised again.
+    """
     row, length = _of_slots(table, slots), lengths.at[slots].get(mode="clip")
+    is_beam = row.is_beam > 0
+    has_beams = jnp.any(is_beam)
     altered = jax.lax.cond(
-        jnp.any(row.alters_logits > 0), lambda x: alter(x, row, _of_slots(extras, slots)), lambda x: x, logits
+        has_beams,
+        lambda x: x - jnp.where(is_beam, jax.nn.logsumexp(x, axis=-1), 0.0)[:, None],
+        lambda x: x,
+        logits,
+    )
+    altered = jax.lax.cond(
+        jnp.any(row.alters_logits > 0), lambda x: alter(x, row, _of_slots(extras, slots)), lambda x: x, altered
     )
     altered = mask_stop_ids(altered, row.stop_ids, length < row.min_len)
     tokens = jnp.where(jnp.max(altered, axis=-1) > -jnp.inf, _choose(altered, row, length), NO_TOKEN)
@@ -48,7 +61,13 @@ def sample_full(
         lambda x: jnp.zeros((x.shape[0], WATCHED_WIDTH), jnp.int32),
         logits,
     )
-    return tokens, _remember(extras, slots, tokens), rows
+    candidates = jax.lax.cond(
+        has_beams,
+        lambda x: candidate_rows(x, logits),
+        lambda x: jnp.zeros((x.shape[0], CANDIDATES_WIDTH), jnp.int32),
+        altered,
+    )
+    return tokens, _remember(extras, slots, tokens), rows, candidates
 
 
 def _of_slots(table, slots: Int[Array, " seqs"]):

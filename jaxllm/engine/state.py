@@ -32,6 +32,7 @@ class SamplingTable(NamedTuple):
     stop_ids: Int[Array, "slots stop_ids"]  # padded with -1
     alters_logits: Int[Array, " slots"]  # 1 if its row of the extras counts
     wants_logprobs: Int[Array, " slots"]  # 1 or 0
+    is_beam: Int[Array, " slots"]  # 1 or 0
     repetition_penalty: Float[Array, " slots"]
     frequency_penalty: Float[Array, " slots"]
     presence_penalty: Float[Array, " slots"]
@@ -69,7 +70,7 @@ def empty_slots(max_num_seqs: int, blocks_per_seq: int) -> tuple[Slots, Sampling
     return slots, SamplingTable(
         seed=jnp.zeros((max_num_seqs, 2), jnp.uint32), sample_index=ints, temperature=floats, top_k=ints,
         top_p=floats, min_p=floats, min_len=ints, stop_ids=jnp.full((max_num_seqs, NUM_STOP_IDS), -1, jnp.int32),
-        alters_logits=ints, wants_logprobs=ints,
+        alters_logits=ints, wants_logprobs=ints, is_beam=ints,
         repetition_penalty=floats, frequency_penalty=floats, presence_penalty=floats,
     )  # fmt: skip
 
@@ -106,6 +107,7 @@ def install_rows(slots: Slots, sampling: SamplingTable, rows: SlotRow) -> tuple[
         stop_ids=put(sampling.stop_ids, rows.stop_ids),
         alters_logits=put(sampling.alters_logits, rows.alters_logits),
         wants_logprobs=put(sampling.wants_logprobs, rows.wants_logprobs),
+        is_beam=put(sampling.is_beam, rows.is_beam),
         repetition_penalty=put(sampling.repetition_penalty, floats[:, 3]),
         frequency_penalty=put(sampling.frequency_penalty, floats[:, 4]),
         presence_penalty=put(sampling.presence_penalty, floats[:, 5]),

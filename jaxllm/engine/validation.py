@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.engine.batch import BAD_WORD_LEN
+from jaxllm.engine.config import EngineConfig
 from jaxllm.sampling_params import SamplingParams
 
 _ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
@@ -34,6 +35,30 @@ def check_params(params: SamplingParams, vocab: int, tokenizer: Any) -> None:
     if params.stops and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the engine has none; use stop_token_ids")
     bad_word_ids(params, tokenizer)
+
+
+def check_room(token_ids: Sequence[int], params: SamplingParams, config: EngineConfig) -> None:
+    """ValueError if beams could need more than there is: they run side by side. Samples can wait for each other, and
+    each alone fits."""
+    width = params.beam_width
+    if width is None:
+        return
+    if width > config.max_num_seqs:
+        raise ValueError(
+            f"beam_width={width} is more than the {config.max_num_seqs} sequences that may run at once; lower it, or "
+            "raise max_num_seqs"
+        )
+    most_len = config.max_model_len
+    if params.max_tokens is not None:
+        most_len = min(most_len, len(token_ids) + params.max_tokens)
+    shared = len(token_ids) // config.block_size
+    num_blocks = shared + width * (-(-(most_len - 1) // config.block_size) - shared)  # the last token is not attended
+    if num_blocks > config.num_blocks:
+        raise ValueError(
+            f"{width} beams of a prompt of {len(token_ids)} tokens and up to {most_len - len(token_ids)} more may need "
+            f"{num_blocks} KV blocks of {config.block_size} tokens, and the pool has {config.num_blocks}; lower "
+            "max_tokens or beam_width, or raise num_blocks"
+        )
 
 
 def bad_word_ids(params: SamplingParams, tokenizer: Any) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """The text of one completion while its tokens come in, and the stop string that ends it."""
 
+import copy
 from collections.abc import Sequence
 
 from jaxllm.sampling_params import SamplingParams
@@ -56,6 +57,12 @@ class Detokenizer:
         """No token follows: the text withheld so far is shown. Does nothing after a stop string, or twice."""
         if not self._finished:
             self._end(self._hidden + self._stream.flush())
+
+    def clone(self) -> "Detokenizer":
+        """Another that goes on from here, for a completion that begins alike."""
+        other = copy.copy(self)
+        other._stream = self._stream.clone()
+        return other
 
     def _end(self, rest: str) -> None:
         self.text += rest

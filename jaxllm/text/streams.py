@@ -5,6 +5,7 @@ byte tokens (`<0xE2>`): decoders replace every byte of a run if any part of it i
 """
 
 import codecs
+import copy
 import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
@@ -34,6 +35,10 @@ class TextStream(Protocol):
 
     def flush(self) -> str:
         """The rest of the text, given that no token follows."""
+        ...
+
+    def clone(self) -> "TextStream":
+        """Another that goes on from here, for a completion that begins alike."""
         ...
 
 
@@ -80,6 +85,11 @@ class ByteStream:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def clone(self) -> "ByteStream":
+        other = ByteStream(self._table)
+        other._decoder.setstate(self._decoder.getstate())
+        return other
 
 
 class PieceTable(dict[int, str | int | None]):
@@ -164,6 +174,13 @@ class PieceStream:
         self._decoder.reset()
         return text
 
+    def clone(self) -> "PieceStream":
+        other = copy.copy(self)
+        other._run = list(self._run)
+        other._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+        other._decoder.setstate(self._decoder.getstate())
+        return other
+
 
 class WindowStream:
     """For decoders of which nothing is known: decodes new tokens behind those that gave the text before.
@@ -190,6 +207,11 @@ class WindowStream:
 
     def flush(self) -> str:
         return self._settle(self._pending_text())
+
+    def clone(self) -> "WindowStream":
+        other = copy.copy(self)
+        other._pending = list(self._pending)
+        return other
 
     def _pending_text(self) -> str:
         return self._decode(self._context + self._pending)[self._context_len :] if self._pending else ""
