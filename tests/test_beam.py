@@ -1,5 +1,6 @@
 """Beam search against transformers' own over the same random model, and its rules one by one."""
 
+import copy
 from itertools import product
 
 import jax
@@ -141,7 +142,7 @@ def test_ties_go_to_the_earlier_beam_and_candidate():
 
 def test_sums_of_small_differences_are_exact():
     search = make_search()
-    advance(search, {1: -2.0**24, 2: -(2.0**24) - 8})
+    advance(search, {1: -(2.0**24), 2: -(2.0**24) - 8})
     live, *_ = advance(search, {3: -1.5, 4: -1.25}, {5: -0.5})
     assert live == [(0, 4), (0, 3)] and search.scores == [-(2.0**24) - 1.25, -(2.0**24) - 1.5]
 
@@ -211,6 +212,15 @@ def test_when_it_is_over(early_stopping, length_penalty, num_steps):
     while not search.done:
         advance(search, {6: -2.0 if search.num_tokens == 2 else -3.0})
     assert search.num_tokens == num_steps
+
+
+def test_a_copy_stays_as_it_was():
+    search = make_search(1, early_stopping="never", length_penalty=1.0)
+    advance(search, {1: -1.0, 2: -1.5}, stops=(1,))
+    before, as_it_was = copy.copy(search), copy.deepcopy(vars(search))
+    advance(search, {3: -0.1, 4: -0.2}, stops=(3,))
+    assert search.finished != before.finished and search.scores != before.scores
+    assert vars(before) == as_it_was
 
 
 def test_few_candidates_give_few_beams():

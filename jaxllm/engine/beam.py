@@ -42,7 +42,8 @@ class BeamSearch:
     It sees indices and scores: the caller has the tokens, and extends the beams as `advance` says. With
     `early_stopping` True the search is over when `width` beams are finished. Otherwise also the best live beam must
     have no better normalized score than the worst of them; "never", with a `length_penalty` above 0, takes the live
-    beam's score as if it already had all its tokens, the best that it can come to.
+    beam's score as if it already had all its tokens, the best that it can come to. `scores` and `finished` are
+    replaced, never changed: a shallow copy of the search stays as it was.
     """
 
     def __init__(

@@ -307,9 +307,9 @@ class Engine:
             wasted_slots=scheduler.residents.num_wasted_slots, blocks_copied=scheduler.num_copied,
             blocks_swapped_out=preemption.num_blocks_out, blocks_swapped_in=preemption.num_blocks_in,
             blocks_on_host=preemption.num_host_blocks, num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting, num_swapped=preemption.num_swapped,
+            num_waiting=len(scheduler.waiting), num_swapped=preemption.num_swapped,
             num_preemptions=preemption.num_swapped + preemption.num_recomputed,
-            num_prompt_tokens=scheduler.num_prompt_tokens, num_cached_tokens=scheduler.num_cached_tokens,
+            num_prompt_tokens=scheduler.admission.num_prompt_tokens, num_cached_tokens=scheduler.admission.num_cached_tokens,
             num_executables=compile_plan.total, num_compiled=compile_plan.num_done, compile_s=compile_plan.seconds,
         )  # fmt: skip
 

@@ -11,26 +11,27 @@ from collections.abc import Callable
 from jaxllm.engine.plan import Plan, Swap
 from jaxllm.engine.request import HostCopy, Request, SequenceGroup, Status, join
 from jaxllm.engine.residents import Residents
+from jaxllm.engine.waiting import WaitingQueue
 
 
 class Preemption:
-    """Makes room on the device. `requeue` takes back the first of the sequences that left, the others with it.
+    """Makes room on the device, and puts those who left in the queue again, in their old places.
 
     `prefers_swap(number of blocks, number of tokens)` chooses; at most `max_host_blocks` lie in host memory.
     """
 
     def __init__(
         self,
+        queue: WaitingQueue,
         residents: Residents,
-        requeue: Callable[[Request], None],
         prefers_swap: Callable[[int, int], bool],
         max_host_blocks: int,
     ):
-        self.residents, self.pool = residents, residents.pool
+        self.queue, self.residents, self.pool = queue, residents, residents.pool
         self.max_host_blocks, self.num_host_blocks = max_host_blocks, 0
         self.num_swapped = self.num_recomputed = 0  # sequences preempted either way
         self.num_blocks_out = self.num_blocks_in = 0
-        self._requeue, self._prefers_swap = requeue, prefers_swap
+        self._prefers_swap = prefers_swap
         self._keys = itertools.count()
         self._forgotten: list[int] = []
         self._draining: list[Request] = []
@@ -80,15 +81,14 @@ class Preemption:
         # It is alone. Beams fit: they were refused otherwise. Samples need not run side by side: the last one waits.
         group = last.group
         assert not group.is_search, "beams that were accepted fit the pool alone"
-        group.members.remove(last)
         last.group = SequenceGroup([last])
+        group.members.remove(last)
         for request in group.members:
             if last in request.forks:
                 request.forks.remove(last)
         return [last]
 
     def _evict(self, plan: Plan, victims: list[Request]) -> None:
-        """Back to the queue, in the old place."""
         group = victims[0].group
         sequences = group.beams if group.is_search else victims
         swaps = self._swap_out(plan, sequences)
@@ -103,7 +103,7 @@ class Preemption:
             self.num_swapped += len(sequences)
         else:
             self.num_recomputed += len(sequences)
-        self._requeue(join(sequences))
+        self.queue.push(join(sequences))
 
     def _swap_out(self, plan: Plan, sequences: list[Request]) -> bool:
         """Plans the copy of their blocks to host memory; False if they had better be computed again."""

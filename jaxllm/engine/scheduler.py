@@ -4,17 +4,18 @@ The three verbs of a step are `schedule` (here), `run` (the runner) and `commit`
 tokens of the one before are known; design section 4 says what that means for every event.
 """
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxllm.engine import beam_round
+from jaxllm.engine.admission import Admission
 from jaxllm.engine.block_pool import BlockPool
 from jaxllm.engine.plan import NO_TOKEN, NOT_FINITE, Copy, NewBlock, Plan
 from jaxllm.engine.preemption import Preemption
 from jaxllm.engine.prefix_cache import PrefixCache
 from jaxllm.engine.request import Request, SequenceGroup, Status, join
 from jaxllm.engine.residents import Residents
+from jaxllm.engine.waiting import WaitingQueue
 from jaxllm.outputs import FinishReason
 
 MAX_STRIKES = 2  # failed steps with a request in them after which it is quarantined
@@ -42,37 +43,26 @@ class Scheduler:
         self.pool = pool
         self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
         self.residents = Residents(pool, self.prefix_cache, max_num_seqs)
-        self.preemption = Preemption(self.residents, self._queue, prefers_swap, max_host_blocks)
-        self.num_prompt_tokens = self.num_cached_tokens = 0
-        self.num_copied = 0  # blocks, on their first write while shared
+        self.waiting = WaitingQueue()
+        self.preemption = Preemption(self.waiting, self.residents, prefers_swap, max_host_blocks)
+        self.admission = Admission(self.waiting, self.residents, self.preemption)
+        self.num_copied = 0  # blocks, because several shared them
         self.num_unfinished_full = 0
-        self._waiting: list[tuple[tuple[int, int], Request]] = []  # heap of those that others may join
-        self._num_waiting = 0
-        self._forking: list[Request] = []  # leaders whose forks go on by themselves
         self._moved: list[Request] = []  # beams whose slots' rows are out of date
 
     @property
     def running(self) -> list[Request]:
         return self.residents.running
 
-    @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
-
     def has_work(self) -> bool:
-        return bool(self.running or self._num_waiting)
+        return bool(self.running or self.waiting)
 
     # ---- events of the layer above
 
     def add(self, group: SequenceGroup) -> None:
         """Queues a user's request. It must fit the pool alone: the engine has refused it otherwise."""
         self.num_unfinished_full += sum(request.needs_full_sampler for request in group.members)
-        self._queue(join(group.beams if group.is_search else group.members))
-
-    def _queue(self, leader: Request) -> None:
-        """`leader` waits, and with it those that will fork from it."""
-        heapq.heappush(self._waiting, (leader.order, leader))
-        self._num_waiting += 1 + len(leader.forks)
+        self.waiting.push(join(group.beams if group.is_search else group.members))
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a request at once, also one in flight: what is still computed of it is dropped by its epoch. Beams end
@@ -82,19 +72,16 @@ class Scheduler:
         group = request.group
         if group.is_search:
             group.results = group.results or beam_round.results(group, reason, request.error)
-            beams = group.beams
-            self._num_waiting -= sum(beam.status is Status.WAITING for beam in beams)
             for member in group.members:
                 self._end(member, reason, None)
-            return
-        if request.status is Status.WAITING:
-            self._num_waiting -= 1
-        self._end(request, reason, stop_reason)
+        else:
+            self._end(request, reason, stop_reason)
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.slot >= 0:
             self.residents.leave(request)
-        else:
+        elif not request.group.is_search or request in request.group.beams:  # another member does not wait for itself
+            self.waiting.forget(request)
             self.preemption.forget(request)
         self.num_unfinished_full -= request.needs_full_sampler
         request.status, request.finish_reason, request.stop_reason = Status.FINISHED, reason, stop_reason
@@ -113,13 +100,13 @@ class Scheduler:
         if self._moved:
             self._install_moved(plan)
         prefills = self._plan_decodes(plan, max_tokens)
-        if self._forking:
-            prefills += self._fork(plan)
+        prefills += self.admission.fork(plan)
         for request in prefills:
-            if plan.num_tokens < max_tokens and plan.num_samples < max_tokens:
-                self._add_chunk(plan, request, max_tokens)
+            if max(plan.num_tokens, plan.num_samples) < max_tokens:
+                self.admission.add_chunk(plan, request, max_tokens)
         if not plan.swap_outs:  # otherwise blocks are short, and the victim would come straight back
-            self._admit(plan, max_tokens)
+            self.admission.admit(plan, max_tokens)
+        self.num_copied += len(plan.copies)
         if plan.is_empty:
             return None
         plan.full_sampler, plan.has_beams = self.residents.num_full > 0, self.residents.num_beams > 0
@@ -177,178 +164,7 @@ class Scheduler:
             plan.new_blocks.append(NewBlock(request.slot, len(request.block_ids) - 1, block))
             request.block_ids[-1] = block
             self.pool.release([shared])
-            self.num_copied += 1
         request.shares_tail = False
-        return True
-
-    def _add_chunk(self, plan: Plan, request: Request, max_tokens: int) -> None:
-        plan.add_chunk(request, max_tokens - plan.num_tokens)
-        if request.forks and request.num_computed >= request.fork_len:
-            self._reach_fork(plan, request, max_tokens)
-
-    def _reach_fork(self, plan: Plan, leader: Request, max_tokens: int) -> None:
-        """The leader's row computes the last token that its forks share."""
-        if leader.fork_len < leader.num_tokens:
-            self._forking.append(leader)  # its blocks are theirs when this step is dispatched
-            return
-        shares_tail = leader.num_computed % self.pool.block_size > 0
-        forks, leader.forks = leader.forks, []
-        leader.shares_tail = shares_tail
-        for i, fork in enumerate(forks):
-            if fork.status is not Status.HELD:
-                continue  # it has ended
-            if plan.num_samples == max_tokens:  # while the engine compiles
-                self._put_back(forks[i:])
-                break
-            self.pool.acquire(leader.block_ids)
-            fork.share(leader, list(leader.block_ids), leader.num_computed)
-            fork.status, fork.shares_tail = Status.RUNNING, shares_tail
-            plan.install(fork)
-            plan.add_fork(leader, fork)
-
-    def _fork(self, plan: Plan) -> list[Request]:
-        """Lets forks go on behind what their leaders have computed in steps before; each has tokens left to compute."""
-        leaders, self._forking = self._forking, []
-        started = []
-        for leader in leaders:
-            if leader.status is not Status.RUNNING:
-                continue  # it was preempted with them, or has ended
-            num_shared, num_copied = divmod(leader.fork_len, self.pool.block_size)
-            forks, leader.forks = leader.forks, []
-            for fork in forks:
-                if fork.status is not Status.HELD:
-                    continue  # it has ended
-                if num_copied:
-                    plan.copies.append(Copy(leader.block_ids[num_shared], fork.block_ids[0]))
-                    self.num_copied += 1
-                self.pool.acquire(leader.block_ids[:num_shared])
-                fork.share(leader, leader.block_ids[:num_shared] + fork.block_ids, leader.fork_len)
-                fork.num_keyed = min(fork.num_keyed, num_shared)
-                fork.status = Status.RUNNING
-                plan.install(fork)
-                started.append(fork)
-        return started
-
-    def _put_back(self, forks: list[Request]) -> None:
-        """Forks without a place go to the queue, and find there what the prefix cache has."""
-        for fork in forks:
-            if fork.slot >= 0:
-                self.residents.leave(fork)
-        self._queue(join(forks))
-
-    # ---- admission
-
-    def _admit(self, plan: Plan, max_tokens: int) -> None:
-        """Admits waiting requests in order, each with all the blocks its known tokens need, until one must wait.
-
-        One that waits only for a running prefill to write its next block lets others pass, but keeps a slot.
-        """
-        deferred: list[tuple[tuple[int, int], Request]] = []
-        while self._waiting and max(plan.num_tokens, plan.num_samples) < max_tokens:
-            num_slots = len(self.residents.free_slots) - len(deferred)
-            if num_slots < 1 or self.residents.num_suspects:
-                break  # one suspect at a time and nobody new beside it, so that a failure names the culprit
-            entry = heapq.heappop(self._waiting)
-            request = entry[1]
-            if not self._is_leader(request):
-                continue
-            if request.host_copy is not None:
-                started = self._resume(plan, request, num_slots, max_tokens)
-            else:
-                hits = self.prefix_cache.find(request)
-                if hits is None:
-                    deferred.append(entry)
-                    continue
-                started = self._start(plan, request, hits, num_slots, max_tokens)
-            if not started:
-                deferred.append(entry)
-                break
-        for entry in deferred:
-            heapq.heappush(self._waiting, entry)
-
-    def _is_leader(self, request: Request) -> bool:
-        """Whether a popped entry is to be admitted. The forks of one that has ended get a leader of their own."""
-        request.forks = [fork for fork in request.forks if fork.status is not Status.FINISHED]
-        if request.status is Status.FINISHED and request.forks:
-            forks, request.forks = request.forks, []
-            self._num_waiting -= len(forks)
-            self._queue(join(forks))
-        return request.status is Status.WAITING
-
-    def _start(self, plan: Plan, leader: Request, hits: list[int], num_slots: int, max_tokens: int) -> bool:
-        """Gives a waiting request its slot and blocks, of which it shares `hits`, and a slot to those who will fork
-        from it; False if it must wait."""
-        group, pool, block_size = leader.group, self.pool, self.pool.block_size
-        forks, idle = leader.forks, []
-        if group.is_search:  # all its members have a slot or none
-            if len(group.members) > num_slots:
-                return False
-            idle = [member for member in group.members if member not in group.beams]
-        elif leader.strikes or any(fork.strikes for fork in forks):
-            forks = []  # a suspect runs alone
-        else:
-            forks = forks[: num_slots - 1]
-        num_new = -(-leader.num_tokens // block_size) - len(hits)
-        tails = [self._num_tail_blocks(leader, fork) for fork in forks]
-        while not self.residents.has_room(num_new + pool.count_free(hits) + sum(tails)):
-            if group.is_search or not tails:
-                return False
-            tails.pop()
-        leader.forks, others = forks[: len(tails)], leader.forks[len(tails) :]
-        self._num_waiting -= 1 + len(tails) + len(others)
-        pool.acquire(hits)
-        leader.block_ids = hits + pool.allocate(num_new)
-        leader.num_computed, leader.num_keyed = len(hits) * block_size, len(hits)
-        for fork, num_blocks in zip(leader.forks, tails, strict=True):
-            fork.block_ids = pool.allocate(num_blocks)
-        self.residents.enter(leader, Status.RUNNING)
-        for request in leader.forks + idle:
-            self.residents.enter(request, Status.HELD)
-        self.prefix_cache.begin(leader)
-        if others:
-            self._queue(join(others))
-        self._count_cached(leader)
-        plan.install(leader)
-        self._begin(plan, leader, max_tokens)
-        return True
-
-    def _num_tail_blocks(self, leader: Request, fork: Request) -> int:
-        """Blocks of its own that a fork needs for the tokens it has: none if it ends where it forks."""
-        if fork.num_tokens == leader.fork_len == leader.num_tokens:
-            return 0
-        return -(-fork.num_tokens // self.pool.block_size) - leader.fork_len // self.pool.block_size
-
-    def _begin(self, plan: Plan, request: Request, max_tokens: int) -> None:
-        """Adds the first row of a request that was just admitted."""
-        if request.num_tokens - request.num_computed > 1:
-            self._add_chunk(plan, request, max_tokens)
-            return
-        plan.add_decode(request)  # one token is left, which is the slot's last: a decode row like any other
-        if request.forks:
-            self._reach_fork(plan, request, max_tokens)
-
-    def _count_cached(self, request: Request) -> None:
-        if request.num_cached < 0:
-            request.num_cached = request.num_computed
-            self.num_prompt_tokens += len(request.prompt_token_ids)
-            self.num_cached_tokens += request.num_cached
-
-    def _resume(self, plan: Plan, leader: Request, num_slots: int, max_tokens: int) -> bool:
-        """Brings back what was swapped out together; False if it must wait."""
-        group, sequences = leader.group, [leader, *leader.forks]
-        seats = group.members if group.is_search else sequences
-        if len(seats) > num_slots or not self.residents.has_room(leader.host_copy.num_blocks):
-            return False
-        leader.forks = []
-        self._num_waiting -= len(sequences)
-        self.preemption.swap_in(plan, sequences)
-        for request in seats:
-            self.residents.enter(request, Status.RUNNING if request in sequences else Status.HELD)
-        for request in sequences:
-            plan.install(request)
-            is_full = request.num_computed == len(request.block_ids) * self.pool.block_size  # it grows in the next
-            if not is_full and max(plan.num_tokens, plan.num_samples) < max_tokens:
-                plan.add_decode(request)
         return True
 
     # ---- commit
@@ -432,8 +248,10 @@ class Scheduler:
         """
         self.residents.reset()
         self.preemption.reset()
-        self._waiting, self._forking, self._moved = [], [], []
-        self._num_waiting = self.num_unfinished_full = 0
+        self.admission.reset()
+        self.waiting.clear()
+        self._moved = []
+        self.num_unfinished_full = 0
         groups: dict[SequenceGroup, list[Request]] = {}
         for request in unfinished:
             groups.setdefault(request.group, []).append(request)
@@ -470,8 +288,7 @@ class Scheduler:
     def check(self) -> None:
         """Raises AssertionError unless every invariant holds. O(blocks + running + waiting)."""
         self.residents.check()
-        waiting = [r for _, leader in self._waiting for r in (leader, *leader.forks) if r.status is Status.WAITING]
-        assert self._num_waiting == len(waiting) == len(set(waiting))
-        copies = {r.host_copy for r in waiting} - {None}
+        self.waiting.check()
+        copies = {request.host_copy for request in self.waiting.requests()} - {None}
         assert self.preemption.num_host_blocks == sum(copy.num_blocks for copy in copies)
         assert self.preemption.num_host_blocks <= self.preemption.max_host_blocks
