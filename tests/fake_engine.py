@@ -1,25 +1,19 @@
-"""An engine around a device made of lists: driven as `Engine` drives the real one, it notices any wrong cell or row."""
+"""An engine around a device made of numpy arrays: driven as `Engine` drives the real one, it notices any wrong cell
+or row."""
 
 import itertools
 import sys
-import zlib
 from collections import Counter
-from dataclasses import dataclass
 
+from jaxllm.engine import beam_round
+from jaxllm.engine.beam import LENGTH, BeamSearch
 from jaxllm.engine.block_pool import BlockPool
-from jaxllm.engine.request import Request, Status
+from jaxllm.engine.request import Request, SequenceGroup, Status
 from jaxllm.engine.scheduler import Plan, Scheduler
 from jaxllm.sampling_params import SamplingParams
+from tests.fake_device import EOS, PROMPT_TOKENS, Device, candidates, sampled
 
-EOS = 0
-PROMPT_TOKENS = (1, 2)  # few, so that prefixes collide
-
-
-def sampled(request: Request, position: int) -> int:
-    """The token that the model gives at `position`: a function of the request alone, like a seeded draw."""
-    draw = zlib.crc32(b"%d,%d" % (request.seed, position)) % 10
-    masked = position < len(request.prompt_token_ids) + request.params.min_tokens
-    return EOS if draw == 0 and not masked else PROMPT_TOKENS[draw % 2]
+__all__ = ["EOS", "PROMPT_TOKENS", "FakeEngine", "expected", "expected_beams", "rows", "truth"]
 
 
 def truth(request: Request, num_tokens: int) -> list[int]:
@@ -37,102 +31,98 @@ def expected(request: Request) -> tuple[list[int], str]:
     return output, "length"
 
 
+def expected_beams(group: SequenceGroup) -> list[tuple[list[int], str]]:
+    """The best beams' outputs and finish reasons, searched in a straight line: all beams' tokens in lists."""
+    first = group.members[0]
+    params = first.params
+    search = BeamSearch(
+        width=params.beam_width, length_penalty=params.length_penalty, early_stopping=params.early_stopping,
+        max_new_tokens=first.max_total_len - len(first.prompt_token_ids), num_stop_ids=len(first.stop_ids),
+    )  # fmt: skip
+    beams: list[list[int]] = [[]]
+
+    def ends(beam, token):
+        return "stop" if token in first.stop_ids and len(beams[beam]) + 1 >= params.min_tokens else None
+
+    def keep(continuation, reason):
+        return [*beams[continuation.beam], continuation.token]
+
+    while not search.done:
+        rows = [candidates(first, first.prompt_token_ids + beam) for beam in beams]
+        beams = [[*beams[c.beam], c.token] for c in search.advance(rows, ends, keep)]
+    return [(f.payload, "length" if f.reason == LENGTH else "stop") for f in search.finished[: params.n]]
+
+
 def rows(plan: Plan | None) -> list[Request]:
     return [] if plan is None else plan.rows
-
-
-@dataclass
-class Slot:
-    request: Request
-    block_table: list[int]
-    length: int  # tokens in the pool
-    last_token: int
-
-
-class Device:
-    """A KV pool whose cells hold the token they were computed from, and the version of the parameters."""
-
-    def __init__(self, num_blocks: int, block_size: int, version: int = 0):
-        self.block_size, self.version = block_size, version
-        self.cells = [[(None, None)] * block_size for _ in range(num_blocks)]
-        self.slots: dict[int, Slot] = {}
-
-    def read(self, slot: Slot) -> list[tuple[int, int]]:
-        at = (divmod(i, self.block_size) for i in range(slot.length))
-        return [self.cells[slot.block_table[index]][cell] for index, cell in at]
-
-    def run(self, plan: Plan) -> list[int]:
-        """Executes a step at once, writes before reads as the kernel does. Returns the token of each row."""
-        for request, length in plan.admitted:
-            known = request.prompt_token_ids + request.output_token_ids
-            slot = Slot(request, list(request.block_ids), length, known[-1])
-            self.slots[request.slot] = slot
-            hit = [(token, self.version) for token in known[:length]]
-            assert self.read(slot) == hit, "a prefix hit must hold its tokens before the step, of these parameters"
-        for slot, index, block in plan.new_blocks:
-            assert index == len(self.slots[slot].block_table)
-            self.slots[slot].block_table.append(block)
-        self._write(plan)
-        for request in plan.rows:
-            slot = self.slots[request.slot]
-            assert [token for token, _ in self.read(slot)] == truth(request, slot.length)
-        tokens = [-7] * len(plan.chunks)  # read by nobody where the row doesn't sample
-        for i, chunk in enumerate(plan.chunks):
-            if chunk.samples:
-                tokens[i] = self._sample(chunk.request)
-        return [self._sample(request) for request in plan.decodes] + tokens
-
-    def _write(self, plan: Plan) -> None:
-        written = set()
-        given = [(request, None) for request in plan.decodes] + [(chunk.request, chunk) for chunk in plan.chunks]
-        for request, chunk in given:
-            slot = self.slots[request.slot]
-            assert slot.request is request and slot.block_table == request.block_ids
-            assert chunk is None or slot.length == chunk.start
-            for token in [slot.last_token] if chunk is None else request.token_ids(chunk.start, chunk.stop):
-                index, cell = divmod(slot.length, self.block_size)
-                block = slot.block_table[index]
-                assert (block, cell) not in written
-                written.add((block, cell))
-                self.cells[block][cell] = (token, self.version)
-                slot.length += 1
-
-    def _sample(self, request: Request) -> int:
-        slot = self.slots[request.slot]
-        slot.last_token = sampled(request, slot.length)
-        return slot.last_token
 
 
 class FakeEngine:
     """`Engine.step` with a `Device`, and assertions about every plan."""
 
-    def __init__(self, *, num_blocks=16, block_size=2, max_num_seqs=4, max_tokens=8, prefix_caching=True):
+    def __init__(
+        self, *, num_blocks=16, block_size=2, max_num_seqs=4, max_tokens=8, prefix_caching=True, swap_blocks=0
+    ):
         self.pool = BlockPool(num_blocks, block_size)
-        self.scheduler = Scheduler(self.pool, max_num_seqs=max_num_seqs, prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(
+            self.pool, max_num_seqs=max_num_seqs, prefix_caching=prefix_caching, max_host_blocks=swap_blocks,
+            prefers_swap=lambda num_blocks, num_tokens: True,
+        )  # fmt: skip
         self.device = Device(num_blocks, block_size)
         self.max_tokens = max_tokens
         self.capacity = num_blocks * block_size
-        self.in_flight: tuple[Plan, list[int]] | None = None
+        self.in_flight: tuple | None = None  # plan, tokens, log-probabilities, candidates
         self.requests: list[Request] = []
         self.expected: dict[Request, tuple[list[int], str]] = {}
+        self.expected_beams: dict[SequenceGroup, list[tuple[list[int], str]]] = {}
         self.poison: set[Request] = set()  # a step with one of them fails
         self.failures: Counter[Request] = Counter()
 
-    def add(self, prompt, max_new=4, *, seed=0, eos=False, stop_ids=(), min_tokens=0, **fields) -> Request:
+    def _request(self, prompt, max_new, *, seed=0, eos=False, stop_ids=(), params=None, **fields) -> Request:
         request = Request(
-            prompt_token_ids=list(prompt), params=SamplingParams(min_tokens=min_tokens, max_tokens=None), seed=seed,
+            prompt_token_ids=list(prompt), params=params or SamplingParams(max_tokens=None), seed=seed,
             arrival=len(self.requests), max_total_len=min(len(prompt) + max_new, self.capacity),
             stop_ids=frozenset([EOS] if eos else stop_ids), eos_ids=frozenset([EOS]), **fields,
         )  # fmt: skip
         self.requests.append(request)
-        self.expected[request] = expected(request)
-        self.scheduler.add(request)
-        self.scheduler.check()
         return request
+
+    def add(self, prompt, max_new=4, *, n=1, min_tokens=0, **fields) -> Request:
+        """Adds `n` samples; returns the first."""
+        params = SamplingParams(min_tokens=min_tokens, max_tokens=None)
+        members = [self._request(prompt, max_new, params=params, sample_index=i, **fields) for i in range(n)]
+        group = SequenceGroup(members)
+        for request in members:
+            request.group = group
+            self.expected[request] = expected(request)
+        self.scheduler.add(group)
+        self.scheduler.check()
+        return members[0]
+
+    def add_beams(self, prompt, max_new=4, *, width=2, min_tokens=0, search=(), **fields) -> SequenceGroup | None:
+        """None if they could need more than there is: the real engine refuses them likewise."""
+        most_len, block_size = min(len(prompt) + max_new, self.capacity), self.pool.block_size
+        shared = len(prompt) // block_size
+        num_blocks = shared + width * (-(-(most_len - 1) // block_size) - shared)
+        if width > self.scheduler.residents.max_num_seqs or num_blocks > self.pool.num_blocks:
+            return None
+        fields["host_dependent"] = True
+        params = SamplingParams(beam_width=width, n=width, min_tokens=min_tokens, max_tokens=None, **dict(search))
+        members = [self._request(prompt, max_new, params=params, **fields) for _ in range(width)]
+        group = beam_round.start(members)
+        self.expected_beams[group] = expected_beams(group)
+        self.scheduler.add(group)
+        self.scheduler.check()
+        return group
 
     def abort(self, request: Request) -> None:
         self.scheduler.finish(request, "abort")
         self.scheduler.check()
+
+    def unfinished(self) -> list[Request]:
+        """Beams end with the first of their group, at the latest when they start over."""
+        heads = [(r.group.members[0] if r.group.is_search else r, r) for r in self.requests]
+        return [request for head, request in heads if head.finish_reason is None]
 
     def update_params(self) -> None:
         self.device.version += 1
@@ -142,26 +132,27 @@ class FakeEngine:
         """Requests whose next token the device has computed and the host does not know."""
         if self.in_flight is None:
             return []
-        plan, _ = self.in_flight
-        rows = plan.decodes + [chunk.request for chunk in plan.chunks if chunk.samples]
-        epochs = dict(zip(plan.rows, plan.epochs, strict=True))
-        return [request for request in rows if request.epoch == epochs[request]]
+        plan = self.in_flight[0]
+        pairs = zip(plan.samples, plan.epochs, strict=True)
+        return [request for request, epoch in pairs if request.epoch == epoch]
 
     def step(self, *, fail: str | None = None, max_tokens: int | None = None) -> Plan | None:
         """Dispatches a step, then commits the one before. `fail`, "dispatch" or "collect", says which raises."""
         scheduler, max_tokens = self.scheduler, max_tokens or self.max_tokens
         epochs = {request: request.epoch for request in self.sampling_in_flight()}
+        waiting = [leader for _, leader in scheduler.waiting._entries]
         plan = scheduler.schedule(max_tokens)
         assert all(request.epoch == epoch for request, epoch in epochs.items()), "evicted before it was drained"
         done, self.in_flight = self.in_flight, None
         assert plan or done or not scheduler.has_work(), "stuck: nothing planned, nothing to wait for"
         failed = None
         if plan is not None:
-            self._check_plan(plan, max_tokens, epochs)
+            self._check_plan(plan, max_tokens, epochs, waiting)
             if fail == "dispatch":
                 failed = plan
             else:
-                self.in_flight = plan, self.device.run(plan)
+                tokens, beams = self.device.run(plan)
+                self.in_flight = plan, tokens, None, beams
         if done is not None:
             if fail == "collect" or not self.poison.isdisjoint(done[0].rows):
                 failed = done[0]
@@ -174,20 +165,23 @@ class FakeEngine:
 
     def run(self) -> None:
         """Steps until all is done. A request alone needs two steps a token at most; preemption costs some more."""
-        left = sum(r.max_total_len for r in self.requests if r.status is not Status.FINISHED)
+        left = sum(r.max_total_len for r in self.unfinished())
         for _ in range(10 * left + 10):
             if self.in_flight is None and not self.scheduler.has_work():
                 break
             self.step()
         assert not self.scheduler.has_work(), "no end in sight"
-        assert self.pool.num_used == 0 and all(request.finish_reason for request in self.requests)
+        assert not self.device.host or self.scheduler.preemption._forgotten, "host memory is kept for nobody"
+        assert self.pool.num_used == 0 and not self.unfinished()
 
     def interrupted_step(self, num_lines: int) -> bool:
         """A step in which Ctrl-C comes after so many lines of the code under test. False if it has not as many."""
         lines = itertools.count()
 
         def trace(frame, event, arg):
-            if "/jaxllm/engine/" in frame.f_code.co_filename and event == "line" and next(lines) == num_lines:
+            if "/jaxllm/engine/" not in frame.f_code.co_filename:
+                return None  # which spares the lines of that function
+            if event == "line" and next(lines) == num_lines:
                 raise KeyboardInterrupt
             return trace
 
@@ -204,48 +198,53 @@ class FakeEngine:
             self.check()
 
     def _recover(self, failed: Plan) -> None:
-        blamed = [request for request in failed.rows if request.status is not Status.FINISHED]
-        self.failures.update(blamed)
-        unfinished = [request for request in self.requests if request.finish_reason is None]
-        quarantined = self.scheduler.restart(unfinished, failed.rows)
+        blamed = {r.group.members[0] if r.group.is_search else r for r in failed.rows}
+        self.failures.update(request for request in blamed if request.status is not Status.FINISHED)
+        quarantined = self.scheduler.restart(self.unfinished(), failed.rows)
         assert all(self.failures[request] >= 2 for request in quarantined)
         assert all(request.finish_reason == "error" and request.error for request in quarantined)
         self.in_flight = None
         self.device = Device(self.pool.num_blocks, self.pool.block_size, self.device.version)
 
-    def _check_plan(self, plan: Plan, max_tokens: int, in_flight: dict[Request, int]) -> None:
+    def _check_plan(self, plan: Plan, max_tokens: int, in_flight: dict[Request, int], waiting: list[Request]) -> None:
         scheduler, block_size = self.scheduler, self.pool.block_size
         spans = [(r, r.num_computed - 1, r.num_computed) for r in plan.decodes]
         spans += [(chunk.request, chunk.start, chunk.stop) for chunk in plan.chunks]
         assert plan.rows == [request for request, _, _ in spans], "decode rows first"
-        assert 0 < plan.num_tokens == sum(stop - start for _, start, stop in spans) <= max_tokens
-        assert plan.num_samples == len(plan.decodes) + sum(chunk.samples for chunk in plan.chunks)
-        assert len({request.slot for request in plan.rows}) == len(plan.rows) <= scheduler.max_num_seqs
+        assert plan.num_tokens == sum(stop - start for _, start, stop in spans) <= max_tokens
+        assert plan.num_tokens or plan.admitted or plan.swap_outs
+        assert len(plan.samples) == plan.num_samples <= max_tokens
+        assert plan.num_samples == len(plan.decodes) + sum(chunk.samples for chunk in plan.chunks) + len(plan.forks)
+        for requests in (plan.rows, plan.samples, [request for request, _ in plan.admitted]):
+            assert len({r.slot for r in requests}) == len(requests) <= scheduler.residents.max_num_seqs
+        assert not (plan.swap_outs and plan.swap_ins)
         assert len({new[:2] for new in plan.new_blocks}) == len(plan.new_blocks), "one write per cell"
         tables = {request.slot: request.block_ids for request in plan.rows}
         assert all(tables[new.slot][new.index] == new.block for new in plan.new_blocks)
         assert len(plan.new_blocks) <= len(plan.rows) + -(-plan.num_tokens // block_size)
         assert plan.full_sampler or not any(request.needs_full_sampler for request in plan.rows)
+        assert plan.has_beams or not any(request.group.is_search for request in plan.samples)
         holders = Counter(block for request in scheduler.running for block in request.block_ids)
         for request, start, stop in spans:
             assert request.status is Status.RUNNING
             assert start < stop < request.max_total_len, "the last token needs no row"
             assert not (request.host_dependent and request in in_flight)
             own = request.block_ids[start // block_size : -(-stop // block_size)]
-            assert all(holders[block] == 1 for block in own), "a shared block is written"
-        orders = [request.order for request, _ in plan.admitted]
-        passed = [r for r in self.requests if r.status is Status.WAITING and orders and r.order < orders[-1]]
+            num_forks = sum(parent is request for parent, _ in plan.forks)  # they share what is written here
+            assert all(holders[block] == 1 + num_forks for block in own), "a shared block is written"
+        orders = [request.order for request, _ in plan.admitted if request in waiting]
         assert orders == sorted(orders)
-        for request in passed:  # only those may be overtaken whose beginning is being written
-            assert any(request.keys[:1] == other.keys[:1] != [] for other in scheduler.running)
+        for request in waiting:  # only those may be overtaken whose beginning is being written
+            if request.status is Status.WAITING and orders and request.order < orders[-1]:
+                assert any(request.keys[:1] == other.keys[:1] != [] for other in scheduler.running)
 
     def check(self) -> None:
         self.scheduler.check()
-        unfinished = [r for r in self.requests if r.status is not Status.FINISHED]
-        assert self.scheduler.num_unfinished_full == sum(r.needs_full_sampler for r in unfinished)
-        assert self.scheduler.num_waiting == sum(r.status is Status.WAITING for r in unfinished)
-        for request in self.requests:
-            tokens, reason = self.expected[request]
+        assert self.scheduler.num_unfinished_full == sum(r.needs_full_sampler for r in self.unfinished())
+        for group, best in self.expected_beams.items():
+            if group.members[0].finish_reason == "stop":
+                assert [(r.output_token_ids, r.finish_reason) for r in group.results] == best
+        for request, (tokens, reason) in self.expected.items():
             output = request.output_token_ids
             assert output == tokens[: len(output)]
             if request.finish_reason in ("stop", "length"):

@@ -134,10 +134,11 @@ def test_the_best_of_all_beams_live_on():
 
 def test_ties_go_to_the_earlier_beam_and_candidate():
     search = make_search(3)
-    live, *_ = advance(search, {9: -1.0, 2: -1.0, 4: -1.0, 3: -1.0})
-    assert live == [(0, 9), (0, 2), (0, 4)]
-    live, *_ = advance(search, {5: -2.0}, {8: -1.0, 6: -2.0, 7: -2.0}, {1: -2.0})
-    assert live == [(1, 8), (0, 5), (1, 6)]
+    live, *_ = advance(search, dict.fromkeys(range(64, 0, -1), -1.0))
+    assert live == [(0, 64), (0, 63), (0, 62)]
+    tied = dict.fromkeys(range(40, 0, -1), -2.0)
+    live, *_ = advance(search, {50: -2.0}, {60: -1.0} | tied, tied)
+    assert live == [(1, 60), (0, 50), (1, 40)]
 
 
 def test_sums_of_small_differences_are_exact():

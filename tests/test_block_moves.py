@@ -178,7 +178,9 @@ def test_chains_within_one_round(device):
 def test_on_several_devices(mesh, dtype):
     device = Device(mesh, dtype)
     world = Shadowed(device)
-    world.check()
+    size = dict(part.split("=") for part in mesh.split(","))["tensor"]
+    beside = device.compiled["swap_out", 4].output_shardings
+    assert beside.shard_shape((NUM_LAYERS, 4, *SHAPE[1:]))[3] == SHAPE[2] // int(size)  # no device gets others' heads
     one, two, three = world.blocks(23), world.blocks(5), world.blocks(4)
     world.run(swap_outs=[Swap(1, one), Swap(2, two), Swap(3, three)], copies=[Copy(0, 1), Copy(1, 2)])
     world.step(one[:4])
@@ -192,39 +194,65 @@ def test_on_several_devices(mesh, dtype):
     device.compiled.close()
 
 
-def on_device(moves):
-    """Of each chunk that is kept, whether its contents are still on the device."""
-    return [isinstance(chunk.contents, jax.Array) for chunks in moves._kept.values() for chunk in chunks]
+@pytest.fixture(scope="module")
+def split():
+    """On two devices: on one CPU, host and device would share their memory."""
+    device = Device("tensor=2")
+    yield device
+    device.compiled.close()
 
 
-def test_the_devices_memory_is_let_go(device, monkeypatch):
-    world = Shadowed(device)
+def staged_blocks():
+    """How many blocks' contents, padding included, have memory on the two devices."""
+    shapes = SHAPE[1:], kv_shape(1, 2, 2, 2)[1:]  # whole, and each device's part
+    arrays = [x for x in jax.live_arrays() if x.ndim == 6 and x.shape[2:] in shapes]
+    buffers = {shard.data.unsafe_buffer_pointer(): x.shape[1] for x in arrays for shard in x.addressable_shards}
+    return sum(buffers.values()) // 2
+
+
+def test_the_devices_memory_is_let_go(split):
+    world = Shadowed(split)
     world.run(swap_outs=[Swap(1, world.blocks(20)), Swap(2, world.blocks(4))])
-    assert on_device(world.moves) == [True] * 3
+    assert staged_blocks() == 24
     world.moves.settle()  # the step before is over, which says nothing of this one
     world.run(swap_outs=[Swap(3, world.blocks(3)), Swap(4, world.blocks(3))])
-    assert on_device(world.moves) == [True] * 5
+    assert staged_blocks() == 32
     world.run(swap_ins=[Swap(2, world.blocks(4))], forgotten=[4])
+    world.check()  # and so the executables are over, which also held them
+    assert staged_blocks() == 24
     world.moves.settle()
-    assert on_device(world.moves) == [False, False, True]
+    assert staged_blocks() == 4
     world.moves.settle()
-    assert not any(on_device(world.moves)) and not world.moves._staged
-    chunk = 4 * host_bytes(world.pools)
-    monkeypatch.setattr(block_moves, "MAX_STAGED_BYTES", 2 * chunk)
-    world.step(world.blocks(6))
-    world.moves.settle()
-    world.run(swap_outs=[Swap(5, world.blocks(36))])  # 16, 16 and 4
-    assert on_device(world.moves) == [False] * 5 + [True]
-    world.moves.settle()
-    world.run(swap_outs=[Swap(6, world.blocks(12))])  # 4, 4 and 4
-    assert on_device(world.moves) == [False] * 7 + [True] * 2
-    world.moves.settle()
-    world.moves.settle()
-    world.run(swap_ins=[Swap(5, world.blocks(36))])
-    world.run(swap_ins=[Swap(6, world.blocks(12))], forgotten=[1])
-    world.run(swap_ins=[Swap(3, world.blocks(3))])
+    assert staged_blocks() == 0
+    blocks = world.blocks(23)
+    world.run(swap_ins=[Swap(1, blocks[:20]), Swap(3, blocks[20:])])
     world.check()
-    assert world.moves.num_kept == 0
+    world.run(swap_outs=[Swap(5, [0, 1])])
+    world.moves.clear()
+    assert staged_blocks() == 0
+
+
+def test_what_is_staged_is_bounded(split, monkeypatch):
+    """However many blocks move at once, and also where a single call moves more."""
+    world, waits = Shadowed(split), []
+    monkeypatch.setattr(block_moves, "MAX_STAGED_BYTES", 8 * host_bytes(world.pools) // 2)
+    world.run(swap_outs=[Swap(1, world.blocks(36))])  # 16, 16 and 4
+    assert staged_blocks() == 4
+    world.moves.settle()
+    world.run(swap_outs=[Swap(2, world.blocks(12))])  # 4, 4 and 4
+    assert staged_blocks() == 8
+    world.moves.settle()  # only the last of the first swap was due
+    assert staged_blocks() == 8
+    world.moves.settle()
+    assert staged_blocks() == 0
+    ready = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda pools: waits.append(len(pools)) or ready(pools))
+    blocks = world.blocks(NUM_BLOCKS)
+    world.run(swap_outs=[Swap(3, blocks[:4])], swap_ins=[Swap(2, blocks[:12]), Swap(3, blocks[12:16])])
+    assert len(waits) == 1
+    world.run(swap_ins=[Swap(1, blocks[:36])])
+    assert len(waits) == 3
+    world.check()
 
 
 def test_after_a_failed_step_nothing_is_kept(device):
@@ -309,11 +337,12 @@ def test_moves_lower(platform):
     pools = [jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)] * NUM_LAYERS
     contents = jax.ShapeDtypeStruct((NUM_LAYERS, 4, *SHAPE[1:]), jnp.bfloat16)
     ids = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    for fn, args, num_donated in [
-        (copy_blocks, (pools, ids((2, 4))), NUM_LAYERS),
-        (read_blocks, (pools, ids((4,))), 0),
-        (write_blocks, (pools, ids((4,)), contents), NUM_LAYERS),
-    ]:
-        donated = 0 if num_donated else ()
-        lowered = jax.jit(fn, donate_argnums=donated).trace(*args).lower(lowering_platforms=(platform,))
-        assert lowered.as_text().count("tf.aliasing_output") == num_donated
+
+    def lower(fn, *args, **options):
+        return jax.jit(fn, **options).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+    assert "tf.aliasing_output" not in lower(read_blocks, pools, ids((4,)))
+    text = lower(write_blocks, pools, ids((4,)), contents, donate_argnums=0)
+    assert text.count("tf.aliasing_output") == NUM_LAYERS
+    text = lower(copy_blocks, pools, ids((2, 4)), donate_argnums=0)
+    assert text.count("tf.aliasing_output") == text.count("stablehlo.optimization_barrier") == NUM_LAYERS

@@ -31,7 +31,7 @@ def test_abort_while_waiting_and_twice():
     engine.step()
     engine.abort(b)
     engine.abort(b)
-    assert engine.scheduler.num_waiting == 1
+    assert len(engine.scheduler.waiting) == 1
     engine.run()
     assert (a.finish_reason, b.finish_reason, c.finish_reason) == ("length", "abort", "length")
     assert b.output_token_ids == []
@@ -56,7 +56,7 @@ def test_victim_in_flight_is_drained_then_evicted_and_keeps_its_token():
     plan = engine.step()
     assert plan.decodes == [old] and len(plan.new_blocks) == 1
     assert young.status is Status.WAITING and not young.block_ids and len(young.output_token_ids) == 2
-    assert engine.scheduler.num_preemptions == 1
+    assert engine.scheduler.preemption.num_recomputed == 1
     engine.run()
 
 
@@ -67,7 +67,7 @@ def test_abort_of_a_draining_request():
     engine.abort(young)
     assert engine.step().decodes == [old]
     engine.run()
-    assert engine.scheduler.num_preemptions == 0 and len(old.output_token_ids) == 5
+    assert engine.scheduler.preemption.num_recomputed == 0 and len(old.output_token_ids) == 5
 
 
 def test_victim_is_last_by_priority_then_arrival():
@@ -80,7 +80,7 @@ def test_victim_is_last_by_priority_then_arrival():
     engine.run()
 
 
-def test_victim_leaves_the_plan_with_its_new_block():
+def test_victim_takes_no_block_in_the_plan_that_preempts_it():
     engine = FakeEngine(num_blocks=4, block_size=2)
     victim = engine.add([2], 5, seed=2, priority=1)
     engine.step()
@@ -88,7 +88,7 @@ def test_victim_leaves_the_plan_with_its_new_block():
     engine.step()
     plan = engine.step()
     assert victim.status is Status.DRAINING and victim.num_computed == 2
-    assert plan.rows == [third] and plan.new_blocks == []
+    assert plan.rows == [old, third] and [new.slot for new in plan.new_blocks] == [old.slot]
     engine.run()
     assert old.finish_reason == "length"
 
@@ -223,8 +223,8 @@ def test_logits_that_are_not_finite_end_only_their_request():
     engine = FakeEngine()
     a, b = engine.add([1], 5), engine.add([2], 5)
     engine.step()
-    plan, tokens = engine.in_flight
-    engine.in_flight = plan, [-1, tokens[1]]
+    plan, tokens, *others = engine.in_flight
+    engine.in_flight = plan, [-1, tokens[1]], *others
     engine.run()
     assert (a.finish_reason, a.output_token_ids) == ("error", []) and "not finite" in a.error
     assert b.finish_reason == "length"
@@ -248,7 +248,7 @@ def test_schedule_does_not_look_at_the_waiting_queue(max_num_seqs):
         scheduler = Scheduler(BlockPool(16, 2), max_num_seqs=max_num_seqs)
         for arrival in range(num_waiting):
             fields = {"prompt_token_ids": [arrival] * 7, "arrival": arrival, "seed": 0, "max_total_len": 32}
-            scheduler.add(Counted(params=SamplingParams(), **fields))
+            scheduler.add(Counted(params=SamplingParams(), **fields).group)
         for _ in range(3):
             plan = scheduler.schedule(64)
             scheduler.commit(plan, [1] * len(plan.rows))

@@ -1,10 +1,10 @@
-"""The scheduler under random requests, aborts, failures and updates; `FakeEngine` asserts what must hold."""
+"""The scheduler under random requests, samples, beams, aborts, failures and updates; `FakeEngine` asserts what must
+hold, and its device shadows the contents of every block through forks, writes, frees, swaps and resumptions."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from jaxllm.engine.request import Status
 from tests.fake_engine import PROMPT_TOKENS, FakeEngine, truth
 
 limits = st.sampled_from([1, 3, 8, 8])  # tokens of a step: few while the engine compiles
@@ -16,6 +16,10 @@ requests = st.fixed_dictionaries({
     "eos": st.booleans(),
     "min_tokens": st.sampled_from([0, 0, 3]),
 })  # fmt: skip
+numbers = st.sampled_from([1, 1, 2, 3, 6])  # of samples
+searches = st.fixed_dictionaries({
+    "length_penalty": st.sampled_from([1.0, 0.0, -1.0]), "early_stopping": st.sampled_from([False, True, "never"]),
+})  # fmt: skip
 prompts = st.lists(st.sampled_from(PROMPT_TOKENS), min_size=1, max_size=20)
 
 
@@ -25,17 +29,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 4),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        swap_blocks=st.sampled_from([0, 0, 5, 100]),
     )
     def start(self, **sizes):
         self.engine = FakeEngine(**sizes)
 
     def unfinished(self):
-        return [request for request in self.engine.requests if request.status is not Status.FINISHED]
+        return self.engine.unfinished()
 
-    @rule(given=st.lists(st.tuples(prompts, requests), min_size=1, max_size=4))
+    @rule(given=st.lists(st.tuples(prompts, requests, numbers), min_size=1, max_size=4))
     def add(self, given):
-        for prompt, fields in given:
-            self.engine.add(prompt[: self.engine.capacity - 1], **fields)
+        for prompt, fields, n in given:
+            self.engine.add(prompt[: self.engine.capacity - 1], n=n, **fields)
+
+    @rule(prompt=prompts, fields=requests, width=st.integers(1, 4), search=searches)
+    def add_beams(self, prompt, fields, width, search):
+        self.engine.add_beams(prompt[: self.engine.capacity - 1], width=width, search=search, **fields)
 
     @precondition(lambda self: self.engine.requests)
     @rule(data=st.data(), more=st.integers(0, 5), fields=requests)

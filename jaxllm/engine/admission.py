@@ -140,14 +140,18 @@ class Admission:
         num_now = max_tokens - plan.num_samples  # few only while the engine compiles
         for fork in forks[:num_now]:
             self.pool.acquire(leader.block_ids)
-            fork.share(leader, list(leader.block_ids), leader.num_computed)
+            fork.share(leader, list(leader.block_ids), leader.num_computed, leader.num_keyed)
             fork.status, fork.shares_tail, fork.num_cached = Status.RUNNING, leader.shares_tail, leader.num_cached
             plan.install(fork)
             plan.add_fork(leader, fork)
-        if forks[num_now:]:
-            for fork in forks[num_now:]:
-                self.residents.leave(fork)
-            self.queue.push(join(forks[num_now:]))
+        self.put_back(forks[num_now:])
+
+    def put_back(self, forks: list[Request]) -> None:
+        """Held forks that can't go on from where they are queue for themselves."""
+        for fork in forks:
+            self.residents.leave(fork)
+        if forks:
+            self.queue.push(join(forks))
 
     def fork(self, plan: Plan) -> list[Request]:
         """Lets forks go on behind what their leaders have computed in steps before; each has tokens left to compute,
@@ -169,7 +173,7 @@ class Admission:
         if is_inside:
             plan.copies.append(Copy(leader.block_ids[num_shared], fork.block_ids[0]))
         self.pool.acquire(shared)
-        fork.share(leader, shared + fork.block_ids, leader.fork_len)
-        fork.num_keyed = min(fork.num_keyed, num_shared)
+        fork.share(leader, shared + fork.block_ids, leader.fork_len, min(leader.num_keyed, num_shared))
+        del fork.keys[fork.num_keyed :]  # of blocks with the leader's own tokens
         fork.status = Status.RUNNING
         plan.install(fork)

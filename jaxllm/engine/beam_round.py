@@ -79,7 +79,7 @@ def _reseat(group: SequenceGroup, continuations: list[Continuation], pool: Block
         member.vacate()
     shares_tail = parents[0].num_computed % pool.block_size > 0
     for member, (parent, block_ids) in zip(free, forks, strict=False):
-        member.share(parent, block_ids, parent.num_computed)
+        member.share(parent, block_ids, parent.num_computed, parent.num_keyed)
         member.shares_tail = parent.shares_tail = shares_tail
     for beam, line in zip(beams, group.round.lines, strict=True):
         beam.output_token_ids, beam.logprobs = line.token_ids, line.logprobs

@@ -4,6 +4,7 @@ All that is known of a pool's layout is that axis 0 is the block. Padding ids li
 scatter drops them, a gather clips them.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,7 +23,7 @@ from jaxllm.engine.plan import Copy, Plan, Swap
 from jaxllm.sharding.rules import replicated
 
 SWAP_SIZES = (4, 16)  # blocks that one `swap_out` or `swap_in` moves; more take several
-MAX_STAGED_BYTES = 256 << 20  # of a device's memory, for blocks on their way to the host or back
+MAX_STAGED_BYTES = 256 << 20  # of each device's memory, for blocks on their way, each way
 NUM_TRIALS = 5  # of the bandwidth
 
 KVPools = list[Shaped[Array, "blocks ..."]]
@@ -97,7 +98,7 @@ class _Chunk:
 
     def __init__(self, contents: Array):
         self.contents: Array | np.ndarray | None = contents
-        self.device_bytes = contents.addressable_shards[0].data.nbytes
+        self.device_bytes = math.prod(contents.sharding.shard_shape(contents.shape)) * contents.dtype.itemsize
 
     def settle(self) -> None:
         """Waits for the copy and lets go of the device's memory. (On a CPU they are the same memory.)"""
@@ -130,8 +131,7 @@ class BlockMoves:
         self._check(plan)
         for swap in plan.swap_outs:
             self._swap_out(kv_pools, swap)
-        for swap in plan.swap_ins:
-            kv_pools = self._swap_in(kv_pools, swap)
+        kv_pools = self._swap_in(kv_pools, plan.swap_ins)
         if plan.copies:
             kv_pools = self._copy(kv_pools, plan.copies)
         for key in plan.forgotten:
@@ -144,6 +144,10 @@ class BlockMoves:
         for _ in range(self._num_before):
             self._staged.popleft().settle()
         self._num_before = len(self._staged)
+
+    def is_ready(self) -> bool:
+        """Whether what `measure_bandwidth` runs is compiled."""
+        return all(self._compile_plan.ready((name, SWAP_SIZES[-1])) for name in ("swap_out", "swap_in"))
 
     def measure_bandwidth(self, kv_pools: KVPools) -> tuple[KVPools, float]:
         """Bytes a second of a round trip to host memory and back, on an idle device. Takes the pools, and returns
@@ -172,16 +176,18 @@ class BlockMoves:
                 self._staged.popleft().settle()
                 self._num_before = max(0, self._num_before - 1)
 
-    def _swap_in(self, kv_pools: KVPools, swap: Swap) -> KVPools:
+    def _swap_in(self, kv_pools: KVPools, swaps: Sequence[Swap]) -> KVPools:
         """Passes the chunks on as they are, also those that never reached the host."""
-        chunks, staged_bytes = self._kept.pop(swap.key), 0
-        for chunk, (size, blocks) in zip(chunks, _split(swap.blocks), strict=True):
-            staged_bytes += chunk.device_bytes
-            if staged_bytes > MAX_STAGED_BYTES:
-                jax.block_until_ready(kv_pools)  # and the chunks before are no longer needed
-                staged_bytes = chunk.device_bytes
-            kv_pools = self._executable("swap_in", size)(kv_pools, self._pad(blocks, size), chunk.contents)
-        self._give_up(chunks)
+        staged_bytes = 0
+        for swap in swaps:
+            chunks = self._kept.pop(swap.key)
+            for chunk, (size, blocks) in zip(chunks, _split(swap.blocks), strict=True):
+                if staged_bytes and staged_bytes + chunk.device_bytes > MAX_STAGED_BYTES:
+                    jax.block_until_ready(kv_pools)  # then nobody needs the chunks before this one
+                    staged_bytes = 0
+                staged_bytes += chunk.device_bytes
+                kv_pools = self._executable("swap_in", size)(kv_pools, self._pad(blocks, size), chunk.contents)
+            self._give_up(chunks)
         return kv_pools
 
     def _copy(self, kv_pools: KVPools, copies: Sequence[Copy]) -> KVPools:

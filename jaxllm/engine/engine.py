@@ -113,7 +113,7 @@ class Engine:
             for index in range(params.beam_width or params.num_samples)
         ]
         if params.beam_width is None:
-            siblings, group.samples = SequenceGroup(sequences), sequences
+            siblings, group.samples = SequenceGroup(sequences), list(sequences)
             for sequence in sequences:
                 sequence.group = siblings
         else:

@@ -43,7 +43,6 @@ class Preemption:
 
     def evict_drained(self, plan: Plan) -> None:
         """Evicts the victims of a plan before, if nothing of theirs is in flight any more."""
-        plan.forgotten, self._forgotten = self._forgotten, []
         self._draining = [r for r in self._draining if r.status is Status.DRAINING]
         if self._draining and not any(r.num_in_flight for r in self._draining):
             victims, self._draining = self._draining, []
@@ -98,7 +97,7 @@ class Preemption:
             if swaps:
                 request.num_computed = min(request.num_computed, request.num_tokens - 1)  # a beam's last row comes again
             else:
-                request.start_over()
+                request.forget_computed()
         if swaps:
             self.num_swapped += len(sequences)
         else:
@@ -146,6 +145,10 @@ class Preemption:
         plan.swap_ins.append(Swap(copy.key, [blocks.get(place, nowhere) for place in range(copy.num_blocks)]))
         self.num_host_blocks -= copy.num_blocks
         self.num_blocks_in += len(wanted)
+
+    def pass_forgotten(self, plan: Plan) -> None:
+        """Lets the plan tell who keeps the copies."""
+        plan.forgotten, self._forgotten = self._forgotten, []
 
     def forget(self, request: Request) -> None:
         """A waiting sequence has ended, and wants nothing back."""

@@ -87,9 +87,8 @@ class Request:
         self.shares_tail = self.has_extras = False
         self.candidates = None
 
-    def start_over(self) -> None:
-        """Forgets what was computed as well, but not its tokens."""
-        self.leave_device()
+    def forget_computed(self) -> None:
+        """What was computed is gone, but not its tokens."""
         self.host_copy, self.forks = None, []
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
         self.num_computed = 0
@@ -102,11 +101,11 @@ class Request:
         self.num_computed = self.num_keyed = 0
         self.candidates, self.shares_tail = None, False
 
-    def share(self, parent: "Request", block_ids: list[int], num_computed: int) -> None:
-        """Goes on behind the parent's first `num_computed` tokens, whose keys and values are in `block_ids`."""
-        self.block_ids, self.num_computed = block_ids, num_computed
-        self.num_keyed = min(parent.num_keyed, len(block_ids))
-        self.keys, self.key_generation = parent.keys[: self.num_keyed], parent.key_generation
+    def share(self, parent: "Request", block_ids: list[int], num_computed: int, num_keyed: int) -> None:
+        """Goes on behind the parent's first `num_computed` tokens, which `block_ids` have; `num_keyed` of those blocks
+        are full, the parent's, and offered to the prefix cache."""
+        self.block_ids, self.num_computed, self.num_keyed = block_ids, num_computed, num_keyed
+        self.keys, self.key_generation = parent.keys[:num_keyed], parent.key_generation
 
     @property
     def can_sample(self) -> bool:

@@ -75,7 +75,9 @@ class Scheduler:
             for member in group.members:
                 self._end(member, reason, None)
         else:
+            orphans = [fork for fork in request.forks if fork.status is Status.HELD]
             self._end(request, reason, stop_reason)
+            self.admission.put_back(orphans)
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.slot >= 0:
@@ -109,6 +111,7 @@ class Scheduler:
         self.num_copied += len(plan.copies)
         if plan.is_empty:
             return None
+        self.preemption.pass_forgotten(plan)
         plan.full_sampler, plan.has_beams = self.residents.num_full > 0, self.residents.num_beams > 0
         plan.seal()
         for chunk in plan.chunks:  # the next plan may hit them: this one is dispatched before it
@@ -128,7 +131,8 @@ class Scheduler:
         for request in self.running:
             if request.status is not Status.RUNNING or not request.can_sample:
                 continue
-            if request.num_tokens + request.num_in_flight - request.num_computed > 1:
+            num_left = request.num_tokens + request.num_in_flight - request.num_computed
+            if num_left > 1 or request.forks and request.num_computed < request.fork_len:  # whose forks wait for it
                 prefills.append(request)
                 continue
             if len(decodes) == max_tokens:
@@ -271,15 +275,19 @@ class Scheduler:
 
     def _restart_group(self, group: SequenceGroup, requests: list[Request]) -> None:
         if group.is_search:
+            group.results = None
             beam_round.restore(group)
         else:
             group.members = requests
         for request in group.members:
-            request.start_over()
+            request.leave_device()
+            request.forget_computed()
+        if group.is_search and group.round.search.done:  # it was interrupted before it was told
+            self.num_unfinished_full += len(group.members)
+            self.finish(group.members[0], "stop")
+            return
         self.add(group)
         if group.is_search:
-            if group.round.search.done:  # it was interrupted before it was told
-                self.finish(group.members[0], "stop")
             return
         for request in requests:
             if request.output_token_ids:  # its last token may have been its end, and not been looked at

@@ -1,0 +1,149 @@
+"""A device made of numpy arrays, whose blocks show which tokens were written to them: a shadow of the real one."""
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.engine.beam import Candidates
+from jaxllm.engine.plan import Plan
+from jaxllm.engine.request import Request
+
+EOS = 0
+PROMPT_TOKENS = (1, 2)  # few, so that prefixes collide
+VOCAB = (EOS, *PROMPT_TOKENS, 3)
+
+
+def sampled(request: Request, position: int) -> int:
+    """The token that the model gives at `position`: a function of the request alone, like a seeded draw."""
+    draw = zlib.crc32(b"%d,%d,%d" % (request.seed, request.sample_index, position)) % 10
+    masked = position < len(request.prompt_token_ids) + request.params.min_tokens
+    return EOS if draw == 0 and not masked else PROMPT_TOKENS[draw % 2]
+
+
+def candidates(request: Request, tokens: list[int]) -> Candidates:
+    """What a beam with these tokens, the prompt's among them, may go on with."""
+    weights = [zlib.crc32(b"%d,%d," % (request.seed, token) + bytes(tokens)) % 97 + 1 for token in VOCAB]
+    if len(tokens) < len(request.prompt_token_ids) + request.params.min_tokens:
+        weights[EOS] = 0
+    order = sorted((token for token in VOCAB if weights[token]), key=lambda token: -weights[token])
+    scores = np.array([math.log(weights[token] / sum(weights)) for token in order], np.float32)
+    return Candidates(np.array(order, np.int32), scores, scores, np.arange(1, len(order) + 1, dtype=np.int32))
+
+
+class FakeRow(NamedTuple):
+    """As `BeamRow`."""
+
+    candidates: Candidates
+
+    def kept(self, logprob: float, rank: int) -> float:
+        return logprob
+
+
+def digests(tokens: list[int]) -> list[int]:
+    """Of each prefix: what the cell of its last token holds, as keys and values depend on all tokens before."""
+    found = [0]
+    for token in tokens:
+        found.append(zlib.crc32(b"%d" % token, found[-1]) + 1)
+    return found[1:]
+
+
+@dataclass
+class Slot:
+    request: Request
+    block_table: list[int]
+    length: int  # tokens in the pool
+    last_token: int
+
+
+class Device:
+    """Runs plans at once, writes before reads as the kernel does. A cell holds a digest of the tokens up to its own,
+    computed from the cell before it, and the version of the parameters."""
+
+    def __init__(self, num_blocks: int, block_size: int, version: int = 0):
+        self.block_size, self.version = block_size, version
+        self.cells = np.full((num_blocks, block_size, 2), -1, np.int64)
+        self.slots: dict[int, Slot] = {}
+        self.host: dict[int, np.ndarray] = {}
+
+    def read(self, slot: Slot) -> np.ndarray:
+        """[tokens, 2]"""
+        return self.cells[slot.block_table].reshape(-1, 2)[: slot.length]
+
+    def holds(self, slot: Slot, tokens: list[int]) -> bool:
+        return self.read(slot)[:, 0].tolist() == digests(tokens[: slot.length])
+
+    def run(self, plan: Plan) -> tuple[list[int], list[FakeRow | None]]:
+        """Returns the token of each sample, and the candidates of beams."""
+        self._move(plan)
+        forked = {request for _, request in plan.forks}
+        for request, length in plan.admitted:
+            known = request.prompt_token_ids + request.output_token_ids
+            slot = self.slots[request.slot] = Slot(request, list(request.block_ids), length, known[-1])
+            assert request in forked or self.holds(slot, known), "what it starts with is there before the step"
+            if not request.output_token_ids and request not in forked:
+                assert (self.read(slot)[:, 1] == self.version).all(), "a prefix hit is of these parameters"
+        for slot, index, block in plan.new_blocks:
+            self.slots[slot].block_table[index : index + 1] = [block]
+        self._write(plan)
+        for request in plan.rows:
+            assert self.holds(self.slots[request.slot], request.prompt_token_ids + self._output(request))
+        return self._sample(plan)
+
+    def _move(self, plan: Plan) -> None:
+        for key, blocks in plan.swap_outs:
+            assert key not in self.host
+            self.host[key] = self.cells[blocks]
+        returned = [block for swap in plan.swap_ins for block in swap.blocks]
+        for key, blocks in plan.swap_ins:
+            for block, contents in zip(blocks, self.host.pop(key), strict=True):
+                if block < len(self.cells):
+                    self.cells[block] = contents
+        sources, targets = [copy.source for copy in plan.copies], [copy.target for copy in plan.copies]
+        assert not set(sources) & set(returned) and len(set(targets)) == len(targets)
+        self.cells[targets] = self.cells[sources]
+        for key in plan.forgotten:
+            del self.host[key]
+
+    def _write(self, plan: Plan) -> None:
+        written = set()
+        given = [(request, None) for request in plan.decodes] + [(chunk.request, chunk) for chunk in plan.chunks]
+        for request, chunk in given:
+            slot = self.slots[request.slot]
+            assert slot.request is request and slot.block_table == request.block_ids
+            assert chunk is None or slot.length == chunk.start
+            if chunk is not None:
+                tokens = request.token_ids(chunk.start, chunk.stop)
+            elif request.group.is_search and request.output_token_ids:
+                tokens = request.output_token_ids[-1:]
+            else:
+                tokens = [slot.last_token]
+            for token in tokens:
+                before = self.read(slot)[-1, 0] if slot.length else 0
+                index, cell = divmod(slot.length, self.block_size)
+                place = slot.block_table[index], cell
+                assert place not in written
+                written.add(place)
+                self.cells[place] = zlib.crc32(b"%d" % token, int(before)) + 1, self.version
+                slot.length += 1
+
+    def _output(self, request: Request) -> list[int]:
+        """All tokens that the request can have by now, those that the host does not know yet included."""
+        if request.group.is_search:
+            return request.output_token_ids
+        first = len(request.prompt_token_ids)
+        return [sampled(request, position) for position in range(first, request.num_tokens + request.num_in_flight)]
+
+    def _sample(self, plan: Plan) -> tuple[list[int], list[FakeRow | None]]:
+        tokens, rows = [], []
+        for request, row in zip(plan.samples, plan.sample_rows, strict=True):
+            slot, known = self.slots[request.slot], request.prompt_token_ids + self._output(request)
+            assert slot.request is request and self.holds(slot, known)
+            other = self.slots[plan.rows[row].slot]
+            assert other.length == slot.length and self.holds(other, known), "the logits are of other tokens"
+            slot.last_token = sampled(request, slot.length)
+            tokens.append(slot.last_token)
+            rows.append(FakeRow(candidates(request, known)) if request.group.is_search else None)
+        return tokens, rows
