@@ -75,15 +75,16 @@ class Device:
     def holds(self, slot: Slot, tokens: list[int]) -> bool:
         return self.read(slot)[:, 0].tolist() == digests(tokens[: slot.length])
 
-    def run(self, plan: Plan) -> tuple[list[int], list[FakeRow | None]]:
-        """Returns the token of each sample, and the candidates of beams."""
+    def run(self, plan: Plan, fresh: list[Request]) -> tuple[list[int], list[FakeRow | None]]:
+        """Returns the token of each sample, and the candidates of beams. `fresh` are requests that have nothing but
+        what they find in the prefix cache."""
         self._move(plan)
         forked = {request for _, request in plan.forks}
         for request, length in plan.admitted:
             known = request.prompt_token_ids + request.output_token_ids
             slot = self.slots[request.slot] = Slot(request, list(request.block_ids), length, known[-1])
             assert request in forked or self.holds(slot, known), "what it starts with is there before the step"
-            if not request.output_token_ids and request not in forked:
+            if request in fresh:
                 assert (self.read(slot)[:, 1] == self.version).all(), "a prefix hit is of these parameters"
         for slot, index, block in plan.new_blocks:
             self.slots[slot].block_table[index : index + 1] = [block]

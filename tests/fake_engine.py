@@ -141,6 +141,7 @@ class FakeEngine:
         scheduler, max_tokens = self.scheduler, max_tokens or self.max_tokens
         epochs = {request: request.epoch for request in self.sampling_in_flight()}
         waiting = [leader for _, leader in scheduler.waiting._entries]
+        fresh = [leader for leader in waiting if leader.host_copy is None]
         plan = scheduler.schedule(max_tokens)
         assert all(request.epoch == epoch for request, epoch in epochs.items()), "evicted before it was drained"
         done, self.in_flight = self.in_flight, None
@@ -151,7 +152,7 @@ class FakeEngine:
             if fail == "dispatch":
                 failed = plan
             else:
-                tokens, beams = self.device.run(plan)
+                tokens, beams = self.device.run(plan, fresh)
                 self.in_flight = plan, tokens, None, beams
         if done is not None:
             if fail == "collect" or not self.poison.isdisjoint(done[0].rows):

@@ -30,18 +30,31 @@ DIGESTS = {
     ("n3", 0, 1.0): "9c051bfc6f0a2bb44ca43b5ff71dfea244ad3a1f176a5b84c9b058fc465aa9a8",
     ("n3", 1, 1.0): "0f078b814af9ce3efd4677a8b1e8d86428a73f686ede6fdc1eabc2aef11656fb",
     ("n3", 0, 0.25): "07636f35f4c08bcea74bd34219953d2d8b863417d891db7b47a45164117b5f06",
+    ("beam4", 0, 1.0): "ae792bbc1c101df5eddf3ed26e264143935b1f96857ed130442141c02c35b980",
+    ("beam4", 1, 1.0): "1bba133cef921130440673793deedd4bafa747199fb628d7bda7dba29e54f62c",
+    ("beam4", 0, 0.25): "4b58ea719d53b0b920e47539840fcddf2b6cfdc3d5ad672aa587092346646922",
 }
 
 
 @pytest.mark.parametrize("key", DIGESTS)
 def test_workloads_are_those_that_other_engines_ran(key):
     kind, seed, scale = key
-    items = [list(item) for item in workload.make(kind, seed=seed, scale=scale)]
+    items = [list(item)[:3] for item in workload.make(kind, seed=seed, scale=scale)]
     assert hashlib.sha256(json.dumps(items).encode()).hexdigest() == DIGESTS[key]
 
 
 def test_every_kind_has_a_digest():
-    assert {kind for kind, _, _ in DIGESTS} == set(workload.KINDS)
+    assert {kind for kind, _, _ in DIGESTS} == set(workload.KINDS) - {"n3apart"}
+
+
+def test_requests_apart_are_those_together():
+    together, apart = (workload.make(kind, scale=0.25) for kind in ("n3", "n3apart"))
+    assert [item[:2] for item in apart] == [item[:2] for item in together for _ in range(3)]
+    assert all(item.n == 1 and item.is_apart for item in apart)
+
+
+def test_beams_are_searched():
+    assert {item.beam_width for item in workload.make("beam4")} == {4}
 
 
 def test_ids_are_in_the_vocabulary():

@@ -104,8 +104,9 @@ def _run_once(llm: Any, items: Sequence[Item], clock: Callable[[], float]) -> Ru
     prompts = [{"prompt_token_ids": item.prompt_token_ids} for item in items]
     params = [
         SamplingParams(
-            n=item.n, temperature=1.0 if item.n > 1 else 0.0, max_tokens=item.max_tokens, ignore_eos=True,
-            detokenize=False,
+            n=item.n, temperature=1.0 if item.n > 1 or item.is_apart else 0.0, max_tokens=item.max_tokens,
+            ignore_eos=True, detokenize=False, beam_width=item.beam_width,
+            skip_reading_prefix_cache=item.is_apart or None,
         )
         for item in items
     ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Seeded workloads of token ids, the same for every engine that is compared.
 
 Only the kind, the seed, the scale and the vocabulary decide what a workload is. End of sequence is to be ignored, so
-that each engine does the same work; requests for one completion are greedy, others sampled at temperature 1.
+that each engine does the same work; requests for one completion are greedy, others sampled at temperature 1 or
+searched with beams.
 """
 
 import random
@@ -18,6 +19,8 @@ class Item(NamedTuple):
     prompt_token_ids: list[int]
     max_tokens: int
     n: int = 1  # completions
+    beam_width: int | None = None  # of a search for the best one
+    is_apart: bool = False  # sampled, and shares nothing with other requests
 
 
 class _Draw:
@@ -67,6 +70,14 @@ def _n3(draw: _Draw) -> list[Item]:
     return [Item(draw.ids(draw.length(64, 256)), draw.length(16, 96), n=3) for _ in draw.count(16)]
 
 
+def _n3apart(draw: _Draw) -> list[Item]:
+    return [item._replace(n=1, is_apart=True) for item in _n3(draw) for _ in range(item.n)]
+
+
+def _beam4(draw: _Draw) -> list[Item]:
+    return [Item(draw.ids(draw.length(16, 64)), 32, beam_width=4) for _ in draw.count(4)]
+
+
 _MAKERS: dict[str, tuple[Callable[[_Draw], list[Item]], str]] = {
     "batch1": (_batch1, "one request at a time"),
     "mixed": (_mixed, "prompts and outputs of uniform lengths"),
@@ -75,6 +86,8 @@ _MAKERS: dict[str, tuple[Callable[[_Draw], list[Item]], str]] = {
     "prefix": (_prefix, "four groups that share a long beginning"),
     "ragged": (_ragged, "very unequal lengths"),
     "n3": (_n3, "three sampled completions of each prompt"),
+    "n3apart": (_n3apart, "the same as three requests that share nothing"),
+    "beam4": (_beam4, "the best of four beams"),
 }
 KINDS = {kind: meaning for kind, (_, meaning) in _MAKERS.items()}
 
@@ -104,7 +117,8 @@ def check_lengths(name: str, prompt_len: int, output_len: int, max_model_len: in
 def make(kind: str, *, vocab: int = MAX_VOCAB, seed: int = 0, scale: float = 1.0) -> list[Item]:
     """The workload `kind` with token ids in [10, vocab); `scale` multiplies the number of requests."""
     check_kinds([kind])
-    return _MAKERS[kind][0](_Draw(f"{kind}-{seed}", vocab, scale))
+    name = kind.removesuffix("apart")  # whose ids are the same
+    return _MAKERS[kind][0](_Draw(f"{name}-{seed}", vocab, scale))
 
 
 def prompts(count: int, length: int, *, vocab: int, seed: int) -> list[list[int]]:

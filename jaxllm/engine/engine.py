@@ -4,11 +4,10 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from jaxllm.engine.batch import NUM_STOP_IDS
 from jaxllm.engine import beam_round
+from jaxllm.engine.batch import NUM_STOP_IDS
 from jaxllm.engine.block_pool import BlockPool
 from jaxllm.engine.candidates import BeamRow, read_candidates
 from jaxllm.engine.config import EngineConfig
@@ -18,6 +17,7 @@ from jaxllm.engine.plan import Plan
 from jaxllm.engine.request import Request, SequenceGroup
 from jaxllm.engine.runner import Handle, Result, Runner
 from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.stats import EngineStats, read_stats
 from jaxllm.engine.validation import bad_word_ids, check_params, check_prompt, check_room
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
@@ -26,32 +26,6 @@ from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine holds now, and what it has done so far."""
-
-    num_blocks: int
-    block_size: int  # tokens
-    blocks_used: int
-    blocks_shared: int  # of those, used by several sequences
-    blocks_cached: int  # free, and found again by a prompt that begins as they do
-    peak_blocks_used: int
-    wasted_slots: int  # tokens' places in used blocks that hold no token yet
-    blocks_copied: int  # on the first write to a shared block
-    blocks_swapped_out: int
-    blocks_swapped_in: int
-    blocks_on_host: int  # of sequences that wait to be swapped in
-    num_running: int
-    num_waiting: int
-    num_preemptions: int  # of sequences
-    num_swapped: int  # of those, swapped to host memory; the others are recomputed
-    num_prompt_tokens: int  # of requests admitted so far
-    num_cached_tokens: int  # of those, found in the prefix cache
-    num_executables: int  # in the compile plan
-    num_compiled: int
-    compile_s: float
 
 
 class Engine:
@@ -298,20 +272,7 @@ class Engine:
             self.runner.wait_all()
 
     def stats(self) -> EngineStats:
-        """O(blocks + running)."""
-        scheduler, compile_plan = self.scheduler, self.runner.compile_plan
-        pool, preemption = scheduler.pool, scheduler.preemption
-        return EngineStats(
-            num_blocks=pool.num_blocks, block_size=pool.block_size, blocks_used=pool.num_used,
-            blocks_shared=pool.num_shared, blocks_cached=pool.num_cached, peak_blocks_used=self._peak_blocks,
-            wasted_slots=scheduler.residents.num_wasted_slots, blocks_copied=scheduler.num_copied,
-            blocks_swapped_out=preemption.num_blocks_out, blocks_swapped_in=preemption.num_blocks_in,
-            blocks_on_host=preemption.num_host_blocks, num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting), num_swapped=preemption.num_swapped,
-            num_preemptions=preemption.num_swapped + preemption.num_recomputed,
-            num_prompt_tokens=scheduler.admission.num_prompt_tokens, num_cached_tokens=scheduler.admission.num_cached_tokens,
-            num_executables=compile_plan.total, num_compiled=compile_plan.num_done, compile_s=compile_plan.seconds,
-        )  # fmt: skip
+        return read_stats(self.scheduler, self.runner.compile_plan, self._peak_blocks)
 
     def close(self) -> None:
         """Stops compiling and frees the device's memory."""

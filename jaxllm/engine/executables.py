@@ -223,9 +223,7 @@ class Lowering:
         everywhere = replicated(self.mesh)
         out = (everywhere, jax.tree.map(lambda x: x.sharding, extras), everywhere, everywhere)
         jitted = jax.jit(sample_full_step, donate_argnums=(0, 1), out_shardings=out)
-        return jitted.lower(
-            slots.last_token, extras, slots.length, sampling, self._logits(seqs), self._ints(seqs)
-        )
+        return jitted.lower(slots.last_token, extras, slots.length, sampling, self._logits(seqs), self._ints(seqs))
 
     def lower_extras(self) -> jax.stages.Lowered:
         layout = ExtrasLayout(self.model_shape.vocab)

@@ -175,7 +175,7 @@ class Group:
 
 
 def _sum_logprobs(kept: Sequence[Kept]) -> float:
-    return sum(float(entry.logprobs[0]) for entry in kept)
+    return sum((float(entry.logprobs[0]) for entry in kept), 0.0)
 
 
 def _mean_logprob(sample: Request) -> float:

@@ -95,7 +95,8 @@ class Preemption:
             self.residents.leave(request)
         for request in sequences:
             if swaps:
-                request.num_computed = min(request.num_computed, request.num_tokens - 1)  # a beam's last row comes again
+                # The row of a beam that waited for the others comes again.
+                request.num_computed = min(request.num_computed, request.num_tokens - 1)
             else:
                 request.forget_computed()
         if swaps:
@@ -106,7 +107,7 @@ class Preemption:
 
     def _swap_out(self, plan: Plan, sequences: list[Request]) -> bool:
         """Plans the copy of their blocks to host memory; False if they had better be computed again."""
-        if any(r.forks or r.num_tokens - r.num_computed > 1 for r in sequences):
+        if any(r.forks or r.num_tokens - r.num_computed > 1 or r.awaits_prompt_logprobs for r in sequences):
             return False  # a prompt is not complete: nothing but what the prefix cache may have
         blocks: list[int] = []
         places: dict[int, int] = {}
@@ -118,7 +119,7 @@ class Preemption:
                     places[block] = len(blocks)
                     blocks.append(block)
                 request.host_blocks.append(places[block])
-        if self.num_host_blocks + len(blocks) > self.max_host_blocks:
+        if len(blocks) > self.pool.num_blocks or self.num_host_blocks + len(blocks) > self.max_host_blocks:
             return False
         if not self._prefers_swap(len(blocks), len(blocks) * self.pool.block_size):
             return False

@@ -30,7 +30,7 @@ class HostCopy:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request:
-    """One sequence, a sample or a beam. The scheduler is its only writer; `check` in the scheduler states the invariants."""
+    """One sequence, a sample or a beam. The scheduler is its only writer; its `check` states the invariants."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -131,6 +131,10 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.params.prompt_logprobs is not None and self.sample_index == 0
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        return self.wants_prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxllm.engine import memory
-from jaxllm.engine.block_moves import BlockMoves, host_bytes
 from jaxllm.engine.batch import ADMIT_SIZES, AdmitLayout, ExtrasLayout, StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.block_moves import BlockMoves, host_bytes
 from jaxllm.engine.compiler import CompilePlan
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.costs import PreemptionCosts

@@ -78,9 +78,7 @@ def _is_finite(logits: Float[Array, "seqs vocab"]) -> Bool[Array, " seqs"]:
     return jnp.isfinite(jnp.max(logits, axis=-1))
 
 
-def _choose(
-    logits: Float[Array, "seqs vocab"], row: SamplingTable, length: Int[Array, " seqs"]
-) -> Int[Array, " seqs"]:
+def _choose(logits: Float[Array, "seqs vocab"], row: SamplingTable, length: Int[Array, " seqs"]) -> Int[Array, " seqs"]:
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     is_random = row.temperature >= MIN_TEMPERATURE
 
@@ -102,9 +100,7 @@ def _choose(
     return jax.lax.cond(jnp.any(is_random), draw, lambda _: greedy, logits)
 
 
-def alter(
-    logits: Float[Array, "seqs vocab"], row: SamplingTable, extras: SamplingExtras
-) -> Float[Array, "seqs vocab"]:
+def alter(logits: Float[Array, "seqs vocab"], row: SamplingTable, extras: SamplingExtras) -> Float[Array, "seqs vocab"]:
     """Bias and masks, then the penalties (repetition: arXiv 1909.05858, section 4.1), in rows that ask for them."""
     x = logits + extras.bias
     in_output = extras.output_counts > 0

@@ -1,0 +1,48 @@
+"""What an engine tells of itself."""
+
+from dataclasses import dataclass
+
+from jaxllm.engine.compiler import CompilePlan
+from jaxllm.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What an engine holds now, and what it has done so far."""
+
+    num_blocks: int
+    block_size: int  # tokens
+    blocks_used: int
+    blocks_shared: int  # of those, used by several sequences
+    blocks_cached: int  # free, and found again by a prompt that begins as they do
+    peak_blocks_used: int
+    wasted_slots: int  # tokens' places in used blocks that hold no token yet
+    blocks_copied: int  # on the first write to a shared block
+    blocks_swapped_out: int
+    blocks_swapped_in: int
+    blocks_on_host: int  # of sequences that wait to be swapped in
+    num_running: int
+    num_waiting: int
+    num_preemptions: int  # of sequences
+    num_swapped: int  # of those, swapped to host memory; the others are recomputed
+    num_prompt_tokens: int  # of requests admitted so far
+    num_cached_tokens: int  # of those, found in the prefix cache
+    num_executables: int  # in the compile plan
+    num_compiled: int
+    compile_s: float
+
+
+def read_stats(scheduler: Scheduler, compile_plan: CompilePlan, peak_blocks_used: int) -> EngineStats:
+    """O(blocks + running)."""
+    pool, preemption, admission = scheduler.pool, scheduler.preemption, scheduler.admission
+    return EngineStats(
+        num_blocks=pool.num_blocks, block_size=pool.block_size, blocks_used=pool.num_used,
+        blocks_shared=pool.num_shared, blocks_cached=pool.num_cached, peak_blocks_used=peak_blocks_used,
+        wasted_slots=scheduler.residents.num_wasted_slots, blocks_copied=scheduler.num_copied,
+        blocks_swapped_out=preemption.num_blocks_out, blocks_swapped_in=preemption.num_blocks_in,
+        blocks_on_host=preemption.num_host_blocks, num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting), num_preemptions=preemption.num_swapped + preemption.num_recomputed,
+        num_swapped=preemption.num_swapped, num_prompt_tokens=admission.num_prompt_tokens,
+        num_cached_tokens=admission.num_cached_tokens, num_executables=compile_plan.total,
+        num_compiled=compile_plan.num_done, compile_s=compile_plan.seconds,
+    )  # fmt: skip
