@@ -308,8 +308,8 @@ def test_nothing_is_cached_from_the_run_before(tiny_llm):
     items = [Item([*head, 20], 2), Item([*head, 21, 22], 2)]
     row = throughput.measure(tiny_llm, "prefix", items, items, 2)
     assert row["cached_tokens"] == len(head), "the second request's beginning, and no more"
-    row = throughput.measure(tiny_llm, "n3", [Item([*head, 20], 2, n=3)], items, 1)
-    assert row["cached_tokens"] == 0, "the other completions share the prompt of the first without a cache"
+    row = throughput.measure(tiny_llm, "n3", [Item([*head, 20], 2, n=2)], items, 1)
+    assert row["cached_tokens"] == 0, "the second completion shares the prompt of the first without a cache"
 
 
 BAD = [
