@@ -24,23 +24,25 @@ def make_request(slot=0, prompt=(7, 8, 9), output=(), *, seed=0, blocks=(), stop
         max_total_len=20, stop_ids=frozenset(stop_ids), sample_index=sample_index, output_token_ids=list(output),
         slot=slot, block_ids=list(blocks),
     )  # fmt: skip
-    request.num_tokens += len(output)
     return request
 
 
-def make_plan(decodes=(), chunks=(), new_blocks=()):
+def make_plan(decodes=(), chunks=(), new_blocks=(), forks=()):
     chunks = [Chunk(request, start, stop, stop == request.num_tokens) for request, start, stop in chunks]
-    return Plan(
-        decodes=list(decodes), chunks=chunks, new_blocks=list(new_blocks),
+    plan = Plan(
+        decodes=list(decodes), chunks=chunks, new_blocks=list(new_blocks), forks=list(forks),
         num_tokens=len(decodes) + sum(chunk.stop - chunk.start for chunk in chunks),
-        rows=[*decodes, *(chunk.request for chunk in chunks)],
+        num_samples=len(decodes) + sum(chunk.samples for chunk in chunks) + len(forks),
     )  # fmt: skip
+    plan.seal()
+    return plan
 
 
 @st.composite
 def plan_contents(draw, layout):
-    """Slots of decode rows; slot, tokens, start and stop of chunks; new blocks."""
+    """Slots of decode rows; slot, tokens, start and stop of chunks; new blocks; slots of decode rows' forks."""
     slots = draw(st.permutations(range(layout.max_num_seqs)))[: draw(st.integers(1, layout.seqs))]
+    slots, forks = slots[: (num := draw(st.integers(1, len(slots))))], slots[num:]
     num_chunks = draw(st.integers(0, len(slots)))
     left = layout.tokens - len(slots)
     chunks = []
@@ -51,7 +53,8 @@ def plan_contents(draw, layout):
         start = draw(st.integers(0, len(tokens) - q_len))
         chunks.append((slot, tokens, start, start + q_len))
     new_block = st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 999))
-    return slots[num_chunks:], chunks, draw(st.lists(new_block, max_size=layout.max_new_blocks))
+    forks = [(draw(st.sampled_from(slots[num_chunks:])), slot) for slot in forks if slots[num_chunks:]]
+    return slots[num_chunks:], chunks, draw(st.lists(new_block, max_size=layout.max_new_blocks)), forks
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 16])
@@ -61,11 +64,13 @@ def test_step_round_trip(tokens):
     @quick
     @given(contents=plan_contents(layout))
     def check(contents):
-        decodes, chunks, new_blocks = contents
+        decodes, chunks, new_blocks, forks = contents
+        decoding = {slot: make_request(slot) for slot in decodes}
         plan = make_plan(
-            [make_request(slot) for slot in decodes],
+            decoding.values(),
             [(make_request(slot, tokens[:1], tokens[1:]), start, stop) for slot, tokens, start, stop in chunks],
             [NewBlock(*new) for new in new_blocks],
+            [(decoding[parent], make_request(slot)) for parent, slot in forks],
         )
         packed = layout.pack(plan)
         assert packed.dtype == np.int32 and packed.shape == (layout.size,)
@@ -76,8 +81,12 @@ def test_step_round_trip(tokens):
         assert f.slots.tolist() == [r.slot for r in plan.rows] + [MAX_NUM_SEQS] * pad_rows
         lens = [1] * num_decodes + [stop - start for _, _, start, stop in chunks]
         assert f.q_lens.tolist() == lens + [0] * pad_rows
-        samples = [1] * num_decodes + [stop == len(tokens) for _, tokens, _, stop in chunks]
-        assert f.samples.tolist() == samples + [0] * pad_rows
+        samples = list(enumerate(decodes))
+        samples += [(num_decodes + i, slot) for i, (slot, tokens, _, stop) in enumerate(chunks) if stop == len(tokens)]
+        samples += [(decodes.index(parent), slot) for parent, slot in forks]
+        pad_samples = layout.seqs - len(samples)
+        assert f.sample_rows.tolist() == [row for row, _ in samples] + [0] * pad_samples
+        assert f.sample_slots.tolist() == [slot for _, slot in samples] + [MAX_NUM_SEQS] * pad_samples
         fed = [token for _, tokens, start, stop in chunks for token in tokens[start:stop]]
         assert f.tokens[: plan.num_tokens].tolist() == [FROM_SLOT] * num_decodes + fed
         assert f.tokens.shape == (tokens,) and f.new_blocks.shape == (3, layout.max_new_blocks)
@@ -91,7 +100,7 @@ def test_step_layout_sizes():
     layout = StepLayout(16, MAX_NUM_SEQS, BLOCK_SIZE)
     assert (layout.seqs, layout.max_new_blocks) == (6, 6 + 4)
     assert StepLayout(4, MAX_NUM_SEQS, BLOCK_SIZE).seqs == 4
-    assert layout.size == 3 + 3 * 6 + 16 + 3 * 10
+    assert layout.size == 3 + 4 * 6 + 16 + 3 * 10
 
 
 def test_step_unpacks_alike_on_the_device():
@@ -106,9 +115,10 @@ def test_step_unpacks_alike_on_the_device():
     [
         make_plan(chunks=[(make_request(0, range(9)), 0, 9)]),
         make_plan(decodes=[make_request(slot) for slot in range(5)]),
+        make_plan(decodes=[request := make_request(0)], forks=[(request, make_request(slot)) for slot in range(1, 5)]),
         make_plan(decodes=[make_request(0)], new_blocks=[NewBlock(0, i, i) for i in range(7)]),
     ],
-    ids=["tokens", "rows", "new_blocks"],
+    ids=["tokens", "rows", "samples", "new_blocks"],
 )
 def test_step_overflow_raises(plan):
     layout = StepLayout(8, 4, BLOCK_SIZE)
@@ -169,6 +179,7 @@ def test_admit_round_trip(given_rows):
         floats = [column[at] for column in (sampling.temperature, sampling.top_p, sampling.min_p)]
         assert floats == [params.temperature, params.top_p, params.min_p]
         assert sampling.top_k[at] == max(params.top_k, 0)
+        assert sampling.is_beam[at] == 0
         assert sampling.min_len[at] == len(request.prompt_token_ids) + params.min_tokens
         no_ids = [-1] * (NUM_STOP_IDS - len(request.stop_ids))
         assert sampling.stop_ids[at].tolist() == sorted(request.stop_ids) + no_ids

@@ -304,11 +304,13 @@ def test_an_executable_that_is_not_compiled_yet_is_awaited(device, monkeypatch):
     world.moves = BlockMoves(plan, NUM_BLOCKS, MAX_SEQS)
     world.run(copies=[Copy(0, 1)])
     world.check()
+    assert not world.moves.is_ready()  # to measure: that plan has no swaps
     plan.close()
 
 
 def test_the_bandwidth_is_measured_without_a_trace(device):
     world = Shadowed(device)
+    assert world.moves.is_ready()
     world.pools, bytes_per_s = world.moves.measure_bandwidth(world.pools)
     assert 0 < bytes_per_s < float("inf")
     assert host_bytes(world.pools) == host_bytes(device.pools) == POOL_BYTES // NUM_BLOCKS

@@ -18,7 +18,7 @@ from jaxllm.engine.state import SamplingTable, empty_extras
 SEQS, SLOTS, VOCAB = 4, 6, 16
 GREEDY = {
     "seed": 0, "sample_index": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_len": 0,
-    "stop_ids": (), "alters_logits": 0, "wants_logprobs": 0,
+    "stop_ids": (), "alters_logits": 0, "wants_logprobs": 0, "is_beam": 0,
     "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
 }  # fmt: skip
 
@@ -30,7 +30,7 @@ def full_tokens(logits, slots, lengths, table):
 
 SAMPLERS = {"plain": jax.jit(sample), "full": full_tokens}
 both = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
-INTS = ("sample_index", "top_k", "min_len", "alters_logits", "wants_logprobs")
+INTS = ("sample_index", "top_k", "min_len", "alters_logits", "wants_logprobs", "is_beam")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 NORMAL = np.random.default_rng(0).normal(size=(SEQS, VOCAB)).astype(np.float32)
 
