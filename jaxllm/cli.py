@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxllm.engine.config import PREEMPTIONS
 from jaxllm.errors import JaxLLMError
 
 log = logging.getLogger(__name__)
 
 _ENGINE_OPTIONS = (
     "model", "dtype", "mesh", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "num_blocks", "tensor_parallel_size", "gpu_memory_utilization",
+    "num_blocks", "tensor_parallel_size", "gpu_memory_utilization", "preemption", "swap_space",
 )  # fmt: skip
 CACHE_BYTES = 2 * 2**30
 EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (
@@ -42,6 +43,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-blocks", type=int, metavar="N", help="KV blocks (default: as many as fit)")
     add("--tensor-parallel-size", type=int, metavar="N", help="the same as --mesh tensor=N")
     add("--gpu-memory-utilization", type=float, metavar="X", help="share of each device's memory that may be used")
+    add("--preemption", choices=PREEMPTIONS, help="of the last requests, when KV blocks run out (default: auto)")
+    add("--swap-space", type=float, metavar="GIB", help="host memory for the blocks of preempted requests (default: 4)")
     add("--no-prefix-caching", action="store_true", help="compute beginnings that prompts share each time")
 
 

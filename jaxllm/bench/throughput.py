@@ -117,12 +117,18 @@ def _run_once(llm: Any, items: Sequence[Item], clock: Callable[[], float]) -> Ru
     wall_s = clock() - start
     after = llm.stats()
     for item, output in zip(items, outputs, strict=True):
-        lengths = [len(completion.token_ids) for completion in output.outputs]
-        if lengths != [item.max_tokens] * item.n:
-            raise JaxLLMError(f"a request for {item.n} x {item.max_tokens} tokens made {lengths}: {output.error}")
+        check_lengths_made([output], item.max_tokens, item.n)
     return Run(
         wall_s, after.num_cached_tokens - before.num_cached_tokens, after.num_preemptions - before.num_preemptions
     )
+
+
+def check_lengths_made(outputs: Sequence[Any], num_tokens: int, n: int = 1) -> None:
+    """Raises JaxLLMError unless each request made `n` completions of `num_tokens`."""
+    for output in outputs:
+        lengths = [len(completion.token_ids) for completion in output.outputs]
+        if lengths != [num_tokens] * n:
+            raise JaxLLMError(f"a request for {n} x {num_tokens} tokens made {lengths}: {output.error}")
 
 
 def _check_fits(llm: Any, kind: str, items: Sequence[Item]) -> None:

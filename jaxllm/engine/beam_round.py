@@ -14,6 +14,10 @@ from jaxllm.engine.request import Line, Request, Round, SequenceGroup, Status
 from jaxllm.outputs import FinishReason
 
 
+class TextError(Exception):
+    """A beam's text can't be decoded, in which stop strings are to be found."""
+
+
 def start(members: list[Request], text: Any = None) -> SequenceGroup:
     """The group of a search that has not begun. `text` is a detokenizer if stop strings are to be found."""
     first = members[0]
@@ -30,7 +34,7 @@ def start(members: list[Request], text: Any = None) -> SequenceGroup:
 
 def advance(group: SequenceGroup, pool: BlockPool) -> list[Request]:
     """Takes the candidates of all living beams; returns those whose slots' rows are out of date. Nobody lives on if
-    the search is done."""
+    the search is done. Raises TextError before anything has changed."""
     search, lines = copy.copy(group.round.search), group.round.lines
     texts: dict[tuple[int, int], Any] = {}  # of continuations, while stop strings are watched
 
@@ -40,8 +44,8 @@ def advance(group: SequenceGroup, pool: BlockPool) -> list[Request]:
         if token in member.stop_ids and is_past_min:
             return "stop", None if token in member.eos_ids else token
         if lines[beam].text is not None:
-            texts[beam, token] = text = lines[beam].text.clone()
-            if text.push([token]) is not None:
+            texts[beam, token] = text = _extended(lines[beam].text, token)
+            if text.stop is not None:
                 return "stop", text.stop
         return None
 
@@ -58,6 +62,15 @@ def advance(group: SequenceGroup, pool: BlockPool) -> list[Request]:
     # The round is over with this, whatever interrupts what follows.
     group.round = Round(search, [extend(continuation) for continuation in continuations])
     return [] if search.done else _reseat(group, continuations, pool)
+
+
+def _extended(text: Any, token: int) -> Any:
+    text = text.clone()
+    try:
+        text.push([token])
+    except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
+        raise TextError(f"decoding its text failed: {error}") from error
+    return text
 
 
 def _reseat(group: SequenceGroup, continuations: list[Continuation], pool: BlockPool) -> list[Request]:

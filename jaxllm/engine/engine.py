@@ -1,5 +1,6 @@
 """The engine's loop: schedule, run, commit. Single-threaded; `LLM` and `AsyncLLM` drive it."""
 
+import dataclasses
 import itertools
 import logging
 import random
@@ -52,6 +53,10 @@ class Engine:
         self._interrupted = True  # the device state is unknown: build one before the next step
         self._peak_blocks = 0
         self._dead: BaseException | None = None
+
+    def set_preemption(self, kind: str) -> None:
+        """From now on; a kind as in `EngineConfig`."""
+        self.config = dataclasses.replace(self.config, preemption=kind)
 
     def _prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
         if self.config.preemption == "auto":

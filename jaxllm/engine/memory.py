@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxllm.engine.block_moves import MAX_STAGED_BYTES
 from jaxllm.engine.config import EngineConfig, machine_bytes
 from jaxllm.engine.executables import Lowering, ModelShape
 from jaxllm.errors import OutOfMemoryError
@@ -60,6 +61,7 @@ def kv_budget(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
         free = int(limit * (share or 1)) - params - temporary
         budget = int(limit * CPU_KV_SHARE) if share is None else free
     else:
+        temporary += MAX_STAGED_BYTES
         free = int(limit * (share or ACCELERATOR_SHARE)) - params - temporary
         budget = free
     least = block_bytes(shape, config.block_size, mesh)

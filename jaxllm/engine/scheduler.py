@@ -218,15 +218,20 @@ class Scheduler:
         beam.candidates, beam.status = candidates, Status.HELD
         if any(other.candidates is None for other in group.beams):
             return []
-        self._moved += beam_round.advance(group, self.pool)
+        for other in group.beams:  # also those that end now: others may wait for what they have written
+            if (other.num_keyed + 1) * self.pool.block_size <= other.num_computed:
+                self.prefix_cache.offer(other, other.num_computed)
+        try:
+            self._moved += beam_round.advance(group, self.pool)
+        except beam_round.TextError as error:
+            first.error = str(error)
+            self.finish(first, "error")
+            return [first]
         if group.round.search.done:
             if not group.round.search.finished:
                 first.error = NO_TOKEN_ERRORS[NO_TOKEN]
             self.finish(first, "error" if first.error else "stop")
             return [first]
-        for other in group.beams:
-            if (other.num_keyed + 1) * self.pool.block_size <= other.num_computed:
-                self.prefix_cache.offer(other, other.num_computed)
         if first.strikes and group.beams[0].num_tokens > first.suspect_len:
             self._clear(first)
         return []
