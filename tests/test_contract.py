@@ -50,7 +50,7 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
         ladder = token_ladder(24)
         assert ladder == (1, 8, 16, 24)
         seqs = {min(t, 6) for t in ladder}
-        others = ["init", "admit", "admit", "extras", "score"]
+        others = ["init", "admit", "admit", "extras", "score", *["copy"] * 2, *["swap_out", "swap_in"] * 2]
         assert llm.stats().num_executables == len(ladder) + 2 * len(seqs) + len(others)
         assert llm.stats().num_compiled == llm.stats().num_executables
         compiled.clear()
@@ -64,6 +64,12 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
             llm.generate(prompts, plain)
             llm.generate(prompts, sampled)
             llm.generate(prompts, everything)
+        llm.generate(ids(*prompts_of([3, 9])), SamplingParams(n=3, max_tokens=5))
+        llm.generate(ids(*prompts_of([3, 9])), SamplingParams(beam_width=3, max_tokens=5, frequency_penalty=1.0))
+        for kind in ("swap", "auto"):
+            llm.engine.set_preemption(kind)
+            llm.generate(ids(*prompts_of([20] * 6)), greedy(40))
+        assert llm.stats().num_swapped > 0
         fail_once(llm, 3, pytest.MonkeyPatch())
         llm.generate(ids([1, 2, 3]), plain)
         assert compiled == []
@@ -210,21 +216,23 @@ def test_errors_of_host_work_end_one_request(tiny, stop):
         llm.engine.scheduler.check()
 
 
-@pytest.mark.parametrize("verb", ["schedule", "_start", "commit", "finish"])
+@pytest.mark.parametrize("verb", ["schedule", "admit", "commit", "finish"])
 def test_an_interrupt_anywhere_loses_nothing(llm, tiny, monkeypatch, verb):
     """Ctrl-C in the middle of the scheduler's work: everything is taken from the requests themselves again."""
     prompts = prompts_of([9, 17])
     for i, prompt in enumerate(prompts):
         add(llm, f"r{i}", prompt, greedy(8))
     llm.engine.step()
-    real, scheduler, done = getattr(llm.engine.scheduler, verb), llm.engine.scheduler, {}
+    scheduler, done = llm.engine.scheduler, {}
+    owner = scheduler.admission if verb == "admit" else scheduler
+    real = getattr(owner, verb)
 
     def interrupted(*args):
-        monkeypatch.setattr(scheduler, verb, real)
+        monkeypatch.setattr(owner, verb, real)
         real(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(scheduler, verb, interrupted)
+    monkeypatch.setattr(owner, verb, interrupted)
     add(llm, "late", [1, 2, 3], greedy(3))
     with pytest.raises(KeyboardInterrupt):
         while llm.engine.has_work():

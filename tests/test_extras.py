@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.engine import beam_round
 from jaxllm.engine.batch import BAD_WORD_LEN, EXTRAS_IDS, AdmitLayout, ExtrasLayout
+from jaxllm.engine.candidates import read_candidates
 from jaxllm.engine.logprobs import LEAST, compact, logprob_rows, to_logprobs
 from jaxllm.engine.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.engine.request import Request
@@ -48,7 +50,7 @@ def install(requests, extras=None):
 
 
 def step(logits, requests, extras=None, lengths=None):
-    """Tokens, extras and logprob rows of one draw, a row for each request."""
+    """Tokens, extras, logprob rows and beams' candidates of one draw, a row for each request."""
     base, table, extras = install(requests, extras)
     base = base if lengths is None else jnp.asarray(lengths, jnp.int32)
     rows = jnp.asarray([r.slot for r in requests], jnp.int32)
@@ -99,18 +101,38 @@ def test_greedy_token_is_the_best_after_bias_masks_and_penalties(given_requests,
             fields["bad_words"][0] = fields["bad_words"][0][-1:]
     made = [make_request(slot, **fields) for slot, fields in zip(slots, given_requests, strict=False)]
     logits = np.random.default_rng(seed).normal(size=(3, VOCAB)).astype(np.float32) * 3
-    chosen, _, _ = step(logits, made)
+    chosen, _, _, _ = step(logits, made)
     for row, request, token in zip(logits, made, chosen.tolist(), strict=True):
         want = altered_by_numpy(row, request)
         assert (token == NO_TOKEN) == bool(np.isneginf(want).all())
         assert token == NO_TOKEN or want[token] > want.max() - 1e-4
 
 
+@quick
+@given(fields=requests, seed=st.integers(0, 99))
+def test_candidates_of_a_beam_are_the_best_after_bias_masks_and_penalties(fields, seed):
+    """Of its log-probabilities, which nothing normalises again; what a sample beside it gets is as without it."""
+    fields["temperature"] = 0.0
+    sample, beam = make_request(0, temperature=0.0), make_request(3, beam_width=2, **fields)
+    beam_round.start([beam, make_request(4, beam_width=2)])
+    logits = np.random.default_rng(seed).normal(size=(2, VOCAB)).astype(np.float32) * 3
+    chosen, _, _, rows = step(logits, [sample, beam])
+    assert chosen[0] == logits[0].argmax()
+    exact = logits[1].astype(np.float64)
+    exact = exact - np.log(np.exp(exact).sum())
+    want = altered_by_numpy(exact, beam)
+    found = read_candidates(np.asarray(rows[1]), VOCAB)
+    assert set(found.token_ids.tolist()) == set(np.flatnonzero(want > -np.inf).tolist())
+    np.testing.assert_allclose(found.scores, want[found.token_ids], atol=1e-4)
+    np.testing.assert_allclose(found.logprobs, exact[found.token_ids], atol=1e-5)
+    assert np.all(np.diff(found.scores) <= 0)
+
+
 def test_rows_that_ask_for_nothing_are_not_altered():
     logits = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32)
     plain = make_request(3, temperature=0.0)
     biased = make_request(1, temperature=0.0, logit_bias={5: 100.0})
-    chosen, _, _ = step(logits, [plain, biased])
+    chosen, _, _, _ = step(logits, [plain, biased])
     assert chosen.tolist() == [logits[0].argmax(), 5]
 
 
@@ -123,7 +145,7 @@ def test_each_token_counts_from_then_on():
     logits = np.random.default_rng(3).normal(size=(1, VOCAB)).astype(np.float32)
     length, table, extras = install([request])
     for i in range(12):
-        chosen, extras, _ = run(jnp.asarray(logits), jnp.asarray([2], jnp.int32), length + i, table, extras)
+        chosen, extras, _, _ = run(jnp.asarray(logits), jnp.asarray([2], jnp.int32), length + i, table, extras)
         want = altered_by_numpy(logits[0], request)
         assert want[int(chosen[0])] > want.max() - 1e-4
         request.output_token_ids.append(int(chosen[0]))
@@ -134,7 +156,7 @@ def test_padding_and_rows_without_a_token_change_no_extras():
     request = make_request(1, frequency_penalty=1.0)
     length, table, extras = install([request])
     bad = jnp.full((2, VOCAB), jnp.nan)
-    chosen, after, _ = run(bad, jnp.asarray([1, SLOTS], jnp.int32), length, table, extras)
+    chosen, after, _, _ = run(bad, jnp.asarray([1, SLOTS], jnp.int32), length, table, extras)
     assert chosen.tolist()[0] == NOT_FINITE
     for old, new in zip(extras, after, strict=True):
         np.testing.assert_array_equal(old, new)
@@ -202,9 +224,10 @@ def test_logprobs_are_the_true_top_of_the_unaltered_distribution():
     watching = make_request(0, logprob_token_ids=[3, 20], temperature=0.0)
     penalized = make_request(1, logprobs=5, temperature=0.0, allowed_token_ids=[7])
     plain = make_request(2, logprobs=0, temperature=0.7)
-    chosen, _, rows = step(logits, [watching, penalized, plain])
+    chosen, _, rows, candidates = step(logits, [watching, penalized, plain])
     exact = logits.astype(np.float64)
     exact = exact - np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    assert not candidates.any(), "there are no beams"
 
     def of(i, request):
         kept = compact(np.asarray(rows[i]), request.params.num_top_logprobs, request.params.logprob_token_ids or ())

@@ -163,13 +163,14 @@ class Lowering:
         jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {"init": self.lower_init}
         admits = {("admit", rows): partial(self.lower_admit, rows) for rows in ADMIT_SIZES}
         jobs["admit", 1] = admits["admit", 1]
+        moves = block_moves.jobs(self.state().kv_pools, self.config.max_num_seqs)
         for layout in layouts:
             jobs["step", layout.tokens] = partial(self.lower_step, layout)
             jobs.setdefault(("sample", layout.seqs, False), partial(self.lower_sample, layout.seqs))
             jobs.setdefault(("sample", layout.seqs, True), partial(self.lower_sample_full, layout.seqs))
             jobs |= {"extras": self.lower_extras, "score": self.lower_score} | admits
-            jobs |= block_moves.jobs(self.state().kv_pools, self.config.max_num_seqs)
-        return jobs
+            jobs |= {name: job for name, job in moves.items() if name[0] == "copy"}
+        return jobs | moves  # swaps last: until they are there, what is preempted can be recomputed
 
     def state(self) -> DeviceState:
         """The shapes of the state, with shardings."""
