@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from jaxllm.build import build_engine
-from jaxllm.engine.engine import EngineStats
+from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineDeadError
 from jaxllm.outputs import RequestOutput
 from jaxllm.prompts import parse_prompt

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from jaxllm.build import DEFAULT_MODEL, build_engine
 from jaxllm.checkpoint.loader import place_params
-from jaxllm.engine.engine import EngineStats
+from jaxllm.engine.stats import EngineStats
 from jaxllm.generation_config import default_sampling_params
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
 from jaxllm.prompts import TokensPrompt, is_conversation, parse_each, parse_params, parse_prompt, parse_prompts

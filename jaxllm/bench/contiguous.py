@@ -85,7 +85,7 @@ class _Sequence:
 
 
 class Usage(NamedTuple):
-    """Sums over all steps, each looked at when those that ended in the step before have given back their memory."""
+    """Sums over all steps, each looked at as `memory.Usage` does."""
 
     filled_slots: int  # that hold a token
     held_slots: int  # of sequences' chunks
@@ -114,18 +114,18 @@ def simulate(
     while waiting or running:
         left = max_tokens
         for sequence in running:
-            left -= sequence.advance(left)
+            left -= sequence.advance(left)  # of those that are over, nothing
         while left and len(running) < max_num_seqs and waiting and waiting[0][0] <= step:
             chunk = memory.allocate(reserve(waiting[0][1]))
             if chunk is None:
                 break
             running.append(_Sequence(waiting.popleft()[1], chunk))
             left -= running[-1].advance(left)
+        filled += sum(sequence.num_computed for sequence in running)
+        held += sum(sequence.chunk.size for sequence in running)
         for sequence in over:  # a step late, when its last token has been read
             memory.release(sequence.chunk)
             running.remove(sequence)
         over = [sequence for sequence in running if not sequence.num_left]
-        filled += sum(sequence.num_computed for sequence in running)
-        held += sum(sequence.chunk.size for sequence in running)
         step += 1
     return Usage(filled, held, step)

@@ -31,7 +31,7 @@ def run(
     repeats: int,
     seed: int,
 ) -> dict[str, Any]:
-    """The report. `model` are the arguments of `open_llm`; the pool holds `1 / overcommit` of what all requests want."""
+    """The report. `model` are the arguments of `open_llm`; all requests want `overcommit` times what the pool holds."""
     block_size = model.get("block_size") or _default_block_size()
     blocks_each = -(-(input_len + output_len) // block_size)
     num_blocks = max(blocks_each, int(requests * blocks_each / overcommit))

@@ -4,6 +4,7 @@ when the requests arrive."""
 import math
 import random
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 MEANS = {"alpaca": (19, 58), "sharegpt": (161, 338)}  # tokens in and out, those of the paper's data sets
@@ -32,23 +33,25 @@ class Trace(NamedTuple):
 
 
 def make(name: str, requests: int, *, seed: int, max_len: int) -> Trace:
-    """`requests` pairs of independent log-normal lengths whose means are `MEANS[name]`. The first ones are the same
-    however many there are.
+    """`requests` pairs of independent log-normal lengths with the means of `MEANS[name]`: evenly spaced quantiles, so
+    that few requests have the distribution of many, in an order that the seed decides.
 
     A prompt is cut to half of `max_len` tokens, and an output to what is left of them; both have at least one.
     """
     rng = random.Random(f"{name}-{seed}")
     items, num_cut = [], 0
-    for _ in range(requests):
-        drawn = Item(*(max(1, round(_log_normal(rng, mean))) for mean in MEANS[name]))
+    for drawn in map(Item, *(_lengths(mean, requests, rng) for mean in MEANS[name])):
         prompt_len = min(drawn.prompt_len, max_len // 2)
         items.append(Item(prompt_len, min(drawn.output_len, max_len - prompt_len)))
         num_cut += items[-1] != drawn
     return Trace(name, items, num_cut)
 
 
-def _log_normal(rng: random.Random, mean: float) -> float:
-    return rng.lognormvariate(math.log(mean) - SIGMA**2 / 2, SIGMA)
+def _lengths(mean: int, count: int, rng: random.Random) -> list[int]:
+    logs = NormalDist(math.log(mean) - SIGMA**2 / 2, SIGMA)
+    lengths = [max(1, round(math.exp(logs.inv_cdf((i + 0.5) / count)))) for i in range(count)]
+    rng.shuffle(lengths)
+    return lengths
 
 
 def arrivals(count: int, gap: float, *, seed: int) -> list[float]:
