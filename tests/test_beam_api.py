@@ -10,7 +10,9 @@ from jaxllm import LLM, BeamSearchOutput, generate
 from jaxllm import BeamSearchParams as CheckedBeamSearchParams
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.sampling_params import MAX_BEAM_WIDTH
+from jaxllm.text.tokenizer import wrap
 from tests.fake_llm import Folder, install, output
+from tests.plain_search import beam_search, cumulative_logprob
 from tests.test_contract import Letters
 from tests.test_sampling_params import as_users_have_it, plain
 
@@ -167,6 +169,30 @@ def test_a_prompt_that_fails_leaves_the_others():
 def test_sampling_params_are_not_for_beam_search():
     with pytest.raises(ValueError, match="params is a SamplingParams; expected BeamSearchParams"):
         as_users_have_it(jaxllm.llm).LLM.beam_search(Found([], None), "ab", jaxllm.SamplingParams(beam_width=2))
+
+
+def test_beams_of_the_engine(llm, tiny, monkeypatch):
+    """Prompts of two kinds; what each sequence says fits together."""
+    monkeypatch.setattr(llm.engine, "tokenizer", wrap(Letters()))
+    prompts = ["Why?", {"prompt_token_ids": [5, 6, 7, 8, 9]}]
+    params = CheckedBeamSearchParams(3, 7, length_penalty=2.0, allowed_token_ids=list(range(2, 90)))
+    for prompt, out in zip([[55, 72, 89, 31], [5, 6, 7, 8, 9]], llm.beam_search(prompts, params), strict=True):
+        found = beam_search(tiny, prompt, params.sampling_params)
+        assert [sequence.tokens for sequence in out.sequences] == [prompt + tokens for tokens, *_ in found]
+        for sequence, (tokens, score, _) in zip(out.sequences, found, strict=True):
+            assert sequence.text == Letters().decode(sequence.tokens)
+            assert sequence.cum_logprob == pytest.approx(cumulative_logprob(tiny, prompt, tokens), abs=1e-3)
+            assert pytest.approx(score, abs=1e-3) == sequence.score == sequence.cum_logprob / 7**2
+            assert (sequence.finish_reason, sequence.stop_reason) == ("length", None)
+            for token, logprobs in zip(tokens, sequence.logprobs, strict=True):
+                assert next(iter(logprobs)) == token and 6 <= len(logprobs) <= 7
+                assert logprobs[token].decoded_token == Letters().decode([token])
+
+
+def test_beams_that_can_not_run_are_refused_at_the_door(llm):
+    with pytest.raises(ValueError, match="beam_width=9 is more than the 8 sequences that may run at once"):
+        llm.beam_search([[1, 2], [3]], CheckedBeamSearchParams(9, 4))
+    assert not llm.engine.has_work()
 
 
 # ---- the command

@@ -157,6 +157,31 @@ def test_only_what_may_become_a_stop_string_is_withheld(data, stops):
         assert detokenizer.text == text[: min(starts, default=len(text))]
 
 
+@every_tokenizer
+@quick
+@given(data=st.data(), stops=st.just([]) | stop_lists, skip=st.booleans())
+def test_a_clone_and_its_original_go_on_independently(kind, data, stops, skip):
+    tokenizer, _ = TOKENIZERS[kind]
+    options = dict(stop=stops, skip_special_tokens=skip, min_tokens=data.draw(st.integers(0, 3)))
+    params = SamplingParams(max_tokens=None, **options)
+    shared, *tails = (sum(data.draw(completions(tokenizer)), []) for _ in range(4))
+    prompt = data.draw(st.sampled_from([[], [tokenizer._backend.token_to_id("a")]]))
+    original = Detokenizer(tokenizer, params, prompt)
+    original.push(shared)
+    copies = [original, original.clone()]
+    copies.append(copies[1].clone())
+    for i in range(max(map(len, tails))):  # in turns, so that each could disturb the others
+        for detokenizer, tail in zip(copies, tails, strict=True):
+            detokenizer.push(tail[i : i + 1])
+    for detokenizer, tail in zip(copies, tails, strict=True):
+        alone = Detokenizer(tokenizer, params, prompt)
+        alone.push(shared + tail)
+        assert (detokenizer.text, detokenizer.stop) == (alone.text, alone.stop)
+        detokenizer.finish()
+        alone.finish()
+        assert detokenizer.text == alone.text
+
+
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     """Byte by byte."""
     table = tokenizer.stream()._table
@@ -251,6 +276,24 @@ def test_a_foreign_tokenizer_streams_whole_characters(text, size):
     assert detokenizer.text == text
     assert_never_retracts(shown)
     assert not any("\ufffd" in part for part in shown)
+
+
+@quick
+@given(texts=st.lists(st.text("ab\u20ac\U0001f642", max_size=8), min_size=3, max_size=3), cut=st.integers(0, 30))
+def test_a_clone_over_a_foreign_tokenizer(texts, cut):
+    tokenizer = wrap(Letters())
+    first, *tails = (tokenizer.encode(text) for text in texts)
+    shared, rest = first[:cut], first[cut:]  # perhaps inside of a character
+    original = Detokenizer(tokenizer, SamplingParams(stop="ba"))
+    original.push(shared)
+    copies = [original, original.clone()]
+    for detokenizer, tail in zip(copies, tails, strict=True):
+        for token in rest + tail:
+            detokenizer.push([token])
+    for detokenizer, tail in zip(copies, tails, strict=True):
+        alone, _ = replay(tokenizer, [first + tail], stop="ba")
+        detokenizer.finish()
+        assert (detokenizer.text, detokenizer.stop) == (alone.text, alone.stop)
 
 
 def test_a_foreign_tokenizer_with_endless_invalid_bytes_keeps_its_pace():

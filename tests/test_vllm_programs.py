@@ -102,6 +102,14 @@ def test_samples(run):
     assert all(2 <= int(re.search(r": (\d+) tokens", line)[1]) <= 10 for line in lines)
 
 
+def test_beam_search(run):
+    lines = run("beam_search").splitlines()
+    lengths = [int(re.fullmatch(rf"-\d+\.\d\d nats, (\d+) tokens: {TEXT}", line)[1]) for line in lines]
+    assert lengths == [1 + len("The road goes") + 8] * 3 + [1 + len("Far away") + 8] * 3
+    assert all("The road goes" in line for line in lines[:3]) and all("Far away" in line for line in lines[3:])
+    assert len(set(lines)) == 6
+
+
 def test_async_streaming(run, monkeypatch):
     made, start = [], async_llm.AsyncLLM.__init__
     monkeypatch.setattr(async_llm.AsyncLLM, "__init__", lambda self, **kw: made.append(self) or start(self, **kw))

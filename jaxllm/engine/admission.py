@@ -52,35 +52,30 @@ class Admission:
     def _start(self, plan: Plan, leader: Request, hits: list[int], num_slots: int, max_tokens: int) -> bool:
         """Gives a waiting request its slot and blocks, of which it shares `hits`, and a slot to those who will fork
         from it; False if it must wait."""
-        group, pool, block_size = leader.group, self.pool, self.pool.block_size
-        forks, idle = leader.forks, []
-        if group.is_search:  # all its members have a slot or none
-            if len(group.members) > num_slots:
-                return False
-            idle = [member for member in group.members if member not in group.beams]
-        elif leader.strikes or any(fork.strikes for fork in forks):
+        pool, block_size = self.pool, self.pool.block_size
+        must_join = leader.group.is_search  # all its beams have a place or none
+        if must_join and len(leader.group.members) > num_slots:
+            return False
+        forks = leader.forks[: num_slots - 1]
+        if not must_join and any(request.strikes for request in (leader, *leader.forks)):
             forks = []  # a suspect runs alone
-        else:
-            forks = forks[: num_slots - 1]
         num_new = -(-leader.num_tokens // block_size) - len(hits)
         tails = [self._num_tail_blocks(leader, fork) for fork in forks]
         while not self.residents.has_room(num_new + pool.count_free(hits) + sum(tails)):
-            if group.is_search or not tails:
+            if must_join or not tails:
                 return False
             tails.pop()
         leader.forks, others = forks[: len(tails)], leader.forks[len(tails) :]
+        if others:
+            self.queue.push(join(others))
         pool.acquire(hits)
         leader.block_ids = hits + pool.allocate(num_new)
         leader.num_computed, leader.num_keyed = len(hits) * block_size, len(hits)
         for fork, num_blocks in zip(leader.forks, tails, strict=True):
             fork.block_ids = pool.allocate(num_blocks)
-        self.residents.enter(leader, Status.RUNNING)
-        for request in leader.forks + idle:
-            self.residents.enter(request, Status.HELD)
-        self.prefix_cache.begin(leader)
-        if others:
-            self.queue.push(join(others))
+        self._enter_all(leader, leader.forks)
         self._count_cached(leader)
+        self.prefix_cache.begin(leader)
         plan.install(leader)
         if leader.num_tokens - leader.num_computed > 1:
             self.add_chunk(plan, leader, max_tokens)
@@ -88,6 +83,14 @@ class Admission:
             plan.add_decode(leader)
             self._reach_fork(plan, leader, max_tokens)
         return True
+
+    def _enter_all(self, leader: Request, forks: list[Request]) -> None:
+        """The leader runs; its forks, and places for beams to come, are held."""
+        self.residents.enter(leader, Status.RUNNING)
+        group = leader.group
+        places = [member for member in group.members if member not in group.beams] if group.is_search else []
+        for request in forks + places:
+            self.residents.enter(request, Status.HELD)
 
     def _num_tail_blocks(self, leader: Request, fork: Request) -> int:
         """Blocks of its own that a fork needs for the tokens it has: none if it ends where it forks."""
@@ -103,15 +106,15 @@ class Admission:
 
     def _resume(self, plan: Plan, leader: Request, num_slots: int, max_tokens: int) -> bool:
         """Brings back what was swapped out together; False if it must wait."""
-        group, sequences = leader.group, [leader, *leader.forks]
-        seats = group.members if group.is_search else sequences
-        if len(seats) > num_slots or not self.residents.has_room(leader.host_copy.num_blocks):
+        sequences = [leader, *leader.forks]
+        num_places = len(leader.group.members) if leader.group.is_search else len(sequences)
+        if num_places > num_slots or not self.residents.has_room(leader.host_copy.num_blocks):
             return False
         leader.forks = []
         self.preemption.swap_in(plan, sequences)
-        for request in seats:
-            self.residents.enter(request, Status.RUNNING if request in sequences else Status.HELD)
+        self._enter_all(leader, sequences[1:])
         for request in sequences:
+            request.status = Status.RUNNING
             plan.install(request)
             is_full = request.num_computed == len(request.block_ids) * self.pool.block_size  # it grows in the next
             if not is_full and max(plan.num_tokens, plan.num_samples) < max_tokens:
@@ -174,6 +177,5 @@ class Admission:
             plan.copies.append(Copy(leader.block_ids[num_shared], fork.block_ids[0]))
         self.pool.acquire(shared)
         fork.share(leader, shared + fork.block_ids, leader.fork_len, min(leader.num_keyed, num_shared))
-        del fork.keys[fork.num_keyed :]  # of blocks with the leader's own tokens
         fork.status = Status.RUNNING
         plan.install(fork)

@@ -218,9 +218,10 @@ class Scheduler:
         beam.candidates, beam.status = candidates, Status.HELD
         if any(other.candidates is None for other in group.beams):
             return []
-        for other in group.beams:  # also those that end now: others may wait for what they have written
+        for other in group.beams:  # before some of them end: others may wait for what they have written
             if (other.num_keyed + 1) * self.pool.block_size <= other.num_computed:
                 self.prefix_cache.offer(other, other.num_computed)
+            self.prefix_cache.end(other)  # also for what it may not offer, of older parameters
         try:
             self._moved += beam_round.advance(group, self.pool)
         except beam_round.TextError as error:
