@@ -223,6 +223,17 @@ def test_a_tokenizer_that_breaks_ends_one_search(llm, tiny, monkeypatch):
     assert_found(good.outputs, beam_search(tiny, PROMPTS[2], params[1]), params[1])
 
 
+def test_a_tokenizer_that_breaks_on_the_prompt_refuses_the_request(llm, monkeypatch):
+    class Broken(Letters):
+        def decode(self, token_ids, skip_special_tokens=True):
+            raise RuntimeError("broken decoder")
+
+    monkeypatch.setattr(llm.engine, "tokenizer", wrap(Broken()))
+    with pytest.raises(ValueError, match="fails on the prompt: broken decoder"):
+        llm.generate(ids(PROMPTS[1]), beams(3, 6, stop="no such text"))
+    assert not llm.engine.has_work()
+
+
 # ---- on several devices
 
 

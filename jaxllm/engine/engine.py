@@ -85,21 +85,36 @@ class Engine:
             request_id=request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, params=params,
             tokenizer=self.tokenizer, stream=stream,
         )  # fmt: skip
+        siblings = self._siblings(group, priority)
+        self._groups[request_id] = group
+        self.scheduler.add(siblings)
+
+    def _siblings(self, group: Group, priority: int) -> SequenceGroup:
+        """The sequences of a request, of which `group` gets those whose ends it tells."""
+        params = group.params
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
         bad_words = bad_word_ids(params, self.tokenizer)
         sequences = [
             self._sequence(group, index, seed, priority, bad_words)
             for index in range(params.beam_width or params.num_samples)
         ]
-        if params.beam_width is None:
-            siblings, group.samples = SequenceGroup(sequences), list(sequences)
-            for sequence in sequences:
-                sequence.group = siblings
-        else:
-            text = Detokenizer(self.tokenizer, params, prompt_token_ids) if params.stops else None
-            siblings, group.samples = beam_round.start(sequences, text), sequences[:1]
-        self._groups[request_id] = group
-        self.scheduler.add(siblings)
+        if params.beam_width is not None:
+            group.samples = sequences[:1]
+            return beam_round.start(sequences, self._text_to_watch(group))
+        group.samples = list(sequences)
+        siblings = SequenceGroup(sequences)
+        for sequence in sequences:
+            sequence.group = siblings
+        return siblings
+
+    def _text_to_watch(self, group: Group) -> Detokenizer | None:
+        """What finds the stop strings of beams."""
+        if not group.params.stops:
+            return None
+        try:
+            return Detokenizer(self.tokenizer, group.params, group.prompt_token_ids)
+        except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
+            raise ValueError(f"stop strings can't be found, as the tokenizer fails on the prompt: {error}") from error
 
     def validate(self, prompt_token_ids: Sequence[Any], params: SamplingParams) -> list[int]:
         """The prompt as a list, if this engine can serve it with `params`; ValueError otherwise."""
