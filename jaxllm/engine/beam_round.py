@@ -104,14 +104,13 @@ def _reseat(group: SequenceGroup, continuations: list[Continuation], pool: Block
     return [beam for beam in beams if beam not in has_child]
 
 
-def restore(group: SequenceGroup) -> list[Request]:
-    """Gives the living beams' tokens to members again, after an interrupt; returns those."""
+def restore(group: SequenceGroup) -> None:
+    """Gives the living beams' tokens to members again, after an interrupt."""
     group.beams = group.members[: len(group.round.lines)]
     for member in group.members:
         member.vacate()
     for beam, line in zip(group.beams, group.round.lines, strict=True):
         beam.output_token_ids, beam.logprobs = line.token_ids, line.logprobs
-    return group.beams
 
 
 def results(group: SequenceGroup, reason: FinishReason, error: str | None) -> list[Request]:
