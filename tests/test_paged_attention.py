@@ -164,5 +164,5 @@ def test_bfloat16(implementation):
 
 
 def test_unknown_implementation_is_an_error():
-    with pytest.raises(ValueError, match="unknown implementation 'fast'; have \\['cpu', 'reference'"):
+    with pytest.raises(ValueError, match="unknown implementation 'fast'; have \\['cpu', 'native', 'reference'"):
         ragged_paged_attention(implementation="fast")
