@@ -8,16 +8,21 @@ from jaxtyping import Array, Float
 
 from jaxllm.pallas_kernels import native
 
-# Rows of x for which it is faster than XLA's product, from and to. One row of float32 is bound by memory either way.
-ROWS = {"float32": (2, 64), "bfloat16": (1, 64)}
+# Rows of x, from and to, for which it is faster than XLA's product by a weight as it lies, and by a transposed one.
+# XLA has its own product of bfloat16 since JAX 0.11, which few rows don't profit from.
+ROWS = {
+    "float32": ((2, 64), (2, 32)),  # a single row is bound by memory either way
+    "bfloat16": ((1, 8), (1, 8)) if jax.__version_info__ >= (0, 11) else ((1, 64), (1, 64)),
+}
 
 
 def supports(equation: str, x: Array, weight: Array) -> bool:
     """Whether it can multiply these, and faster than XLA."""
-    contracted, _, _ = _split(equation)
-    rows = math.prod(x.shape[: x.ndim - len(contracted)])
-    first, last = ROWS.get(x.dtype.name, (1, 0))
-    return first <= rows <= last and x.dtype == weight.dtype and native.is_built()
+    contracted, _, transposed = _split(equation)
+    if x.dtype.name not in ROWS or x.dtype != weight.dtype:
+        return False
+    first, last = ROWS[x.dtype.name][transposed]
+    return first <= math.prod(x.shape[: x.ndim - len(contracted)]) <= last and native.is_built()
 
 
 def einsum(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -207,11 +207,21 @@ static void narrow_scores(const Attention& a, const Running& run, const T* keys,
   }
 }
 
+static void prefetch(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
 // `count` keys and values from key `key` on, all in one block.
 template <class T>
 static void attend_keys(const Attention& a, const AttentionTile& tile, const Running& run, int64_t key,
                         int64_t count) {
   const T* const keys = block_of<T>(a, tile, key, 0);
+  const T* const values = block_of<T>(a, tile, key, 1);
+  prefetch(values, count * a.head_dim * sizeof(T));
+  if (const int64_t next = key + count; next <= run.position[run.rows - 1]) {
+    const int64_t in_block = a.block_size - next % a.block_size;
+    prefetch(block_of<T>(a, tile, next, 0), (in_block < kKeys ? in_block : kKeys) * a.head_dim * sizeof(T));
+  }
   const int32_t first = run.position[0], last = run.position[run.rows - 1];
   const bool all_seen = key + count - 1 <= first && (!a.window || last - key < a.window);
   if (run.rows <= kFewRows) {
@@ -227,7 +237,7 @@ static void attend_keys(const Attention& a, const AttentionTile& tile, const Run
     wide_scores<kRowVectors>(a, run, widened(a, run, keys, count), count);
     softmax<kRowVectors>(a, run, key, count, all_seen);
   }
-  add_values(a, run, block_of<T>(a, tile, key, 1), count);
+  add_values(a, run, values, count);
 }
 
 template <class T>

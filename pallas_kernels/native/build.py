@@ -28,15 +28,15 @@ class BuildError(Exception):
 
 
 def library(jaxlib_version: str) -> Path:
-    """Where the library for this source and this jaxlib is, or would be: an outdated one is never loaded."""
-    digest = hashlib.sha256(jaxlib_version.encode())
+    """Where the library for this source, jaxlib and machine is, or would be: no other one is ever loaded."""
+    digest = hashlib.sha256(f"{jaxlib_version} {sys.platform} {platform.machine()}".encode())
     for file in sorted([*HERE.glob("*.cc"), *HERE.glob("*.h"), HERE / "build.py"]):
         digest.update(file.read_bytes())
     return HERE / f"native-{digest.hexdigest()[:16]}.so"
 
 
 def build(extra_flags: tuple[str, ...] = ()) -> Path:
-    """Compiles the library against the jaxlib of this environment, and removes older ones. Raises `BuildError`."""
+    """Compiles the library against the jaxlib of this environment. Raises `BuildError`."""
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if compiler is None:
         raise BuildError("no C++ compiler is found (g++, clang++, or what CXX names)")
