@@ -135,11 +135,13 @@ def _module_or_params(model: Any) -> tuple[Any, Any]:
 
 def _model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> ModelShape:
     """`state` holds the parameters, or their shapes."""
+    platform = mesh.devices.flat[0].platform if mesh.size == 1 else None  # which kernels may multiply them
 
     def place(variable: nnx.Variable) -> nnx.Variable:
         value = variable.get_value()
         where = sharding(variable.get_metadata("axes"), mesh)
-        return variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where))
+        placed = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where)
+        return variable.replace(placed, platform=platform)
 
     state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     leaves, treedef = jax.tree.flatten(state)

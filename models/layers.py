@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxllm.models.rope import Rope as Rope
 from jaxllm.models.rope import rotate
+from jaxllm.pallas_kernels import matmul
 
 ACTIVATIONS = {  # by their names in `config.json`
     "silu": nnx.silu, "swish": nnx.silu, "gelu": partial(nnx.gelu, approximate=False), "relu": nnx.relu,
@@ -32,7 +33,7 @@ def bias(dtype: Any, **dims: int) -> nnx.Param:
 
 def einsum(equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None = None) -> Array:
     """Every product with a weight goes through here, so that quantised or adapted weights can be leaf types."""
-    y = jnp.einsum(equation, x, weight[...])
+    y = matmul.einsum(equation, x, weight[...], platform=weight.get_metadata("platform", None))
     return y if bias is None else y + jnp.broadcast_to(bias[...].astype(y.dtype), y.shape)
 
 

@@ -11,6 +11,7 @@ from jaxllm.build import _model_shape
 from jaxllm.engine.batch import AdmitLayout, StepLayout
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.executables import Lowering, admit, sample_full_step, sample_step, score, step
+from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.paged_attention import api
 from jaxllm.sharding.mesh import make_mesh
 
@@ -20,6 +21,7 @@ CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_executables_lower(tiny, monkeypatch, platform):
     monkeypatch.setattr(api, "PREFERRED", {})
+    monkeypatch.setattr(native, "is_built", lambda: False)  # the mesh here is the CPU's
     mesh = make_mesh(None)
     shape = _model_shape(tiny.cfg, *nnx.split(tiny.model), mesh)
     state = Lowering(shape, CONFIG, mesh).state()

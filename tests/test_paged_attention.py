@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.paged_attention import cpu, kv_shape
 from jaxllm.pallas_kernels.paged_attention.api import IMPLEMENTATIONS, ragged_paged_attention
 
@@ -123,6 +124,8 @@ class Batch:
 
 
 def compiled(implementation, case):
+    if implementation == "native" and not native.is_built():
+        pytest.skip("not built: python -m jaxllm.pallas_kernels.native.build")
     op = partial(
         ragged_paged_attention, implementation=implementation, scale=SCALE, sliding_window=case.sliding_window,
         soft_cap=case.soft_cap,
@@ -164,5 +167,5 @@ def test_bfloat16(implementation):
 
 
 def test_unknown_implementation_is_an_error():
-    with pytest.raises(ValueError, match="unknown implementation 'fast'; have \\['cpu', 'reference'"):
+    with pytest.raises(ValueError, match="unknown implementation 'fast'; have \\['cpu', 'native', 'reference'"):
         ragged_paged_attention(implementation="fast")

@@ -5,10 +5,15 @@ Callers import from here; nobody else asks which platform this is.
 
 from typing import Any
 
-from jaxllm.pallas_kernels import dispatch
-from jaxllm.pallas_kernels.paged_attention import cpu, reference
+import jax
 
-IMPLEMENTATIONS = {"reference": reference.ragged_paged_attention, "cpu": cpu.ragged_paged_attention}
+from jaxllm.pallas_kernels import dispatch
+from jaxllm.pallas_kernels.paged_attention import cpu, native, reference
+
+IMPLEMENTATIONS = {
+    "reference": reference.ragged_paged_attention, "cpu": cpu.ragged_paged_attention,
+    "native": native.ragged_paged_attention,
+}  # fmt: skip
 PREFERRED = {"cpu": "cpu"}  # platform -> implementation
 
 # Logical axes of a layer's pool. Head-major inside a block: a block's keys of one head are contiguous, so
@@ -26,4 +31,7 @@ def ragged_paged_attention(*args: Any, implementation: str = "auto", platform: s
 
     `platform` is that of the devices the arrays are on.
     """
-    return dispatch.choose(IMPLEMENTATIONS, PREFERRED, implementation, platform)(*args, **kwargs)
+    preferred = PREFERRED
+    if implementation == "auto" and (platform or jax.default_backend()) == "cpu" and native.supports(*args[:4]):
+        preferred = {"cpu": "native"}
+    return dispatch.choose(IMPLEMENTATIONS, preferred, implementation, platform)(*args, **kwargs)

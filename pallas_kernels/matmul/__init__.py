@@ -1,0 +1,1 @@
+from jaxllm.pallas_kernels.matmul.api import einsum as einsum

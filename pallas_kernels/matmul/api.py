@@ -1,0 +1,22 @@
+"""Products of activations with a weight. Callers import from here; nobody else asks which platform this is."""
+
+from collections.abc import Callable
+
+from jaxtyping import Array, Float
+
+from jaxllm.pallas_kernels import dispatch
+from jaxllm.pallas_kernels.matmul import native, reference
+
+IMPLEMENTATIONS: dict[str, Callable] = {"reference": reference.einsum, "native": native.einsum}
+
+
+def einsum(
+    equation: str, x: Float[Array, "..."], weight: Float[Array, "..."], *,
+    implementation: str = "auto", platform: str | None = None,
+) -> Float[Array, "..."]:  # fmt: skip
+    """See `reference.einsum`. `platform` is that of the one device that the arrays are on; None: of several, or
+    unknown, where XLA divides the work."""
+    preferred: dict[str, str] = {}
+    if platform == "cpu" and native.supports(equation, x, weight):
+        preferred["cpu"] = "native"
+    return dispatch.choose(IMPLEMENTATIONS, preferred, implementation, platform or "none")(equation, x, weight)

@@ -1,0 +1,50 @@
+"""Kernels for CPUs in C++, called through XLA's FFI. Built at install if a compiler is there; see build.py."""
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+TARGETS = ("jaxllm_matmul", "jaxllm_paged_attention")
+
+
+@functools.cache
+def is_built() -> bool:
+    """Whether the library for this source and this jaxlib is there; says so once if not."""
+    built = _library().exists()
+    if not built:
+        log.info("the native CPU kernels are not built; python -m jaxllm.pallas_kernels.native.build builds them")
+    return built
+
+
+@functools.cache
+def instruction_set() -> str:
+    """Loads the library, registers its custom calls, and says which of its instruction sets this CPU runs."""
+    import jax
+
+    library = ctypes.CDLL(str(_library()))
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    library.jaxllm_instruction_set.restype = ctypes.c_char_p
+    name = library.jaxllm_instruction_set().decode()
+    log.info("using the native CPU kernels (%s)", name)
+    return name
+
+
+def ffi_call(target: str, results: Any, **options: Any) -> Any:
+    """`jax.ffi.ffi_call` of one of `TARGETS`."""
+    import jax
+
+    instruction_set()
+    return jax.ffi.ffi_call(target, results, **options)
+
+
+def _library() -> Path:
+    import jaxlib.version
+
+    from jaxllm.pallas_kernels.native import build  # here, so that it can be run as a module too
+
+    return build.library(jaxlib.version.__version__)

@@ -1,0 +1,101 @@
+"""Builds the native CPU library: at install, or in a checkout with `python -m jaxllm.pallas_kernels.native.build`.
+
+Imports nothing of the package, so that setup.py can load this file alone.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+X86 = {  # instruction set -> its flags; one object each, chosen from at run time
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],
+    "avx2": ["-mavx2", "-mfma"],
+}
+TABLES = {"portable": "kPortable", "avx2": "kAvx2", "avx512": "kAvx512"}
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-Wno-psabi"]  # psabi: vectors as arguments, within one object only
+
+
+class BuildError(Exception):
+    """The library can't be built here; says why in one line."""
+
+
+def library(jaxlib_version: str) -> Path:
+    """Where the library for this source, jaxlib and machine is, or would be: no other one is ever loaded."""
+    digest = hashlib.sha256(f"{jaxlib_version} {sys.platform} {platform.machine()}".encode())
+    for file in sorted([*HERE.glob("*.cc"), *HERE.glob("*.h"), HERE / "build.py"]):
+        digest.update(file.read_bytes())
+    return HERE / f"native-{digest.hexdigest()[:16]}.so"
+
+
+def build(extra_flags: tuple[str, ...] = ()) -> Path:
+    """Compiles the library against the jaxlib of this environment. Raises `BuildError`."""
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    if compiler is None:
+        raise BuildError("no C++ compiler is found (g++, clang++, or what CXX names)")
+    include, version = _jaxlib()
+    target = library(version)
+    with tempfile.TemporaryDirectory(dir=HERE) as folder:
+        objects = _compile([*compiler.split(), *FLAGS, *extra_flags], include, Path(folder))
+        made = Path(folder) / target.name
+        _wait([_start([*compiler.split(), "-shared", *extra_flags, *map(str, objects), "-o", str(made)])])
+        made.replace(target)
+    return target
+
+
+def _compile(command: list[str], include: Path, folder: Path) -> list[Path]:
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    jobs = [[*command, "-isystem", str(include), "-c", str(HERE / "ops.cc"), "-o", str(folder / "ops.o")]]
+    for isa, table in TABLES.items():
+        if isa == "portable" or is_x86:
+            names = [f"-DJAXLLM_ISA={isa}", f"-DJAXLLM_TABLE={table}", f'-DJAXLLM_ISA_NAME="{isa}"']
+            output = ["-c", str(HERE / "kernels.cc"), "-o", str(folder / f"{isa}.o")]
+            jobs.append([*command, *X86.get(isa, []), *names, *output])
+    _wait([_start(job) for job in jobs])
+    return [Path(job[-1]) for job in jobs]
+
+
+def _start(command: list[str]) -> subprocess.Popen:
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    except OSError as error:
+        raise BuildError(f"{command[0]} can't be run: {error}") from error
+
+
+def _wait(processes: list[subprocess.Popen]) -> None:
+    outputs = [process.communicate()[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        if process.returncode:
+            errors = [line for line in output.splitlines() if "error" in line] or output.splitlines() or ["no output"]
+            raise BuildError(f"{process.args[0]} failed: {errors[0]}")
+
+
+def _jaxlib() -> tuple[Path, str]:
+    """Headers and version of jaxlib: the installed one; while pip builds in isolation, that of its own environment."""
+    paths = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), *sys.path]
+    for dist in importlib.metadata.distributions(name="jaxlib", path=paths):
+        include = Path(dist.locate_file("jaxlib/include"))
+        if (include / "xla" / "ffi" / "api" / "ffi.h").exists():
+            return include, dist.version
+    raise BuildError("jaxlib, whose headers it needs, is not installed yet")
+
+
+def main() -> int:
+    """Says in one line what came of it."""
+    try:
+        print(f"jaxllm: built the native CPU kernels: {build()}")
+    except BuildError as error:
+        print(f"jaxllm: the native CPU kernels are not built, XLA does their work: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

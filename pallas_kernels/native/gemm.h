@@ -1,0 +1,141 @@
+// Products of a few rows with a matrix that is read once, where it lies.
+#pragma once
+
+#include "vectors.h"
+
+namespace jaxllm::JAXLLM_ISA {
+
+constexpr int kVectors = 2;                             // columns of a tile, in vectors
+constexpr int kMostRows = kRegisters == 32 ? 12 : 6;    // of a tile: its sums fill most registers
+constexpr int64_t kDepth = 256;                         // rows of w that a tile goes through before it stores its sums
+
+// y[rows, vectors * kWidth] += x^T[rows, depth] @ w[depth, vectors * kWidth], or = if first. Meanwhile the second
+// cache gets what lies `ahead` elements further on (0: nothing), and `keep`, if kKeep, this part of w, dense.
+template <int kRows, int kVectors, bool kKeep, class T>
+static void tile(const float* x, int64_t ldx, const T* w, int64_t ldw, float* y, int64_t ldy, int64_t depth,
+                 bool first, int64_t ahead, float* keep) {
+  Floats acc[kRows][kVectors];
+  for (int i = 0; i < kRows; i++)
+    for (int j = 0; j < kVectors; j++) acc[i][j] = first ? Floats{} : load(y + i * ldy + j * kWidth);
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < depth; k++) {
+    Floats row[kVectors];
+    for (int j = 0; j < kVectors; j++) {
+      row[j] = load(w + k * ldw + j * kWidth);
+      if (j * kWidth * sizeof(T) % 64 == 0 && ahead) __builtin_prefetch(w + k * ldw + ahead + j * kWidth, 0, 2);
+      if (kKeep) store(keep + (k * kVectors + j) * kWidth, row[j]);
+    }
+    for (int i = 0; i < kRows; i++) {
+      const Floats factor = broadcast(x[k * ldx + i]);
+      for (int j = 0; j < kVectors; j++) acc[i][j] += factor * row[j];
+    }
+  }
+  for (int i = 0; i < kRows; i++)
+    for (int j = 0; j < kVectors; j++) store(y + i * ldy + j * kWidth, acc[i][j]);
+}
+
+template <class T>
+using Tile = void (*)(const float*, int64_t, const T*, int64_t, float*, int64_t, int64_t, bool, int64_t, float*);
+
+template <int kVectors, bool kKeep, class T, int kRows = kMostRows>
+static Tile<T> tile_of(int64_t rows) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return tile_of<kVectors, kKeep, T, kRows - 1>(rows);
+  }
+  return tile<kRows, kVectors, kKeep, T>;
+}
+
+// All rows of `kVectors * kWidth` columns from `n` on, for `depth` rows of w from `k` on.
+template <int kVectors, class T>
+static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ahead) {
+  alignas(64) float kept[kDepth * kVectors * kWidth];
+  const T* w = static_cast<const T*>(g.w) + k * g.n + n;
+  const float* x = g.x + k * g.rows;
+  float* y = g.y + n;
+  const int64_t groups = (g.rows + kMostRows - 1) / kMostRows;
+  if (groups == 1) {
+    tile_of<kVectors, false, T>(g.rows)(x, g.rows, w, g.n, y, g.n, depth, k == 0, ahead, nullptr);
+    return;
+  }
+  int64_t row = g.rows / groups;
+  tile_of<kVectors, true, T>(row)(x, g.rows, w, g.n, y, g.n, depth, k == 0, ahead, kept);
+  for (int64_t i = 1; i < groups; i++) {
+    const int64_t stop = g.rows * (i + 1) / groups;
+    tile_of<kVectors, false, float>(stop - row)(x + row, g.rows, kept, kVectors * kWidth, y + row * g.n, g.n, depth,
+                                                k == 0, 0, nullptr);
+    row = stop;
+  }
+}
+
+// Columns that fill no vector.
+template <class T>
+static void rest(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t end) {
+  for (; n < end; n++)
+    for (int64_t row = 0; row < g.rows; row++) {
+      float total = k == 0 ? 0.0f : g.y[row * g.n + n];
+      for (int64_t i = k; i < k + depth; i++)
+        total += g.x[i * g.rows + row] * value(static_cast<const T*>(g.w) + i * g.n + n);
+      g.y[row * g.n + n] = total;
+    }
+}
+
+template <class T>
+static void gemm_by_columns(const Gemm& g, int64_t begin, int64_t end) {
+  constexpr int64_t kColumns = kVectors * kWidth;
+  for (int64_t k = 0; k < g.k; k += kDepth) {
+    const int64_t depth = g.k - k < kDepth ? g.k - k : kDepth;
+    const bool is_last = k + 2 * kDepth > g.k;  // a whole strip follows
+    int64_t n = begin;
+    for (; n + kColumns <= end; n += kColumns) {
+      const int64_t next_strip = is_last ? 0 : kDepth * g.n + begin - n;
+      panel<kVectors, T>(g, k, depth, n, n + 2 * kColumns <= end ? kColumns : next_strip);
+    }
+    for (; n + kWidth <= end; n += kWidth) panel<1, T>(g, k, depth, n, 0);
+    rest<T>(g, k, depth, n, end);
+  }
+}
+
+// y[rows, columns] = x[rows, k] @ w[columns, k]^T: dot products, each sum in a register.
+template <int kRows, int kColumns, class T>
+static void dots(const float* x, const T* w, int64_t k, float* y, int64_t ldy) {
+  Floats acc[kRows][kColumns] = {};
+  int64_t i = 0;
+  for (; i + kWidth <= k; i += kWidth) {
+    Floats part[kRows];
+    for (int r = 0; r < kRows; r++) part[r] = load(x + r * k + i);
+    for (int c = 0; c < kColumns; c++) {
+      const Floats row = load(w + c * k + i);
+      for (int r = 0; r < kRows; r++) acc[r][c] += part[r] * row;
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int c = 0; c < kColumns; c++) {
+      float total = sum(acc[r][c]);
+      for (int64_t t = i; t < k; t++) total += x[r * k + t] * value(w + c * k + t);
+      y[r * ldy + c] = total;
+    }
+}
+
+template <int kColumns, class T>
+static void dot_rows(const Gemm& g, int64_t n) {
+  const T* w = static_cast<const T*>(g.w) + n * g.k;
+  int64_t row = 0;
+  for (; row + 4 <= g.rows; row += 4) dots<4, kColumns, T>(g.x + row * g.k, w, g.k, g.y + row * g.n + n, g.n);
+  for (; row < g.rows; row++) dots<1, kColumns, T>(g.x + row * g.k, w, g.k, g.y + row * g.n + n, g.n);
+}
+
+template <class T>
+static void gemm_by_dots(const Gemm& g, int64_t begin, int64_t end) {
+  constexpr int kColumns = kRegisters == 32 ? 4 : 2;
+  int64_t n = begin;
+  for (; n + kColumns <= end; n += kColumns) dot_rows<kColumns, T>(g, n);
+  for (; n < end; n++) dot_rows<1, T>(g, n);
+}
+
+static void gemm(const Gemm& g, int64_t begin, int64_t end) {
+  const bool f32 = g.dtype == DType::kF32;
+  (g.transposed ? f32 ? gemm_by_dots<float> : gemm_by_dots<Bf16>
+                : f32 ? gemm_by_columns<float> : gemm_by_columns<Bf16>)(g, begin, end);
+}
+
+}  // namespace jaxllm::JAXLLM_ISA

@@ -1,0 +1,12 @@
+// Compiled once per instruction set: JAXLLM_ISA names it, JAXLLM_TABLE its table.
+#include "attention.h"
+#include "gemm.h"
+
+namespace jaxllm {
+
+const Kernels JAXLLM_TABLE = {
+    JAXLLM_ISA_NAME,  JAXLLM_ISA::kVectors* JAXLLM_ISA::kWidth,   JAXLLM_ISA::kTileRows, JAXLLM_ISA::gemm,
+    JAXLLM_ISA::write_kv, JAXLLM_ISA::attend, JAXLLM_ISA::scratch_floats,
+};
+
+}  // namespace jaxllm

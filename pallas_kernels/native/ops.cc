@@ -1,0 +1,206 @@
+// The custom calls: they check shapes, divide the work among threads, and pick the instruction set at run time.
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+using Ints1D = ffi::Buffer<ffi::S32, 1>;
+using Ints2D = ffi::Buffer<ffi::S32, 2>;
+
+namespace jaxllm {
+namespace {
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+  static const Kernels& best = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+                                   ? kAvx512
+                               : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kAvx2
+                                                                                                 : kPortable;
+  return best;
+#else
+  return kPortable;
+#endif
+}
+
+constexpr int64_t kPartBytes = 64 << 10;  // of w in a part of a GEMM, at least: some microseconds
+constexpr int64_t kWidePart = 512;        // columns that a part has at least if there are more parts than threads
+
+float widen(Bf16 b) {
+  const uint32_t word = (uint32_t)b.bits << 16;
+  float f;
+  std::memcpy(&f, &word, sizeof f);
+  return f;
+}
+
+float widen(float f) { return f; }
+
+Bf16 narrow(float f) {
+  uint32_t word;
+  std::memcpy(&word, &f, sizeof word);
+  return {f != f ? (uint16_t)0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16)};
+}
+
+// x in float32, as the kernel reads it: see Gemm.
+template <class T>
+void prepare(const T* x, float* to, int64_t rows, int64_t k, bool transposed) {
+  if (transposed)
+    for (int64_t i = 0; i < rows * k; i++) to[i] = widen(x[i]);
+  else
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t i = 0; i < k; i++) to[i * rows + row] = widen(x[row * k + i]);
+}
+
+// Into how many parts to divide `size` columns or rows of w, which has `bytes`.
+int64_t num_parts(const ffi::ThreadPool& pool, int64_t size, int64_t bytes) {
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t wanted = size >= threads * kWidePart ? 2 * threads : threads;  // twice: a thread may start late
+  return std::clamp<int64_t>(bytes / kPartBytes, 1, wanted);
+}
+
+void multiply(ffi::ThreadPool& pool, const Gemm& gemm, int64_t w_bytes) {
+  const int64_t step = kernels().columns, parts = num_parts(pool, gemm.n, w_bytes);
+  const int64_t columns = ((gemm.n + parts - 1) / parts + step - 1) / step * step;
+  parallel(pool, (gemm.n + columns - 1) / columns, [&](int64_t part) {
+    kernels().gemm(gemm, part * columns, std::min((part + 1) * columns, gemm.n));
+  });
+}
+
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
+                  bool transposed) {
+  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
+  const bool is_f32 = x.element_type() == ffi::F32;
+  if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || ws[transposed ? 1 : 0] != xs[1] || ys[0] != xs[0] ||
+      ys[1] != ws[transposed ? 0 : 1] || (!is_f32 && x.element_type() != ffi::BF16) ||
+      w.element_type() != x.element_type() || y->element_type() != x.element_type())
+    return ffi::Error::InvalidArgument("jaxllm_matmul: shapes or dtypes don't go together");
+  const int64_t rows = xs[0], k = xs[1], n = ys[1];
+  const float* given = static_cast<const float*>(x.untyped_data());
+  float* result = static_cast<float*>(y->untyped_data());
+  std::vector<float> copy, sums;
+  if (!is_f32 || (!transposed && rows > 1)) {
+    copy.resize(rows * k);
+    if (is_f32)
+      prepare(given, copy.data(), rows, k, transposed);
+    else
+      prepare(static_cast<const Bf16*>(x.untyped_data()), copy.data(), rows, k, transposed);
+    given = copy.data();
+  }
+  if (!is_f32) {
+    sums.resize(rows * n);
+    result = sums.data();
+  }
+  const Gemm gemm{given, w.untyped_data(), result, rows, k, n, is_f32 ? DType::kF32 : DType::kBf16, transposed};
+  const int64_t w_bytes = k * n * (is_f32 ? 4 : 2);
+  multiply(pool, gemm, w_bytes);
+  if (!is_f32) std::transform(sums.begin(), sums.end(), static_cast<Bf16*>(y->untyped_data()), narrow);
+  return ffi::Error::Success();
+}
+
+// What in the batch points outside of the arrays, or an empty string.
+std::string fault(const Attention& a, int64_t tokens, int64_t seqs, int64_t num_blocks, const int32_t* distribution) {
+  if (distribution[0] < 0 || distribution[0] > distribution[1] || distribution[1] > seqs || a.cu_q_lens[0] != 0)
+    return "distribution or cu_q_lens";
+  for (int64_t s = 0; s < distribution[1]; s++) {
+    const int64_t q_len = a.cu_q_lens[s + 1] - a.cu_q_lens[s], blocks = (a.kv_lens[s] + a.block_size - 1) / a.block_size;
+    if (q_len < 0 || a.cu_q_lens[s + 1] > tokens || a.kv_lens[s] < q_len || blocks > a.blocks_per_seq)
+      return "lengths of sequence " + std::to_string(s);
+    for (int64_t i = 0; i < blocks; i++)
+      if (const int32_t block = a.block_tables[s * a.blocks_per_seq + i]; block < 0 || block >= num_blocks)
+        return "block " + std::to_string(block) + " of sequence " + std::to_string(s);
+  }
+  return "";
+}
+
+constexpr int64_t kWriteTokens = 64;  // whose K and V one part writes
+
+void write_and_attend(ffi::ThreadPool& pool, const Attention& a, int64_t seqs) {
+  const Kernels& best = kernels();
+  const int64_t group = a.heads / a.kv_heads;
+  std::vector<AttentionTile> writes, tiles;
+  for (int64_t s = 0; s < seqs; s++) {
+    const int64_t q_len = a.cu_q_lens[s + 1] - a.cu_q_lens[s];
+    for (int64_t i = 0; i < q_len; i += kWriteTokens) writes.push_back({s, i, std::min(i + kWriteTokens, q_len), 0});
+    for (int64_t head = 0; head < a.kv_heads; head++)
+      for (int64_t i = 0; i < q_len * group; i += best.tile_rows)
+        tiles.push_back({s, i, std::min(i + best.tile_rows, q_len * group), head});
+  }
+  const auto write = [&](int64_t i) { best.write_kv(a, writes[i].seq, writes[i].begin, writes[i].end); };
+  if (a.cu_q_lens[seqs] > 2 * kWriteTokens)
+    parallel(pool, writes.size(), write);
+  else
+    for (size_t i = 0; i < writes.size(); i++) write(i);
+  parallel(pool, tiles.size(), [&](int64_t i) {
+    thread_local std::vector<float> scratch;
+    const size_t floats = best.scratch_floats(a);
+    if (scratch.size() < floats) scratch.resize(floats);
+    best.attend(a, tiles[tiles.size() - 1 - i], scratch.data());  // chunks, which take long, come last in a batch
+  });
+}
+
+ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                           ffi::AnyBuffer kv_pool, Ints2D block_tables,
+                           Ints1D cu_q_lens, Ints1D kv_lens,
+                           Ints1D distribution, ffi::Result<ffi::AnyBuffer> out,
+                           ffi::Result<ffi::AnyBuffer> new_pool, float scale, int64_t window, float soft_cap) {
+  const auto qs = q.dimensions(), ks = k.dimensions(), ps = kv_pool.dimensions(), ts = block_tables.dimensions();
+  const ffi::DataType dtype = kv_pool.element_type();
+  const bool same_dtype = q.element_type() == dtype && k.element_type() == dtype && v.element_type() == dtype &&
+                          out->element_type() == dtype && new_pool->element_type() == dtype;
+  if (!same_dtype || (dtype != ffi::F32 && dtype != ffi::BF16))
+    return ffi::Error::InvalidArgument("jaxllm_paged_attention: dtypes");
+  if (qs.size() != 3 || ks.size() != 3 || ps.size() != 5 || ks[0] != qs[0] || ks[2] != qs[2] || ps[1] != 2 ||
+      ps[2] != ks[1] || ps[4] != qs[2] || qs[1] % ks[1] || v.element_count() != k.element_count() ||
+      out->element_count() != q.element_count() || static_cast<int64_t>(cu_q_lens.element_count()) != ts[0] + 1 ||
+      static_cast<int64_t>(kv_lens.element_count()) != ts[0] || distribution.element_count() != 2)
+    return ffi::Error::InvalidArgument("jaxllm_paged_attention: shapes don't go together");
+  if (new_pool->untyped_data() != kv_pool.untyped_data())
+    return ffi::Error::InvalidArgument("jaxllm_paged_attention: the pool must be aliased to the result");
+  const Attention a{q.untyped_data(), k.untyped_data(), v.untyped_data(), new_pool->untyped_data(),
+                    out->untyped_data(), block_tables.typed_data(), cu_q_lens.typed_data(), kv_lens.typed_data(),
+                    qs[1], ks[1], qs[2], ps[3], ts[1], window, scale, soft_cap,
+                    dtype == ffi::F32 ? DType::kF32 : DType::kBf16};
+  const int32_t* counts = distribution.typed_data();
+  if (const std::string what = fault(a, qs[0], ts[0], ps[0], counts); !what.empty())
+    return ffi::Error::InvalidArgument("jaxllm_paged_attention: out of range: " + what);
+  write_and_attend(pool, a, counts[1]);
+  const int64_t token_bytes = qs[1] * qs[2] * (dtype == ffi::F32 ? 4 : 2), used = a.cu_q_lens[counts[1]];
+  std::memset(static_cast<char*>(a.out) + used * token_bytes, 0, (qs[0] - used) * token_bytes);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxllm
+
+extern "C" const char* jaxllm_instruction_set() { return jaxllm::kernels().name; }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_matmul, jaxllm::matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_paged_attention, jaxllm::paged_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Ints2D>()
+                                  .Arg<Ints1D>()
+                                  .Arg<Ints1D>()
+                                  .Arg<Ints1D>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("soft_cap"));

@@ -1,0 +1,118 @@
+// Vectors of as many floats as a register of the instruction set holds. GCC's and Clang's vector extensions.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+namespace jaxllm::JAXLLM_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+constexpr int kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+constexpr int kRegisters = 16;
+#else
+constexpr int kWidth = 4;
+constexpr int kRegisters = 16;
+#endif
+
+typedef float Floats __attribute__((vector_size(kWidth * 4)));
+typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));
+typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kWidth * 2)));
+
+static inline Floats load(const float* p) {
+  Floats v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+static inline Floats load(const Bf16* p) {
+  Halves h;
+  std::memcpy(&h, p, sizeof h);
+  return (Floats)(__builtin_convertvector(h, Words) << 16);
+}
+
+static inline float value(const float* p) { return *p; }
+
+static inline float value(const Bf16* p) {
+  const uint32_t word = (uint32_t)p->bits << 16;
+  float f;
+  std::memcpy(&f, &word, sizeof f);
+  return f;
+}
+
+static inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+
+static inline void put(float* p, float f) { *p = f; }
+
+// Rounds to the nearest, to even if there are two.
+static inline void put(Bf16* p, float f) {
+  uint32_t word;
+  std::memcpy(&word, &f, sizeof word);
+  p->bits = f != f ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+static inline Floats broadcast(float f) { return Floats{} + f; }
+
+static inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+static inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+
+template <int kLanes>
+struct Part {
+  typedef float Lanes __attribute__((vector_size(kLanes * 4)));
+};
+
+// All lanes of v by halves: `fold(lanes, lanes)` joins two.
+template <int kLanes, class Fold>
+static inline float fold_lanes(typename Part<kLanes>::Lanes v, const Fold& fold) {
+  if constexpr (kLanes == 2) {
+    return fold(v[0], v[1]);
+  } else {
+    typename Part<kLanes / 2>::Lanes half[2];
+    std::memcpy(half, &v, sizeof v);
+    return fold_lanes<kLanes / 2>(fold(half[0], half[1]), fold);
+  }
+}
+
+static inline float sum(Floats v) {
+  return fold_lanes<kWidth>(v, [](auto a, auto b) { return a + b; });
+}
+
+static inline float largest(Floats v) {
+  return fold_lanes<kWidth>(v, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// e^x to 2 units in the last place; 0 below -87, and x is at most 88. Cephes' range reduction, a Taylor polynomial
+// of degree 7 on [-ln 2 / 2, ln 2 / 2].
+static inline Floats exp(Floats x) {
+  const Ints underflow = x < -87.0f;
+  x = underflow ? broadcast(-87.0f) : min(x, broadcast(88.0f));
+  const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats n = (x * 1.44269504088896341f + shifter) - shifter;
+  Floats r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = broadcast(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  const Floats y = p * (Floats)exponent;
+  return underflow ? Floats{} : y;
+}
+
+static inline Floats tanh(Floats x) {
+  const Floats limited = max(min(x, broadcast(20.0f)), broadcast(-20.0f));
+  const Floats e = exp(limited * 2.0f);
+  const Floats y = (e - 1.0f) / (e + 1.0f);
+  return x * x < 1e-4f ? x - x * x * x * (1.0f / 3) : y;  // where e - 1 would cancel
+}
+
+}  // namespace jaxllm::JAXLLM_ISA

@@ -1,0 +1,132 @@
+"""The native CPU kernels: products against numpy, attention at real sizes against the reference, and how they load."""
+
+import shutil
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.matmul import einsum
+from jaxllm.pallas_kernels.matmul.native import supports
+from jaxllm.pallas_kernels.native import build
+from jaxllm.pallas_kernels.paged_attention import kv_shape, ragged_paged_attention
+
+needs_library = pytest.mark.skipif(
+    not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build"
+)
+TOLERANCE = {np.float32: 2e-5, jnp.bfloat16: 1e-2}
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("depth", "columns"), [(1, 1), (7, 3), (19, 33), (256, 64), (300, 77), (520, 1056)])
+def test_product(depth, columns, transposed, dtype):
+    """Sizes that fill no vector, tile or strip, and every count of rows that a tile may have, and of tiles."""
+    rng = np.random.default_rng(depth)
+    weight = (rng.normal(size=(columns, depth) if transposed else (depth, columns)) / depth**0.5).astype(dtype)
+    equation = "...d,nd->...n" if transposed else "...d,dn->...n"
+    for rows in [*range(1, 14), 24, 25, 64]:
+        x = rng.normal(size=(rows, depth)).astype(dtype)
+        got = einsum(equation, jnp.asarray(x), jnp.asarray(weight), implementation="native")
+        want = x.astype(np.float64) @ (weight.T if transposed else weight).astype(np.float64)
+        assert got.dtype == dtype
+        np.testing.assert_allclose(np.asarray(got).astype(np.float64), want, atol=TOLERANCE[dtype], rtol=1e-2)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("equation", "x", "weight"),
+    [
+        ("...d,dkgh->...kgh", (3, 16), (16, 2, 3, 8)), ("...kgh,kghd->...d", (3, 2, 3, 8), (2, 3, 8, 16)),
+        ("...d,dgf->...gf", (2, 2, 16), (16, 2, 24)), ("...d,vd->...v", (3, 16), (40, 16)),
+    ],
+)  # fmt: skip
+def test_equations_of_the_layers(equation, x, weight):
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=x).astype(np.float32), rng.normal(size=weight).astype(np.float32)
+    got = jax.jit(lambda x, w: einsum(equation, x, w, implementation="native"))(x, weight)
+    want = einsum(equation, jnp.asarray(x), jnp.asarray(weight), implementation="reference")
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=1e-5)
+
+
+@needs_library
+def test_only_few_rows_of_one_dtype_are_supported():
+    weight = jnp.zeros((16, 8))
+
+    def supported(rows, dtype=jnp.float32):
+        return supports("...d,df->...f", jnp.zeros((rows, 16), dtype), weight)
+
+    assert supported(8) and not supported(1024) and not supported(8, jnp.bfloat16) and not supported(8, jnp.float16)
+
+
+def test_a_weight_without_a_platform_is_xla_s():
+    text = jax.jit(lambda x, w: einsum("...d,df->...f", x, w)).lower(jnp.ones((4, 8)), jnp.ones((8, 8))).as_text()
+    assert "dot_general" in text and "custom_call" not in text
+
+
+def attention_arguments(head_dim, block_size, group, dtype, kv_heads=2):
+    """Two decodes, a short chunk, one that fills several tiles after a prefix, and padding; NaN in unused blocks."""
+    rng = np.random.default_rng(head_dim)
+    q_lens, kv_lens = np.array([1, 1, 3, 150, 0]), np.array([1, 131, 70, 333, 9])
+    per_seq = -(-int(kv_lens.max()) // block_size)
+    tables = rng.permutation(5 * per_seq + 3)[: 5 * per_seq].reshape(5, per_seq)
+    pool = np.full(kv_shape(5 * per_seq + 3, block_size, kv_heads, head_dim), np.nan, np.float32)
+    for row in range(4):
+        for position in range(kv_lens[row] - q_lens[row]):
+            cell = pool[tables[row, position // block_size], :, :, position % block_size]
+            cell[:] = rng.normal(size=cell.shape)
+    q = rng.normal(size=(160, kv_heads * group, head_dim))
+    k, v = rng.normal(size=(2, 160, kv_heads, head_dim))
+    for x in (q, k, v):
+        x[155:] = np.nan
+    ints = (tables, np.cumsum([0, *q_lens]), kv_lens, [2, 4])
+    return [*(jnp.asarray(x, dtype) for x in (q, k, v, pool)), *(jnp.asarray(x, jnp.int32) for x in ints)]
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "group", "dtype", "options"),
+    [
+        (64, 32, 2, np.float32, {}), (64, 16, 2, jnp.bfloat16, {}), (80, 256, 1, np.float32, {}),
+        (96, 20, 3, np.float32, {"sliding_window": 50}), (128, 128, 8, np.float32, {"soft_cap": 5.0}),
+        (256, 16, 4, jnp.bfloat16, {"sliding_window": 33, "soft_cap": 5.0}), (64, 64, 71, np.float32, {}),
+    ],
+)  # fmt: skip
+def test_attention_at_real_sizes(head_dim, block_size, group, dtype, options):
+    arguments = attention_arguments(head_dim, block_size, group, dtype)
+    op = partial(ragged_paged_attention, scale=head_dim**-0.5, **options)
+    results = [jax.jit(partial(op, implementation=name))(*arguments) for name in ("native", "reference")]
+    (out, pool), (want, want_pool) = (tuple(np.asarray(x).astype(np.float32) for x in result) for result in results)
+    np.testing.assert_allclose(out[:155], want[:155], atol=TOLERANCE[dtype], rtol=1e-2)
+    np.testing.assert_array_equal(pool, want_pool)
+    assert (out[155:] == 0).all()
+
+
+@needs_library
+@pytest.mark.parametrize(("which", "value"), [(4, 10**6), (5, 161), (6, 10**6), (7, 6)])
+def test_what_points_outside_of_the_arrays_is_an_error(which, value):
+    arguments = attention_arguments(16, 32, 2, np.float32)
+    arguments[which] = jnp.full_like(arguments[which], value)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of range"):
+        jax.block_until_ready(ragged_paged_attention(*arguments, implementation="native", scale=1.0))
+
+
+def test_a_library_of_other_sources_or_another_jaxlib_is_not_loaded(monkeypatch, tmp_path):
+    here = build.library("1.2.3")
+    assert build.library("1.2.3") == here != build.library("1.2.4")
+    shutil.copytree(build.HERE, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    assert build.library("1.2.3").name == here.name
+    (tmp_path / "gemm.h").write_text("")
+    assert build.library("1.2.3").name != here.name
+
+
+def test_without_a_compiler_the_build_says_why(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.main() == 1
+    error = capsys.readouterr().err
+    assert "not built" in error and "no-such-compiler" in error and error.count("\n") == 1
