@@ -20,6 +20,7 @@ from jaxtyping import Array, Int, Shaped
 from jaxllm.engine.batch import pick_bucket
 from jaxllm.engine.compiler import CompilePlan
 from jaxllm.engine.plan import Copy, Plan, Swap
+from jaxllm.pallas_kernels import blocks
 from jaxllm.sharding.rules import replicated
 
 SWAP_SIZES = (4, 16)  # blocks that one `swap_out` or `swap_in` moves; more take several
@@ -39,12 +40,12 @@ def copy_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def copy_blocks(kv_pools: KVPools, packed: Int[Array, "2 n"]) -> KVPools:
-    """The pools with the blocks `packed[0]` as they were also at `packed[1]`, which has none twice."""
+def copy_blocks(kv_pools: KVPools, packed: Int[Array, "2 n"], platform: str | None = None) -> KVPools:
+    """The pools with the blocks `packed[0]` as they were also at `packed[1]`, which has none twice. `platform` is that
+    of their device, if it is one."""
     copied = []
     for pool in kv_pools:
-        contents = pool.at[packed[0]].get(mode="clip")
-        pool = pool.at[packed[1]].set(contents, mode="drop", unique_indices=True)
+        pool = blocks.copy_blocks(pool, packed, platform=platform)
         # One layer after the other: else the compiler gathers all first, and needs memory for all.
         pool, packed = jax.lax.optimization_barrier((pool, packed))
         copied.append(pool)
@@ -72,7 +73,9 @@ def jobs(kv_pools: Sequence[jax.ShapeDtypeStruct], max_num_seqs: int) -> dict[Ha
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(mesh))
 
     def lower_copy(n: int) -> Lowered:
-        return jax.jit(copy_blocks, donate_argnums=0, out_shardings=places).lower(pools, ints(2, n))
+        platform = mesh.devices.flat[0].platform if mesh.size == 1 else None
+        copy = partial(copy_blocks, platform=platform)
+        return jax.jit(copy, donate_argnums=0, out_shardings=places).lower(pools, ints(2, n))
 
     def lower_out(n: int) -> Lowered:
         return jax.jit(read_blocks, out_shardings=beside).lower(pools, ints(n))

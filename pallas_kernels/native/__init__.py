@@ -8,7 +8,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-TARGETS = ("jaxllm_matmul", "jaxllm_paged_attention")
+TARGETS = ("jaxllm_copy_blocks", "jaxllm_matmul", "jaxllm_paged_attention")
 
 
 @functools.cache

@@ -52,7 +52,10 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
 
 def _compile(command: list[str], include: Path, folder: Path) -> list[Path]:
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    jobs = [[*command, "-isystem", str(include), "-c", str(HERE / "ops.cc"), "-o", str(folder / "ops.o")]]
+    jobs = [
+        [*command, "-isystem", str(include), "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+        for source in sorted(HERE.glob("*ops.cc"))
+    ]
     for isa, table in TABLES.items():
         if isa == "portable" or is_x86:
             names = [f"-DJAXLLM_ISA={isa}", f"-DJAXLLM_TABLE={table}", f'-DJAXLLM_ISA_NAME="{isa}"']
