@@ -38,8 +38,8 @@ from jaxllm.pallas_kernels.paged_attention.tpu_plan import bytes_moved as bytes_
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 
 
-def supports(q: Array, k: Array, v: Array, kv_pool: Array, **_: Any) -> bool:
-    """Whether the kernel is made for these dtypes and shapes, and some tiles of them fit VMEM."""
+def supports(q: Array, k: Array, v: Array, kv_pool: Array, *, block_tables: Array | None = None, **_: Any) -> bool:
+    """Whether the kernel is made for these dtypes and shapes, and some tiles of them fit VMEM, the tables SMEM."""
     heads, head_dim = q.shape[1:]
     _, two, kv_heads, block_size, padded = kv_pool.shape
     fits = two == 2 and padded == head_dim_in_pool(head_dim) and heads % kv_heads == 0 and head_dim <= 256
@@ -50,6 +50,8 @@ def supports(q: Array, k: Array, v: Array, kv_pool: Array, **_: Any) -> bool:
         return False
     try:
         pick_tiles(shapes_of(q, kv_pool))
+        if block_tables is not None:
+            smem_bytes(*block_tables.shape)
     except ValueError:
         return False
     return True
