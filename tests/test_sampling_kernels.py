@@ -18,7 +18,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.executables import Lowering, sample_full_step, sample_step
 from jaxllm.engine.state import empty_extras, empty_slots
 from jaxllm.pallas_kernels import native, sampling
-from jaxllm.pallas_kernels.sampling import api, gpu, gpu_noise
+from jaxllm.pallas_kernels.sampling import api, gpu, gpu_noise, reference
 from jaxllm.sharding.mesh import make_mesh
 from tests.test_sampler import kept_by
 
@@ -99,6 +99,13 @@ def test_best_are_those_of_numpy(kernel, scores, k):
 def test_best_of_the_logits_themselves(kernel):
     check_best(kernel, NORMAL, NORMAL, 20)
     check_best(kernel, np.round(NORMAL) + 0.0, np.round(NORMAL) + 0.0, 20)
+
+
+@pytest.mark.parametrize("scores", [NORMAL, np.round(NORMAL) + 0.0], ids=["all differ", "ties"])
+def test_best_in_parts_are_the_best_at_once(scores):
+    arrays = [jnp.asarray(x) for x in (scores, NORMAL, np.zeros((ROWS, 1), np.int32))]
+    whole, parts = (jax.jit(partial(reference.best, k=40, at_once=n))(*arrays) for n in (None, 16))
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
 
 
 @each

@@ -14,6 +14,7 @@ from jaxllm.pallas_kernels.sampling import native
 from jaxllm.pallas_kernels.sampling.reference import Best, Draws, Rows
 
 IMPLEMENTATIONS = ("reference", "native", "gpu")
+GPU_TOP_K = 16  # XLA sorts whole rows on a GPU for more at once
 
 
 def normalize(logits: Float[Array, "rows vocab"], *, implementation: str = "auto", mesh: Mesh | None = None) -> Rows:
@@ -63,7 +64,11 @@ def _choose(op: str, logits: Array, k: int, implementation: str, mesh: Mesh | No
         raise ValueError(f"unknown implementation {implementation!r}; have {sorted(IMPLEMENTATIONS)}")
     fn = getattr(importlib.import_module(f"jaxllm.pallas_kernels.sampling.{implementation}"), op)
     dispatch.announce(fn)
-    if implementation != "gpu" or mesh is None or mesh.size == 1:
+    if mesh is None or mesh.size == 1:
+        return fn
+    if implementation == "reference" and op == "best" and mesh.devices.flat[0].platform == "gpu":
+        return partial(fn, at_once=GPU_TOP_K)
+    if implementation != "gpu":
         return fn
     everywhere = PartitionSpec()
     return lambda *arrays, **options: jax.shard_map(
@@ -75,8 +80,8 @@ def _preferred(op: str, logits: Array, k: int, mesh: Mesh) -> str:
     platform = mesh.devices.flat[0].platform
     if platform == "cpu" and mesh.size == 1 and native.supports(logits):
         return "native"
-    # XLA does `normalize` well. It also does `best` on several GPUs, with a sort: compiling the full sampler with the
-    # kernel for two H200s crashes it (JAX 0.11.2).
+    # XLA does `normalize` well. It also does `best` on several GPUs: compiling the full sampler with the kernel for two
+    # H200s crashes it (JAX 0.11.2).
     if platform == "gpu" and (op == "draw" or (op == "best" and mesh.size == 1)):
         gpu = importlib.import_module("jaxllm.pallas_kernels.sampling.gpu")  # here, as Pallas takes a while
         return "gpu" if gpu.supports(logits, k) else "reference"

@@ -75,15 +75,35 @@ def gumbel(keys: UInt32[Array, "rows 2"], vocab: int) -> Float[Array, "rows voca
 
 
 def best(
-    scores: Float[Array, "rows vocab"], logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows tokens"], *, k: int
+    scores: Float[Array, "rows vocab"],
+    logits: Float[Array, "rows vocab"],
+    tokens: Int[Array, "rows tokens"],
+    *,
+    k: int,
+    at_once: int | None = None,
 ) -> Best:
-    """The `k` best by `scores`, with logits and ranks in `logits`, and those of the given `tokens`."""
-    found, ids = jax.lax.top_k(scores, k)
+    """The `k` best by `scores`, with logits and ranks in `logits`, and those of the given `tokens`.
+
+    `at_once` is how many XLA finds without a sort, if that is bounded. Tokens of minus infinity may then be there twice.
+    """
+    found, ids = _top_k(scores, k, at_once or k)
     own = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
     given = jnp.take_along_axis(logits, tokens, axis=-1, mode="clip")
     ranks = _ranks(logits, own, found > -jnp.inf)
     given_ranks = jax.lax.map(lambda column: 1 + _count_larger(logits, column[:, None]), given.T).T
     return Best(ids, found, jnp.concatenate([own, given], axis=1), jnp.concatenate([ranks, given_ranks], axis=1))
+
+
+def _top_k(
+    scores: Float[Array, "rows vocab"], k: int, at_once: int
+) -> tuple[Float[Array, "rows k"], Int[Array, "rows k"]]:
+    """`jax.lax.top_k`, of at most `at_once` at a time, which are then taken out."""
+    parts = []
+    for size in [at_once] * (k // at_once) + [k % at_once] * (k % at_once > 0):
+        parts.append(jax.lax.top_k(scores, size))
+        scores = jax.vmap(lambda row, ids: row.at[ids].set(-jnp.inf, unique_indices=True))(scores, parts[-1][1])
+    found, ids = (jnp.concatenate(columns, axis=1) for columns in zip(*parts, strict=True))
+    return found, ids
 
 
 def _count_larger(among: Float[Array, "rows ..."], than: Float[Array, "rows ..."]) -> Int[Array, "rows ..."]:

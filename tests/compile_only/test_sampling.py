@@ -54,6 +54,14 @@ def test_gpus_that_share_the_vocabulary_draw_without_a_loop(chip):
     assert "jaxllm_draw" in text and not SORTS.search(text) and "while(" not in text
 
 
+@pytest.mark.parametrize("chip", chip_names("gpu"))
+def test_gpus_that_share_the_vocabulary_find_the_best_without_a_sort(chip):
+    vocab = 131072
+    text = lower(chip, full=True, rows=64, vocab=vocab, devices=2).compile().as_text()
+    wide = re.compile(rf"\[\d+,({vocab}|{vocab // 2})\]")
+    assert not [line for line in text.splitlines() if SORT.search(line) and wide.search(line)]
+
+
 @pytest.mark.parametrize("chip", chip_names("tpu"))
 def test_a_sampler_of_a_tpu_sorts_no_logits(chip):
     """It sorts the few indices of a scatter."""
