@@ -84,7 +84,7 @@ def best(
 ) -> Best:
     """The `k` best by `scores`, with logits and ranks in `logits`, and those of the given `tokens`.
 
-    `at_once` is how many XLA finds without a sort, if that is bounded. Tokens of minus infinity may then be there twice.
+    `at_once` is how many XLA finds without a sort, if that is bounded. Tokens of minus infinity may then come twice.
     """
     found, ids = _top_k(scores, k, at_once or k)
     own = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
