@@ -211,7 +211,8 @@ def test_token_ladder():
     assert token_ladder(1) == (1,)
     assert token_ladder(5) == (1, 5)
     assert token_ladder(8) == (1, 8)
-    assert token_ladder(100) == (1, 8, 16, 32, 64, 100)
+    assert token_ladder(90) == (1, 8, 16, 32, 64, 90)
+    assert token_ladder(600) == (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 600)
 
 
 @quick
@@ -222,7 +223,7 @@ def test_pick_bucket_takes_the_smallest_that_holds(max_tokens, data):
     n = data.draw(st.integers(1, max_tokens))
     bucket = pick_bucket(ladder, n)
     assert bucket in ladder and n <= bucket and all(smaller < n for smaller in ladder if smaller < bucket)
-    assert bucket <= max(8, 2 * n)
+    assert bucket <= max(8, 2 * n) and (bucket <= 64 or 2 * bucket < 3 * n)
     with pytest.raises(ValueError, match=f"{max_tokens + 1} exceeds the largest bucket {max_tokens}"):
         pick_bucket(ladder, max_tokens + 1)
 

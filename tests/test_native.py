@@ -32,7 +32,7 @@ def test_product(depth, columns, transposed, dtype):
     rng = np.random.default_rng(depth)
     weight = (rng.normal(size=(columns, depth) if transposed else (depth, columns)) / depth**0.5).astype(dtype)
     equation = "...d,nd->...n" if transposed else "...d,dn->...n"
-    for rows in [*range(1, 14), 24, 25, 64]:
+    for rows in [*range(1, 14), 24, 25, 64, 130]:
         x = rng.normal(size=(rows, depth)).astype(dtype)
         got = einsum(equation, jnp.asarray(x), jnp.asarray(weight), implementation="native")
         want = x.astype(np.float64) @ (weight.T if transposed else weight).astype(np.float64)

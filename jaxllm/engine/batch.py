@@ -26,11 +26,13 @@ EXTRAS_IDS = 512  # token ids that one `extras` call writes; more take several
 
 
 def token_ladder(max_tokens: int) -> tuple[int, ...]:
-    """The token buckets: 1, then 8 and its doublings (fewer rows cost a matrix unit as much), up to `max_tokens`."""
-    sizes = [1]
-    while sizes[-1] < max_tokens:
-        sizes.append(min(max(8, 2 * sizes[-1]), max_tokens))
-    return tuple(sizes)
+    """The token buckets, up to `max_tokens`: 1, then 8 and its doublings (fewer rows cost a matrix unit as much); from
+    64 on, where each row costs, also the sizes half way, so that padding is at most a third of a step."""
+    sizes, size = {1, max_tokens}, 8
+    while size < max_tokens:
+        sizes.update((size, size * 3 // 2) if size >= 64 else (size,))
+        size *= 2
+    return tuple(sorted(size for size in sizes if size <= max_tokens))
 
 
 def pick_bucket(sizes: Sequence[int], n: int) -> int:

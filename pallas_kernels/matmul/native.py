@@ -12,7 +12,7 @@ from jaxllm.pallas_kernels.matmul.reference import split
 # Rows of x, from and to, for which it is faster than XLA's product by a weight as it lies, and by a transposed one.
 # XLA has its own product of bfloat16 since JAX 0.11, which few rows don't profit from.
 ROWS = {
-    "float32": ((2, 64), (2, 32)),  # a single row is bound by memory either way
+    "float32": ((2, 256), (2, 32)),  # a single row is bound by memory either way
     "bfloat16": ((1, 8), (1, 8)) if jax.__version_info__ >= (0, 11) else ((1, 64), (1, 64)),
 }
 

@@ -7,13 +7,22 @@ namespace jaxllm::JAXLLM_ISA {
 
 constexpr int kVectors = 2;                             // columns of a tile, in vectors
 constexpr int kMostRows = kRegisters == 32 ? 12 : 6;    // of a tile: its sums fill most registers
-constexpr int64_t kDepth = 256;                         // rows of w that a tile goes through before it stores its sums
+constexpr int kLine = 64;                               // bytes that memory moves at once
+constexpr int64_t kDepth = 512;                         // rows of w that a tile goes through before it stores its sums
 
-// y[rows, vectors * kWidth] += x^T[rows, depth] @ w[depth, vectors * kWidth], or = if first. Meanwhile the second
-// cache gets what lies `ahead` elements further on (0: nothing), and `keep`, if kKeep, this part of w, dense.
+// What a tile brings into the second cache while it works: `lines` lines, of at most 2, for each 2^shift of its rows of
+// w, the first ones from `at` on, those of the next row `stride` bytes further.
+struct Ahead {
+  const char* at = nullptr;
+  int64_t stride = 0;
+  int lines = 0, shift = 0;
+};
+
+// y[rows, vectors * kWidth] += x^T[rows, depth] @ w[depth, vectors * kWidth], or = if first. `keep`, if kKeep, gets
+// this part of w, dense.
 template <int kRows, int kVectors, bool kKeep, class T>
 static void tile(const float* x, int64_t ldx, const T* w, int64_t ldw, float* y, int64_t ldy, int64_t depth,
-                 bool first, int64_t ahead, float* keep) {
+                 bool first, Ahead ahead, float* keep) {
   Floats acc[kRows][kVectors];
   for (int i = 0; i < kRows; i++)
     for (int j = 0; j < kVectors; j++) acc[i][j] = first ? Floats{} : load(y + i * ldy + j * kWidth);
@@ -22,9 +31,11 @@ static void tile(const float* x, int64_t ldx, const T* w, int64_t ldw, float* y,
     Floats row[kVectors];
     for (int j = 0; j < kVectors; j++) {
       row[j] = load(w + k * ldw + j * kWidth);
-      if (j * kWidth * sizeof(T) % 64 == 0 && ahead) __builtin_prefetch(w + k * ldw + ahead + j * kWidth, 0, 2);
       if (kKeep) store(keep + (k * kVectors + j) * kWidth, row[j]);
     }
+    const char* line = ahead.at + (k >> ahead.shift) * ahead.stride;
+    if (ahead.lines > 0) __builtin_prefetch(line, 0, 2);
+    if (ahead.lines > 1) __builtin_prefetch(line + kLine, 0, 2);
     for (int i = 0; i < kRows; i++) {
       const Floats factor = broadcast(x[k * ldx + i]);
       for (int j = 0; j < kVectors; j++) acc[i][j] += factor * row[j];
@@ -35,7 +46,7 @@ static void tile(const float* x, int64_t ldx, const T* w, int64_t ldw, float* y,
 }
 
 template <class T>
-using Tile = void (*)(const float*, int64_t, const T*, int64_t, float*, int64_t, int64_t, bool, int64_t, float*);
+using Tile = void (*)(const float*, int64_t, const T*, int64_t, float*, int64_t, int64_t, bool, Ahead, float*);
 
 template <int kVectors, bool kKeep, class T, int kRows = kMostRows>
 static Tile<T> tile_of(int64_t rows) {
@@ -45,25 +56,36 @@ static Tile<T> tile_of(int64_t rows) {
   return tile<kRows, kVectors, kKeep, T>;
 }
 
-// All rows of `kVectors * kWidth` columns from `n` on, for `depth` rows of w from `k` on.
+// The share of group `i` in bringing `depth` rows of the panel at `next`: memory is to be busy while the second group
+// multiplies, too.
+template <int kVectors, class T>
+static Ahead share_of(const Gemm& g, int64_t i, const T* next, int64_t depth) {
+  constexpr int kLines = (kVectors * kWidth * sizeof(T) + kLine - 1) / kLine;
+  static_assert(kLines <= 2);
+  const int shift = g.groups >= 4 ? 2 : g.groups >= 2 ? 1 : 0;
+  if (i >= 1 << shift) return {};
+  const int64_t stride = g.n * sizeof(T);
+  return {reinterpret_cast<const char*>(next) + (depth >> shift) * i * stride, stride, kLines, shift};
+}
+
+// All rows of `kVectors * kWidth` columns from `n` on, for `depth` rows of w from `k` on. What comes next lies `ahead`
+// elements further on (0: nothing does).
 template <int kVectors, class T>
 static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ahead) {
-  alignas(64) float kept[kDepth * kVectors * kWidth];
+  constexpr int64_t kColumns = kVectors * kWidth;
+  alignas(64) float kept[kDepth * kColumns];
   const T* w = static_cast<const T*>(g.w) + k * g.n + n;
-  const float* x = g.x + k * g.rows;
-  float* y = g.y + n;
-  const int64_t groups = (g.rows + kMostRows - 1) / kMostRows;
-  if (groups == 1) {
-    tile_of<kVectors, false, T>(g.rows)(x, g.rows, w, g.n, y, g.n, depth, k == 0, ahead, nullptr);
-    return;
-  }
-  int64_t row = g.rows / groups;
-  tile_of<kVectors, true, T>(row)(x, g.rows, w, g.n, y, g.n, depth, k == 0, ahead, kept);
-  for (int64_t i = 1; i < groups; i++) {
-    const int64_t stop = g.rows * (i + 1) / groups;
-    tile_of<kVectors, false, float>(stop - row)(x + row, g.rows, kept, kVectors * kWidth, y + row * g.n, g.n, depth,
-                                                k == 0, 0, nullptr);
-    row = stop;
+  for (int64_t i = 0; i < g.groups; i++) {
+    const int64_t row = g.first_row(i), height = g.first_row(i + 1) - row;
+    const float* x = g.x + row * g.k + k * height;
+    float* y = g.y + row * g.n + n;
+    const Ahead share = ahead ? share_of<kVectors>(g, i, w + ahead, depth) : Ahead{};
+    if (g.groups == 1)
+      tile_of<kVectors, false, T>(height)(x, height, w, g.n, y, g.n, depth, k == 0, share, nullptr);
+    else if (i == 0)
+      tile_of<kVectors, true, T>(height)(x, height, w, g.n, y, g.n, depth, k == 0, share, kept);
+    else
+      tile_of<kVectors, false, float>(height)(x, height, kept, kColumns, y, g.n, depth, k == 0, share, nullptr);
   }
 }
 
@@ -71,11 +93,15 @@ static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ah
 template <class T>
 static void rest(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t end) {
   for (; n < end; n++)
-    for (int64_t row = 0; row < g.rows; row++) {
-      float total = k == 0 ? 0.0f : g.y[row * g.n + n];
-      for (int64_t i = k; i < k + depth; i++)
-        total += g.x[i * g.rows + row] * value(static_cast<const T*>(g.w) + i * g.n + n);
-      g.y[row * g.n + n] = total;
+    for (int64_t group = 0; group < g.groups; group++) {
+      const int64_t first = g.first_row(group), height = g.first_row(group + 1) - first;
+      for (int64_t row = 0; row < height; row++) {
+        float* y = g.y + (first + row) * g.n + n;
+        float total = k == 0 ? 0.0f : *y;
+        for (int64_t i = k; i < k + depth; i++)
+          total += g.x[first * g.k + i * height + row] * value(static_cast<const T*>(g.w) + i * g.n + n);
+        *y = total;
+      }
     }
 }
 

@@ -13,12 +13,15 @@ struct Bf16 {
 
 // y[rows, n] = x[rows, k] @ w, with w [k, n], or [n, k] if transposed. All arrays are dense and row-major.
 struct Gemm {
-  const float* x;  // [rows, k] if transposed, else [k, rows]: the latter is how the kernel reads it
+  const float* x;  // [rows, k] if transposed; else a [k, height] for each group of rows, as the kernel reads it
   const void* w;
   float* y;
   int64_t rows, k, n;
+  int64_t groups;  // of rows, as even as they can be
   DType dtype;  // of w
   bool transposed;
+
+  int64_t first_row(int64_t group) const { return rows * group / groups; }
 };
 
 // Attention of a ragged batch over paged keys and values; reference.py says what the arrays mean.
@@ -74,6 +77,7 @@ struct Best {
 struct Kernels {
   const char* name;
   int64_t columns;  // a Gemm's columns are best divided at multiples of it
+  int64_t group_rows;  // of a Gemm, at most
   int64_t tile_rows;  // query rows of a tile of attention, at most
   // Columns begin to end of y.
   void (*gemm)(const Gemm&, int64_t begin, int64_t end);

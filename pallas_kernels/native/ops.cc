@@ -32,6 +32,7 @@ const Kernels& kernels() {
 }
 
 constexpr int64_t kPartBytes = 64 << 10;  // of w in a part of a GEMM, at least: some microseconds
+constexpr int64_t kAlonePacked = 64 << 10;  // elements of x that one thread packs before another would have begun
 constexpr int64_t kWidePart = 512;        // columns that a part has at least if there are more parts than threads
 
 float widen(Bf16 b) {
@@ -49,24 +50,33 @@ Bf16 narrow(float f) {
   return {f != f ? (uint16_t)0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16)};
 }
 
-// x in float32, as the kernel reads it (see Gemm): transposed by blocks, which fill the lines that they touch.
+// Group `i` of the rows of x in float32, as the kernel reads it (see Gemm): transposed by 8 columns, so that what is
+// written stays in the cache until it is whole.
 template <class T>
-void prepare(const T* x, float* to, int64_t rows, int64_t k, bool transposed) {
-  constexpr int64_t kBlock = 8;
-  if (transposed) {
-    for (int64_t i = 0; i < rows * k; i++) to[i] = widen(x[i]);
-    return;
-  }
-  const auto block = [&](int64_t row, int64_t i, int64_t height, int64_t width) {
-    for (int64_t j = 0; j < width; j++)
-      for (int64_t r = 0; r < height; r++) to[(i + j) * rows + row + r] = widen(x[(row + r) * k + i + j]);
-  };
-  for (int64_t row = 0; row < rows; row += kBlock)
-    for (int64_t i = 0; i < k; i += kBlock)
-      if (row + kBlock <= rows && i + kBlock <= k)
-        block(row, i, kBlock, kBlock);  // of constant size, so that it is unrolled
+void pack(const Gemm& gemm, const T* x, float* to, int64_t i) {
+  constexpr int64_t kColumns = 8;
+  const int64_t first = gemm.first_row(i), height = gemm.first_row(i + 1) - first, k = gemm.k;
+  x += first * k, to += first * k;
+  for (int64_t column = 0; column < k; column += kColumns)
+    for (int64_t row = 0; row < height; row++) {
+      const T* from = x + row * k + column;
+      float* at = to + column * height + row;
+      if (column + kColumns <= k)
+        for (int64_t j = 0; j < kColumns; j++) at[j * height] = widen(from[j]);  // unrolled
       else
-        block(row, i, std::min(kBlock, rows - row), std::min(kBlock, k - i));
+        for (int64_t j = 0; j < k - column; j++) at[j * height] = widen(from[j]);
+    }
+}
+
+// All of x in float32, as the kernel reads it.
+template <class T>
+void prepare(ffi::ThreadPool& pool, const Gemm& gemm, const T* x, float* to) {
+  if (gemm.transposed)
+    std::transform(x, x + gemm.rows * gemm.k, to, [](T value) { return widen(value); });
+  else if (gemm.rows * gemm.k < kAlonePacked)
+    for (int64_t i = 0; i < gemm.groups; i++) pack(gemm, x, to, i);
+  else
+    parallel(pool, gemm.groups, [&](int64_t i) { pack(gemm, x, to, i); });
 }
 
 // Into how many parts to divide `size` columns or rows of w, which has `bytes`.
@@ -93,22 +103,22 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
       w.element_type() != x.element_type() || y->element_type() != x.element_type())
     return ffi::Error::InvalidArgument("jaxllm_matmul: shapes or dtypes don't go together");
   const int64_t rows = xs[0], k = xs[1], n = ys[1];
-  const float* given = static_cast<const float*>(x.untyped_data());
-  float* result = static_cast<float*>(y->untyped_data());
+  const int64_t groups = transposed ? 1 : (rows + kernels().group_rows - 1) / kernels().group_rows;
+  Gemm gemm{static_cast<const float*>(x.untyped_data()), w.untyped_data(), static_cast<float*>(y->untyped_data()),
+            rows, k, n, groups, is_f32 ? DType::kF32 : DType::kBf16, transposed};
   std::unique_ptr<float[]> copy, sums;  // not vectors, which would write zeros first
   if (!is_f32 || (!transposed && rows > 1)) {
     copy.reset(new float[rows * k]);
+    gemm.x = copy.get();
     if (is_f32)
-      prepare(given, copy.get(), rows, k, transposed);
+      prepare(pool, gemm, static_cast<const float*>(x.untyped_data()), copy.get());
     else
-      prepare(static_cast<const Bf16*>(x.untyped_data()), copy.get(), rows, k, transposed);
-    given = copy.get();
+      prepare(pool, gemm, static_cast<const Bf16*>(x.untyped_data()), copy.get());
   }
   if (!is_f32) {
     sums.reset(new float[rows * n]);
-    result = sums.get();
+    gemm.y = sums.get();
   }
-  const Gemm gemm{given, w.untyped_data(), result, rows, k, n, is_f32 ? DType::kF32 : DType::kBf16, transposed};
   const int64_t w_bytes = k * n * (is_f32 ? 4 : 2);
   multiply(pool, gemm, w_bytes);
   if (!is_f32) std::transform(sums.get(), sums.get() + rows * n, static_cast<Bf16*>(y->untyped_data()), narrow);

@@ -64,7 +64,7 @@ static inline void put(Bf16* p, float f) {
   p->bits = f != f ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
-static inline Floats broadcast(float f) { return Floats{} + f; }
+static inline Floats broadcast(float f) { return f - Floats{}; }  // of a sum, unlike this, GCC keeps the + 0
 
 static inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 static inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
