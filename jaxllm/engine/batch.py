@@ -159,27 +159,33 @@ class AdmitLayout:
     def pack(self, admitted: Sequence[tuple[Request, int]]) -> np.ndarray:
         """The packed rows of requests, each with the number of its tokens that the pool holds already."""
         packed = np.zeros((self.rows, self.size), np.int32)
-        f = self.unpack(packed)
-        f.slot[:] = self.max_num_seqs
-        f.stop_ids[:] = -1
+        packed[:, 0] = self.max_num_seqs
         for i, (request, length) in enumerate(admitted):
-            params = request.params
-            packed[i, :9] = (
-                request.slot, length, request.token_ids(request.num_tokens - 1, request.num_tokens)[0],
-                request.sample_index, max(params.top_k, 0),
-                min(len(request.prompt_token_ids) + params.min_tokens, 2**31 - 1),
-                params.alters_logits, params.tracks_logprobs, request.group.is_search,
-            )  # fmt: skip
-            floats = (
-                params.temperature, params.top_p, params.min_p,
-                params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
-            )  # fmt: skip
-            f.floats[i] = np.array(floats, np.float32).view(np.int32)
-            seed = request.seed % 2**64
-            f.seed[i] = np.array([seed >> 32, seed % 2**32], np.uint32).view(np.int32)
-            f.stop_ids[i, : len(request.stop_ids)] = sorted(request.stop_ids)
-            f.block_table[i, : len(request.block_ids)] = request.block_ids
+            if request.packed_params is None:
+                request.packed_params = _packed_params(request)
+            last_token = request.token_ids(request.num_tokens - 1, request.num_tokens)[0]
+            table = 3 + len(request.packed_params)
+            packed[i, :3] = request.slot, length, last_token
+            packed[i, 3:table] = request.packed_params
+            packed[i, table : table + len(request.block_ids)] = request.block_ids
         return packed
+
+
+def _packed_params(request: Request) -> np.ndarray:
+    """The fields of its `SlotRow` from `sample_index` to `stop_ids`, which never change."""
+    params, seed = request.params, request.seed % 2**64
+    floats = (
+        params.temperature, params.top_p, params.min_p,
+        params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
+    )  # fmt: skip
+    ints = (
+        request.sample_index, max(params.top_k, 0), min(len(request.prompt_token_ids) + params.min_tokens, 2**31 - 1),
+        params.alters_logits, params.tracks_logprobs, request.group.is_search,
+    )  # fmt: skip
+    stop_ids = np.full(NUM_STOP_IDS, -1, np.int32)
+    stop_ids[: len(request.stop_ids)] = sorted(request.stop_ids)
+    bits = [np.array(floats, np.float32), np.array([seed >> 32, seed % 2**32], np.uint32)]
+    return np.concatenate([np.array(ints, np.int32), *(part.view(np.int32) for part in bits), stop_ids])
 
 
 class ExtrasRow(NamedTuple):

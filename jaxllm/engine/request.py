@@ -62,6 +62,7 @@ class Request:
     fork_len: int = 0
     host_copy: HostCopy | None = None  # where its blocks went
     host_blocks: list[int] = field(default_factory=list)  # which of the copied ones are its own
+    packed_params: Any = None  # what of its slot's row never changes
     has_extras: bool = False  # its slot's row of the `SamplingExtras` is installed
     candidates: Any = None  # of a beam that waits for the others to be as far
     num_tokens: int = 0  # known on the host: prompt and committed output
