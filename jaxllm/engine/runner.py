@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jaxllm.engine import memory
+from jaxllm.engine import huge_pages, memory
 from jaxllm.engine.batch import ADMIT_SIZES, AdmitLayout, ExtrasLayout, StepLayout, pick_bucket, token_ladder
 from jaxllm.engine.block_moves import BlockMoves, host_bytes
 from jaxllm.engine.compiler import CompilePlan
@@ -85,6 +85,7 @@ class Runner:
                 name = jax.tree_util.keystr(path)
                 raise ValueError(f"parameter {name} is {leaf.dtype}, the engine's is {expected.dtype}; cast it first")
         self._leaves = leaves
+        huge_pages.collapse_soon(leaves)
 
     def max_tokens(self, full_sampler: bool) -> int:
         """How many tokens a step may have with the executables compiled so far; 0 while there are none."""

@@ -1,0 +1,47 @@
+"""Huge pages for weights in host memory: with pages of 4 KiB, looking up where they are costs a step that is bound by
+memory several percent, more in a virtual machine. Linux; anywhere else, and where an administrator says never, nothing.
+"""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+PAGE = 2 << 20  # bytes; of x86-64, and of Arm with base pages of 4 KiB
+LEAST = 1 << 20  # bytes of an array that is worth it
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <asm-generic/mman-common.h>; the second since Linux 6.1
+
+
+def wanted() -> bool:
+    """Whether the system has them for who asks."""
+    try:
+        return any(f"[{mode}]" in ENABLED.read_text() for mode in ("always", "madvise"))
+    except OSError:  # not Linux, or a kernel without them
+        return False
+
+
+def collapse_soon(arrays: Sequence[jax.Array]) -> threading.Thread | None:
+    """Moves the CPU's arrays to huge pages where they lie, in a thread of its own: a gigabyte takes about a second.
+    Other devices' arrays stay as they are. What the kernel can't move stays in small pages."""
+    on_cpu = [array for array in arrays if all(device.platform == "cpu" for device in array.devices())]
+    if not on_cpu or not wanted():
+        return None
+    thread = threading.Thread(target=_collapse, args=(on_cpu,), name="huge-pages", daemon=True)
+    thread.start()
+    return thread
+
+
+def _collapse(arrays: list[jax.Array]) -> None:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    while arrays:  # each is let go of once it is done
+        for shard in arrays.pop().addressable_shards:
+            start, size = shard.data.unsafe_buffer_pointer(), shard.data.nbytes
+            if size < LEAST:
+                continue
+            for page in range(start // PAGE * PAGE, start + size, PAGE):  # neighbours in a page move along
+                madvise(page, PAGE, MADV_HUGEPAGE)
+                madvise(page, PAGE, MADV_COLLAPSE)
