@@ -13,6 +13,7 @@ MAX_BEAM_WIDTH = 32
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
+MAX_SALT_LEN = 256  # characters
 
 _FLAGS = (
     "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
@@ -75,6 +76,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None  # no other token is generated
     bad_words: list[str] | None = None  # words that are not generated
     skip_reading_prefix_cache: bool | None = None  # None: if prompt_logprobs are wanted
+    cache_salt: str | None = None  # prompts share cached blocks with those of the same salt only
     stops: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -95,6 +97,9 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "skip_reading_prefix_cache" and value is None):
                 raise ValueError(f"{name}={value!r} must be True or False")
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT_LEN):
+            raise ValueError(f"cache_salt={salt!r:.100} must be a string of 1 to {MAX_SALT_LEN} characters")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
 

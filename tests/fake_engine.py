@@ -87,9 +87,9 @@ class FakeEngine:
         self.requests.append(request)
         return request
 
-    def add(self, prompt, max_new=4, *, n=1, min_tokens=0, **fields) -> Request:
+    def add(self, prompt, max_new=4, *, n=1, min_tokens=0, cache_salt=None, **fields) -> Request:
         """Adds `n` samples; returns the first."""
-        params = SamplingParams(min_tokens=min_tokens, max_tokens=None)
+        params = SamplingParams(min_tokens=min_tokens, max_tokens=None, cache_salt=cache_salt)
         members = [self._request(prompt, max_new, params=params, sample_index=i, **fields) for i in range(n)]
         group = SequenceGroup(members)
         for request in members:

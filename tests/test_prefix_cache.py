@@ -15,6 +15,18 @@ def test_prompt_block_is_hit_only_by_a_later_plan():
     engine.run()
 
 
+def test_blocks_are_hit_only_by_requests_with_the_same_salt():
+    """Also those of the end of another's prompt, and while they are being written."""
+    engine = FakeEngine(block_size=2, max_tokens=16)
+    prompt = [1, 2, 1, 2, 1]
+    first, other, none = (engine.add(prompt, cache_salt=salt) for salt in ("a", "b", None))
+    assert rows(engine.step()) == [first, other, none]  # none waits for another
+    again = {salt: engine.add(prompt, cache_salt=salt) for salt in ("a", "b", None, "\ud800")}
+    engine.run()
+    assert {salt: request.num_cached for salt, request in again.items()} == {"a": 4, "b": 4, None: 4, "\ud800": 0}
+    assert len({tuple(request.keys[:2]) for request in again.values()}) == 4
+
+
 def test_waits_for_blocks_of_a_chunked_prefill():
     engine = FakeEngine(block_size=2, max_tokens=4)
     prompt = [1, 2, 1, 1, 2, 2, 1, 2, 1]

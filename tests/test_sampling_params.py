@@ -124,6 +124,12 @@ def test_skip_reading_prefix_cache_may_be_none(value):
     assert SamplingParams(skip_reading_prefix_cache=None).skip_reading_prefix_cache is None
 
 
+@pytest.mark.parametrize("value", ["", "x" * 257, 5, b"x"])
+def test_a_salt_is_a_short_string(value):
+    assert "cache_salt=" in refused("cache_salt", value)
+    assert SamplingParams(cache_salt="x" * 256).cache_salt == "x" * 256
+
+
 def test_a_seed_of_minus_one_is_none():
     assert SamplingParams(seed=-1).seed is None
 

@@ -63,7 +63,12 @@ class PrefixCache:
         block_size, keys = self.pool.block_size, request.keys
         for i in range(len(keys), num_tokens // block_size):
             tokens = request.token_ids(i * block_size, (i + 1) * block_size)
-            keys.append(self.pool.key(keys[-1] if keys else b"", tokens))
+            keys.append(self.pool.key(keys[-1] if keys else self._root(request), tokens))
+
+    def _root(self, request: Request) -> Key:
+        """The parent of the first block's key: who does not know the salt can't find out what was asked before."""
+        salt = request.params.cache_salt
+        return b"" if salt is None else self.pool.key(b"", (), salt.encode("utf-8", "surrogatepass"))
 
     def check(self, running: list[Request]) -> None:
         assert set(self._writing.values()) <= set(running)
