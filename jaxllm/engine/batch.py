@@ -174,8 +174,9 @@ class AdmitLayout:
 def _packed_params(request: Request) -> np.ndarray:
     """The fields of its `SlotRow` from `sample_index` to `stop_ids`, which never change."""
     params, seed = request.params, request.seed % 2**64
+    temperature = 0.0 if request.group.is_search else params.temperature  # nothing is drawn for a beam
     floats = (
-        params.temperature, params.top_p, params.min_p,
+        temperature, params.top_p, params.min_p,
         params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
     )  # fmt: skip
     ints = (
