@@ -13,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxllm.server import chat, prepare, schemas
+from jaxllm.server import chat, prepare, responses, schemas
 from jaxllm.server.completions import CompletionAnswer
 from jaxllm.server.errors import APIError, as_api_error, deadline_exceeded, invalid, unknown_model
 from jaxllm.server.exchange import ClientGone, Exchange, Receive, Scope, Send, read_body, until_disconnect
 from jaxllm.server.grammar import check_grammar
 from jaxllm.server.metrics import CONTENT_TYPE
 from jaxllm.server.middleware import App, Guard
+from jaxllm.server.responses_schema import ResponsesRequest
 from jaxllm.server.schemas import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxllm.server.server import Server
 
@@ -85,6 +86,7 @@ def create_app(server: Server) -> App:
     posts = {
         "/v1/completions": (CompletionRequest, _completions),
         "/v1/chat/completions": (schemas.ChatRequest, chat.answer),
+        "/v1/responses": (ResponsesRequest, responses.answer),
         "/tokenize": (TokenizeRequest, _tokenize),
         "/detokenize": (DetokenizeRequest, _detokenize),
     }
@@ -176,7 +178,11 @@ def _ready(server: Server, request: Request) -> Response:
 
 
 def _version(server: Server, request: Request) -> Response:
-    return _json({"version": metadata.version("jaxllm")})
+    try:
+        version = metadata.version("jaxllm")
+    except metadata.PackageNotFoundError:
+        version = "unknown"  # a checkout that is not installed
+    return _json({"version": version})
 
 
 def _metrics(server: Server, request: Request) -> Response:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.stats import EngineStats
@@ -26,6 +26,7 @@ class Health(NamedTuple):
     patience_s: float = 0.0  # it may be silent for longer than others, as its steps are long
 
 
+@runtime_checkable
 class EngineClient(Protocol):
     """Requests go in as token ids, deltas come out. All methods are for one event loop."""
 

@@ -168,6 +168,7 @@ def main(path: str) -> int:
     finally:
         outbox.put(None)
         writer.join(timeout=_EXIT_S)
+        logging.shutdown()
 
 
 def _serve(options: dict[str, Any], pulse: Pulse, inbox: queue.SimpleQueue, send: Any) -> None:
@@ -177,14 +178,12 @@ def _serve(options: dict[str, Any], pulse: Pulse, inbox: queue.SimpleQueue, send
     from jaxllm.build import build_engine  # imports jax, while heartbeats are sent already
 
     engine = build_engine(**options)
-    try:
-        pulse.progress(is_busy=False)
-        pulse.engine, pulse.stats = engine, engine.stats()
-        send(wire.Ready(EngineInfo(engine.config, engine.vocab)))
-        EngineLoop(engine, pulse, inbox, send).run()
-    finally:
-        engine.close()
+    pulse.progress(is_busy=False)
+    pulse.engine, pulse.stats = engine, engine.stats()
+    send(wire.Ready(EngineInfo(engine.config, engine.vocab)))
+    EngineLoop(engine, pulse, inbox, send).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    status = main(sys.argv[1])
+    os._exit(status)  # a compilation can't be interrupted, and nobody waits for it any more

@@ -20,16 +20,16 @@ from jaxllm.server.client import EngineInfo, Health, Mailbox, SilenceMeter
 
 log = logging.getLogger(__name__)
 
-_MODULE = "jaxllm.server.engine_process"
 _TICK_S = 0.2
 _CLOSE_S = 5.0
 
 
 class ProcessClient:
-    """An `EngineClient`. `options` are those of `build_engine`, as far as msgpack has them."""
+    """An `EngineClient`. `options` are those of `build_engine`, as far as msgpack has them; `module` is what the
+    process runs."""
 
-    def __init__(self, options: dict[str, Any]):
-        self._options = options
+    def __init__(self, options: dict[str, Any], *, module: str = "jaxllm.server.engine_process"):
+        self._options, self._module = options, module
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
         self._streams: dict[str, Mailbox] = {}
@@ -65,7 +65,7 @@ class ProcessClient:
             listener.listen(1)
             listener.setblocking(False)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(path)], stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", self._module, str(path)], stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)},
                 start_new_session=True,  # the terminal's Ctrl-C is for the server, which drains
             )  # fmt: skip

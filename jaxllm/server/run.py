@@ -64,15 +64,20 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def make_web(server: Server) -> uvicorn.Server:
+    """The web server; its `serve(sockets=[...])` runs until its `should_exit`."""
+    config = server.config
+    return _Uvicorn(uvicorn.Config(
+        create_app(server), http=protocol_of(config), lifespan="off", access_log=False, log_level="warning",
+        log_config=None, h11_max_incomplete_event_size=config.max_header_bytes, timeout_keep_alive=_KEEP_ALIVE_S,
+        ws="none", timeout_graceful_shutdown=_LAST_ANSWERS_S, server_header=False, backlog=1024, proxy_headers=False,
+    ))  # fmt: skip
+
+
 async def serve(server: Server, listener: socket.socket) -> int:
     """Serves until a signal, or until the engine dies; returns the exit code. Raises what the start of the engine
     raises."""
-    config = server.config
-    web = _Uvicorn(uvicorn.Config(
-        create_app(server), http=protocol_of(config), lifespan="off", access_log=False, log_level="warning",
-        h11_max_incomplete_event_size=config.max_header_bytes, timeout_keep_alive=_KEEP_ALIVE_S, ws="none",
-        timeout_graceful_shutdown=_LAST_ANSWERS_S, server_header=False, backlog=1024, proxy_headers=False,
-    ))  # fmt: skip
+    web = make_web(server)
     stop = _Signals()
     serving = asyncio.create_task(web.serve(sockets=[listener]))
     try:

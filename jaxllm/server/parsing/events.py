@@ -1,6 +1,6 @@
 """What parsers of a model's text tell, in the order in which it comes."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Reasoning(NamedTuple):
@@ -24,6 +24,7 @@ class CallArguments(NamedTuple):
 Event = Reasoning | Content | CallStart | CallArguments
 
 
+@runtime_checkable
 class Parser(Protocol):
     """Takes a text in parts of any size; what it tells does not depend on where they end, but for how it is cut."""
 

@@ -29,20 +29,15 @@ class HermesParser:
         return events
 
     def _content(self, text: str, events: list[Event]) -> str:
+        """Whitespace before a call, and between calls, is not content; so it waits, as what may begin a tag does."""
         before, tag, rest = (self._held + text).partition(OPEN)
+        num_held = 0 if tag else overlap(before, OPEN)
+        shown = before[: len(before) - num_held].rstrip()
+        events += _content(shown)
+        self._held = "" if tag else before[len(shown) :]
         if tag:
-            self._held = ""
-            if before.strip("\n") or (before and not self._num_calls):
-                events += _content(before if not before.isspace() else "")
             self._scanner, self._raw = CallScanner(self._num_calls, ("arguments", "parameters")), [OPEN]
-            return rest
-        held = overlap(before, OPEN)
-        if self._num_calls and not before[: len(before) - held].strip():
-            self._held = before  # whitespace between calls is not content
-            return ""
-        self._held = before[len(before) - held :]
-        events += _content(before[: len(before) - held])
-        return ""
+        return rest
 
     def _call(self, text: str, events: list[Event]) -> str:
         scanner = self._scanner
