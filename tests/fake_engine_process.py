@@ -17,6 +17,8 @@ from tests.fake_server import CONFIG, STATS
 STEP_S = 0.01
 REFUSED, DEADLY, SLOW, POISON, COMPILING = 1, 2, 3, 4, 5
 
+MODES = []  # of the socket's folder and the socket, while it can still be seen
+
 
 @dataclass
 class FakeEngine:
@@ -81,9 +83,7 @@ class FakeEngine:
 def build_engine(**options):
     if path := options.get("told"):
         with open(path, "w") as file:
-            folder = os.path.dirname(sys.argv[1])
-            modes = [oct(os.stat(place).st_mode & 0o777) for place in (folder, sys.argv[1])]
-            file.write(" ".join(modes))
+            file.write(" ".join(MODES))
     if options.get("wrong"):
         raise ValueError("max_model_len=0 is no length")
     time.sleep(options.get("load_s", 0))
@@ -97,4 +97,5 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
+    MODES += [oct(os.stat(place).st_mode & 0o777) for place in (os.path.dirname(sys.argv[1]), sys.argv[1])]
     os._exit(engine_process.main(sys.argv[1]))

@@ -77,7 +77,9 @@ def test_logprobs(web, stream):
     assert [entry["token"] for entry in content] == ["H", "e", "l"]
     assert content[0] == {
         "token": "H", "logprob": -0.5, "bytes": [72],
-        "top_logprobs": [{"token": "H", "logprob": -0.5, "bytes": [72]}, {"token": "A", "logprob": -1.0, "bytes": [65]}],
+        "top_logprobs": [
+            {"token": "H", "logprob": -0.5, "bytes": [72]}, {"token": "A", "logprob": -1.0, "bytes": [65]},
+        ],
     }  # fmt: skip
 
 
@@ -89,7 +91,8 @@ def test_max_completion_tokens_wins(web):
     ("fields", "param"),
     [
         ({"messages": []}, "messages"), ({"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user"}]}, "messages"), ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
         ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": 1}, "logprobs"), ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {}}, "stream_options"), ({"tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "no good"}}]}, "tools[0].function.name"),
@@ -196,7 +199,8 @@ def test_thoughts(stream):
     client = FakeClient(reply="<think>\nHm.\n</think>\n\nYes.")
     with running(client, template=TEMPLATE + "{# </think> #}") as web:
         answer = web.chat(stream=stream)
-        messages = [c["choices"][0]["delta"] for c in answer.chunks] if stream else [answer.json["choices"][0]["message"]]
+        choices = [chunk["choices"][0] for chunk in answer.chunks] if stream else answer.json["choices"]
+        messages = [choice["delta" if stream else "message"] for choice in choices]
         assert "".join(m.get("reasoning_content", "") for m in messages) == "Hm."
         assert "".join(m.get("content", "") for m in messages) == "Yes."
         if not stream:

@@ -100,7 +100,8 @@ def test_scoring_without_output(web):
 
 
 def test_prompt_logprobs_and_token_ids(web):
-    choice = web.complete(prompt=ids(web), prompt_logprobs=1, return_token_ids=True, max_tokens=1).json["choices"][0]
+    fields = dict(prompt_logprobs=1, return_token_ids=True, max_tokens=1)
+    choice = web.complete(prompt=ids(web), **fields).json["choices"][0]
     first, second = ids(web)
     assert choice["prompt_logprobs"] == [None, {str(second): {"logprob": -0.5, "rank": 1, "decoded_token": "i"}}]
     assert choice["token_ids"] == [first] and choice["prompt_token_ids"] == [first, second]

@@ -180,7 +180,7 @@ def _serve(options: dict[str, Any], pulse: Pulse, inbox: queue.SimpleQueue, send
     engine = build_engine(**options)
     pulse.progress(is_busy=False)
     pulse.engine, pulse.stats = engine, engine.stats()
-    send(wire.Ready(EngineInfo(engine.config, engine.vocab)))
+    send(wire.Ready(EngineInfo(engine.config, engine.vocab), pulse.stats))
     EngineLoop(engine, pulse, inbox, send).run()
 
 

@@ -147,8 +147,8 @@ class ProcessClient:
                     mailbox.fail(ValueError(text))
             case wire.Beat():
                 self._beat, self._stats = message, message.stats or self._stats
-            case wire.Ready(info=info):
-                self._info = info
+            case wire.Ready(info=info, stats=stats):
+                self._info, self._stats = info, stats
                 self._ready.set_result(None)
 
     def _die(self, reason: Exception) -> None:

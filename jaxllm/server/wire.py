@@ -35,6 +35,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
     info: EngineInfo
+    stats: EngineStats
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
