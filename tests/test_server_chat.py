@@ -276,3 +276,12 @@ def test_a_response_that_fails(web):
     assert "secret" not in json.dumps(events)
     assert respond(web, input="poison").status == 500
     web.client.says = {}
+
+
+def test_a_response_that_takes_too_long():
+    client = FakeClient()
+    with running(client, request_timeout_s=0.3) as web:
+        client.gate.clear()
+        events = events_of(respond(web, stream=True))
+        assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
+        assert events[-1]["response"]["error"]["code"] == "deadline_exceeded"

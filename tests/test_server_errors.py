@@ -88,7 +88,8 @@ def test_numbers_that_are_none(web, field, value):
     [
         ({"n": 3, "best_of": 2}, "best_of"), ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"stop": [""]}, "stop"),
-        ({"stop": ["x"] * 33}, "stop"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"bad_words": [""]}, "bad_words"),
+        ({"stop": ["x"] * 33}, "stop"), ({"stop": "x" * 1025}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"), ({"bad_words": [""]}, "bad_words"),
         ({"allowed_token_ids": []}, "allowed_token_ids"), ({"length_penalty": 2.0}, "length_penalty"),
         ({"beam_width": 3, "temperature": 0.7}, "temperature"), ({"prompt": []}, "prompt"),
         ({"prompt": ["x", [1]]}, "prompt"), ({"prompt": [[]]}, "prompt"),
@@ -472,3 +473,13 @@ def test_an_abort_is_no_success():
     client.generate = generate
     with running(client) as web:
         retryable(web.complete(), "request_aborted")
+
+
+def test_a_bug_in_a_route_is_told_like_any_other(monkeypatch):
+    def broken():
+        raise RuntimeError("a secret at /root/x.py")
+
+    with running() as web:
+        monkeypatch.setattr(web.server.metrics, "render", broken)
+        refused(web.send("GET", "/metrics"), 500, type="server_error", code="internal_error")
+        assert web.complete().status == 200

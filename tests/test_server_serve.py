@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.server.config import ServerConfig, model_names
+from tests.chat_model import write_model
 from tests.fake_server import Answer, read_answer, request
 from tests.test_server_process import is_running
 
@@ -160,12 +161,10 @@ def test_a_taken_port():
 
 
 def test_an_engine_that_does_not_start():
-    code = CODE.replace("ProcessClient, module", "wrong, module").replace(
-        "process_client.ProcessClient =",
-        "real = process_client.ProcessClient\nwrong = lambda options, module: real({'wrong': True}, module=module)\n"
-        "process_client.ProcessClient =",
-    )
-    done = subprocess.run([sys.executable, "-c", code, "--port", "0"], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    wrong = "real = process_client.ProcessClient\nprocess_client.ProcessClient = lambda _: real({'wrong': True}, "
+    code = re.sub("process_client.ProcessClient = .*ProcessClient, ", lambda _: wrong, CODE)
+    command = [sys.executable, "-c", code, "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 2 and "error: max_model_len=0 is no length" in done.stderr
 
 
@@ -192,3 +191,32 @@ def test_names_of_the_model():
 def test_settings_are_checked(fields):
     with pytest.raises(ValueError, match=next(iter(fields)).split("_s")[0] + "|API key"):
         ServerConfig(**fields)
+
+
+def test_the_real_thing(tmp_path):
+    """An engine that computes, in its own process: text, a client that leaves, metrics, the end."""
+    model = write_model(tmp_path / "tiny")
+    sizes = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--block-size", "4", "--num-blocks", "64"]
+    options = ["--model", str(model), "--max-model-len", "96", *sizes, "--api-key", "k"]
+    code = "import sys; from jaxllm.serve import main; sys.exit(main(sys.argv[1:]))"
+    headers = [("Authorization", "Bearer k")]
+    body = {"model": "tiny", "prompt": "Hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+    def blocks() -> float:
+        text = command.send("GET", "/metrics", headers=headers).body.decode()
+        return float(re.search(r"jaxllm:kv_cache_usage_perc\{.*\} (.*)", text)[1])
+
+    with serving(*options, code=code) as command:
+        first, second = (command.send("POST", "/v1/completions", body, headers=headers) for _ in range(2))
+        assert first.status == 200 and first.json["choices"] == second.json["choices"]
+        assert first.json["usage"]["completion_tokens"] == 8
+        long = body | {"max_tokens": 80, "stream": True}
+        with command.open("POST", "/v1/completions", long, headers=headers) as connection:
+            assert connection.recv(1 << 16)
+        end = time.monotonic() + 30
+        while blocks() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert blocks() == 0
+        engine = command.engine
+        command.process.send_signal(signal.SIGTERM)
+        assert command.end() == 0 and not is_running(engine)

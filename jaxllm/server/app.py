@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from jaxllm.server import chat, prepare, responses, schemas
 from jaxllm.server.completions import CompletionAnswer
-from jaxllm.server.errors import APIError, as_api_error, deadline_exceeded, invalid, unknown_model
+from jaxllm.server.errors import APIError, as_api_error, deadline_exceeded, internal, invalid, unknown_model
 from jaxllm.server.exchange import ClientGone, Exchange, Receive, Scope, Send, read_body, until_disconnect
 from jaxllm.server.grammar import check_grammar
 from jaxllm.server.metrics import CONTENT_TYPE
@@ -96,7 +96,7 @@ def create_app(server: Server) -> App:
     }  # fmt: skip
     routes = [Route(path, Post(server, *post), methods=["POST"]) for path, post in posts.items()]
     routes += [Route(path, get(handler), methods=["GET"]) for path, handler in gets.items()]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, APIError: _api_error})
+    app = Starlette(routes=routes, exception_handlers=_HANDLERS)
     app.router.redirect_slashes = False
     config = server.config
     return Guard(app, api_keys=config.api_keys, hosts=[config.host] if config.is_loopback else None)
@@ -221,3 +221,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     return _json(error.encode(), error.status, error.headers)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return await _api_error(request, internal(request.state.request_id))  # the guard logs it
+
+
+_HANDLERS = {HTTPException: _http_error, APIError: _api_error, Exception: _bug}

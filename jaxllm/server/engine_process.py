@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 STATS_S = 0.25
-_PATIENCE = 5  # times the longest of the last steps
+_PATIENCE, _MOST_PATIENCE_S = 5, 120.0  # times the longest of the last steps; a step that hung once is no measure
 _EXIT_S = 5.0  # for a step that runs when the server goes away
 
 
@@ -45,7 +45,8 @@ class Pulse:
         at = self._at if self.engine is None else max(self._at, self.engine.runner.compile_plan.waited_at)
         is_loading = self.engine is None
         silent_s = time.monotonic() - at if self.is_busy and not is_loading else 0.0
-        return wire.Beat(silent_s, _PATIENCE * max(self._steps_s.copy(), default=0.0), self.stats)
+        longest_s = max(self._steps_s.copy(), default=0.0)
+        return wire.Beat(silent_s, min(_PATIENCE * longest_s, _MOST_PATIENCE_S), self.stats)
 
 
 class EngineLoop:

@@ -30,6 +30,7 @@ class Exchange:
         self.request_id: str = scope["state"]["request_id"]
         self.is_streaming = False
         self._send, self._keep_alive_s = send, keep_alive_s
+        self.error_events: Callable[[APIError], list[dict[str, Any]]] = lambda error: [error.body()]
         self._spoke = False  # since the last tick of the keep-alive
 
     async def json(self, answer: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
@@ -64,7 +65,8 @@ class Exchange:
             await self.json(error.encode(), status=error.status, headers=error.headers)
             return
         async with asyncio.timeout(_LAST_WORDS_S):
-            await self.event(error.body())
+            for event in self.error_events(error):
+                await self.event(event, name=event.get("type"))
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self) -> None:

@@ -65,8 +65,8 @@ class ProcessClient:
             listener.listen(1)
             listener.setblocking(False)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, str(path)], stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)},
+                [sys.executable, "-P", "-m", self._module, str(path)], stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)},
                 start_new_session=True,  # the terminal's Ctrl-C is for the server, which drains
             )  # fmt: skip
             accepting = asyncio.ensure_future(loop.sock_accept(listener))

@@ -9,7 +9,7 @@ from typing import Any
 from jaxllm.outputs import CompletionOutput
 from jaxllm.server import prepare
 from jaxllm.server.chat import Talk, check_chat, prepare_talk
-from jaxllm.server.errors import as_api_error
+from jaxllm.server.errors import APIError
 from jaxllm.server.exchange import Exchange
 from jaxllm.server.generation import News, Usage
 from jaxllm.server.logprobs import chat_logprobs
@@ -57,19 +57,17 @@ class Response:
         async with exchange.events():
             for kind in ("response.created", "response.in_progress"):
                 await self._send(exchange, [self._event(kind, response=self._whole("in_progress"))])
-            try:
-                async for item in news:
-                    for completion in item.output.outputs:
-                        await self._send(exchange, self._take(item, completion))
-            except Exception as error:  # noqa: BLE001 - told in this API's own way
-                failure = as_api_error(error, exchange.request_id)
-                told = {"code": failure.code or failure.type, "message": failure.message}
-                failed = self._whole("failed") | {"error": told}
-                await self._send(exchange, [self._event("error", param=failure.param, **told),
-                                            self._event("response.failed", response=failed)])  # fmt: skip
-                return
+            exchange.error_events = self._failure
+            async for item in news:
+                for completion in item.output.outputs:
+                    await self._send(exchange, self._take(item, completion))
             kind = f"response.{self._status}"
             await self._send(exchange, [self._event(kind, response=self._whole(self._status))])
+
+    def _failure(self, error: APIError) -> list[dict[str, Any]]:
+        told = {"code": error.code or error.type, "message": error.message}
+        failed = self._whole("failed") | {"error": told}
+        return [self._event("error", param=error.param, **told), self._event("response.failed", response=failed)]
 
     async def _send(self, exchange: Exchange, events: list[dict[str, Any]]) -> None:
         for event in events:

@@ -18,13 +18,16 @@ MAX_SEQUENCES = 2048  # of one HTTP request: prompts times samples
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_NAME_LEN = 256
+MAX_STOP_CHARS = 1024  # they are looked for at each token
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
+Word = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LEN)]
-FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
+FunctionWord = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+Name = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -47,13 +50,13 @@ class Sampling(Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=1e-3, le=1e3)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | list[str] | None = None
+    stop: Word | list[Word] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    bad_words: list[Word] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
