@@ -111,7 +111,8 @@ def test_parameters_reach_the_engine(web):
     fields = dict(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1, frequency_penalty=-1, seed=5,
         stop=["a", "b"], repetition_penalty=1.5, min_tokens=2, stop_token_ids=[3], ignore_eos=True,
-        logit_bias={"65": 1.5}, allowed_token_ids=[72, 73], bad_words=["z"], include_stop_str_in_output=True, n=2, best_of=3,
+        logit_bias={"65": 1.5}, allowed_token_ids=[72, 73], bad_words=["z"], include_stop_str_in_output=True, n=2,
+        best_of=3,
     )  # fmt: skip
     assert web.complete(priority=4, user="me", **fields).status == 200
     _, params, priority = web.client.seen[-1]

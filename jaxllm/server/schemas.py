@@ -26,8 +26,7 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Word = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LEN)]
-FunctionWord = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
-Name = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
+FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
 
 
 class StreamOptions(Struct, kw_only=True):
