@@ -228,7 +228,8 @@ def test_a_response(web):
     (message,) = body["output"]
     assert message["content"] == [{"type": "output_text", "text": "Hello, world", "annotations": [], "logprobs": []}]
     assert body["usage"]["output_tokens"] == 12 and "Be brief." in seen(web)
-    body = respond(web, max_output_tokens=2).json
+    body = respond(web, max_output_tokens=2, model=None).json
+    assert body["model"] == "fake"
     assert body["status"] == "incomplete" and body["incomplete_details"] == {"reason": "max_output_tokens"}
 
 

