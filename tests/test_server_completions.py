@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from tests.fake_server import FakeClient, running
 
 
@@ -92,6 +93,27 @@ def test_echo_with_logprobs(web, stream):
     assert merged["top_logprobs"] == [None, {"i": -0.5}, {"H": -0.5, "A": -1.0}, {"e": -0.5, "A": -1.0}]
 
 
+def test_every_sample_of_a_stream_echoes_the_scores():
+    """The engine tells those of the prompt once, with the first of the samples that has a token."""
+    client = FakeClient()
+
+    async def generate(token_ids, params, *, request_id, priority):
+        scores = [None, *({token: Logprob(-0.5, 1, "p")} for token in token_ids[1:])]
+        for index in (0, 1):
+            piece = CompletionOutput(
+                index=index, text="x", token_ids=[1], logprobs=[{1: Logprob(-1.0, 1, "x")}], finish_reason="stop"
+            )
+            yield RequestOutput(
+                request_id=request_id, prompt=None, prompt_token_ids=[], outputs=[piece], finished=index == 1,
+                prompt_logprobs=scores if index == 0 else None,
+            )  # fmt: skip
+
+    client.generate = generate
+    with running(client) as web:
+        chunks = web.complete(prompt=[72, 105], echo=True, logprobs=1, n=2, stream=True).chunks
+        assert [c["choices"][0]["logprobs"]["token_logprobs"] for c in chunks] == [[None, -0.5, -1.0]] * 2
+
+
 def test_scoring_without_output(web):
     answer = web.complete(prompt=ids(web), echo=True, logprobs=1, max_tokens=0).json
     choice = answer["choices"][0]
@@ -159,6 +181,8 @@ def test_the_small_routes(web):
     assert web.send("GET", "/health").status == 200
     assert web.send("GET", "/ready").status == 200
     assert web.send("GET", "/version").json["version"]
+    info = web.send("GET", "/tokenizer_info").json
+    assert info["model_max_length"] == 256 and "im_start" in info["chat_template"]
 
 
 def test_unknown_fields_are_ignored(web):

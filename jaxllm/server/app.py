@@ -92,7 +92,7 @@ def create_app(server: Server) -> App:
     }
     gets = {
         "/health": _health, "/ready": _ready, "/version": _version, "/metrics": _metrics, "/v1/models": _models,
-        "/v1/models/{name:path}": _model,
+        "/tokenizer_info": _tokenizer_info, "/v1/models/{name:path}": _model,
     }  # fmt: skip
     routes = [Route(path, Post(server, *post), methods=["POST"]) for path, post in posts.items()]
     routes += [Route(path, get(handler), methods=["GET"]) for path, handler in gets.items()]
@@ -183,6 +183,14 @@ def _version(server: Server, request: Request) -> Response:
     except metadata.PackageNotFoundError:
         version = "unknown"  # a checkout that is not installed
     return _json({"version": version})
+
+
+def _tokenizer_info(server: Server, request: Request) -> Response:
+    """What evaluation tools need to count tokens and to write conversations as this server does."""
+    chat, info = server.model.need_tokenizer("tokenizer").chat, server.client.info
+    length = None if info is None else info.config.max_model_len
+    template = chat.templates.get("default")
+    return _json({"model_max_length": length, "chat_template": template, **chat.special_tokens})
 
 
 def _metrics(server: Server, request: Request) -> Response:

@@ -24,6 +24,7 @@ class CompletionAnswer:
         self._logprobs = {
             index: CompletionLogprobs(request.logprobs or 0) for index in range(len(jobs) * self._n)
         }  # fmt: skip
+        self._scores: dict[int, Any] = {}  # of prompts, which the engine tells once
         self._echoed: set[int] = set()  # choices whose prompt was shown
 
     async def unary(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
@@ -45,11 +46,11 @@ class CompletionAnswer:
         async with exchange.events():
             async for item in news:
                 self.usage.add(item)
+                scores = item.output.prompt_logprobs or self._scores.get(item.index)
+                self._scores[item.index] = scores
                 for completion in item.output.outputs:
-                    choice = self._choice(
-                        item.index, completion, item.output.prompt_logprobs,
-                        is_last=completion.finish_reason is not None,
-                    )  # fmt: skip
+                    is_last = completion.finish_reason is not None
+                    choice = self._choice(item.index, completion, scores, is_last=is_last)
                     chunk = self._base | {"choices": [choice]}
                     if wants_usage:
                         chunk["usage"] = self.usage.answer() if keeps_usage else None
