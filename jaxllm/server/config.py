@@ -18,7 +18,7 @@ class ServerConfig:
     max_queued_requests: int = 256  # that wait, besides those that the engine runs at once
     request_timeout_s: float = 600.0
     shutdown_timeout_s: float = 30.0  # for requests to finish after SIGTERM
-    watchdog_s: float = 10.0  # without a sign of life, after which the engine counts as hung
+    watchdog_s: float = 9.5  # without a sign of life, after which the engine counts as hung
     keep_alive_s: float = 15.0  # between comments in a stream that has nothing to say
     chat_template: str | None = None
     tool_call_parser: str = "auto"

@@ -21,6 +21,7 @@ from jaxllm.server.client import EngineInfo, Health, Mailbox, SilenceMeter
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
+_LATE_S = 1.0  # that a heartbeat may be
 _CLOSE_S = 5.0
 
 
@@ -116,8 +117,8 @@ class ProcessClient:
         return self._stats
 
     def health(self) -> Health:
-        silent_s = max(self._silence.silent_s - 1.0, self._beat.silent_s, 0.0)  # a beat may be a little late
-        return Health(self._dead is None, silent_s, self._beat.patience_s)
+        missed_s = self._silence.silent_s if self._silence.silent_s > _LATE_S else 0.0
+        return Health(self._dead is None, max(missed_s, self._beat.silent_s), self._beat.patience_s)
 
     # ---- what comes back
 
