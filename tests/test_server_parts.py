@@ -10,7 +10,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.server import client as client_module
 from jaxllm.server.client import Mailbox, SilenceMeter
+from jaxllm.server.config import ServerConfig
+from jaxllm.server.models import read_model
+from tests.chat_model import save_tokenizer
 from tests.fake_server import FakeClient, running
+
+
+def test_what_is_read_of_a_model(tmp_path):
+    folder = save_tokenizer(tmp_path / "model", "{{ messages }}")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 5}')
+    model = read_model(ServerConfig(served_model_names=("a",)), str(folder))
+    assert model.defaults == {"temperature": 0.6, "top_k": 20} and model.template_source == "{{ messages }}"
+    model = read_model(ServerConfig(chat_template="vicuna"), str(folder))
+    assert "USER" in model.template_source and model.chat_template == model.template_source
+    with pytest.raises(ValueError, match="no-such"):
+        read_model(ServerConfig(chat_template="no-such"), str(folder))
 
 
 def test_a_suspended_machine_is_no_silence(monkeypatch):

@@ -149,6 +149,8 @@ def test_bad_models_and_options(tmp_path):
 
     done = run("--model", str(tmp_path / "none"))
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    done = run("--chat-template", "no-such")
+    assert done.returncode == 2 and "no-such" in done.stderr
     done = run("--port", "70000")
     assert done.returncode == 2 and "port=70000" in done.stderr
 

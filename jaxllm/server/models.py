@@ -14,11 +14,13 @@ _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_model(config: ServerConfig, model_dir: str | None, *, created: int = 0) -> Model:
-    """Of a directory in Hugging Face format; None: the model in the package. Raises `ModelFormatError`."""
+    """Of a directory in Hugging Face format; None: the model in the package. Raises `ModelFormatError`, and
+    `ValueError` for a chat template that is not there."""
     directory = _EMBEDDED if model_dir is None else Path(model_dir)
+    tokenizer = Tokenizer.from_dir(directory)
     return Model(
-        names=config.served_model_names, tokenizer=Tokenizer.from_dir(directory), defaults=recommended(directory),
-        chat_template=config.chat_template, created=created,
+        names=config.served_model_names, tokenizer=tokenizer, defaults=recommended(directory), created=created,
+        chat_template=None if config.chat_template is None else tokenizer.chat.source(config.chat_template),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class Model:
     names: tuple[str, ...]
     tokenizer: Tokenizer | None
     defaults: dict[str, Any] = field(default_factory=dict)  # of `SamplingParams`, by the model's own recommendation
-    chat_template: str | None = None
+    chat_template: str | None = None  # Jinja source; None: the tokenizer's own
     created: int = 0  # seconds since 1970
 
     @property
@@ -52,8 +52,9 @@ class Model:
     @property
     def template_source(self) -> str:
         """Of the chat template, as far as it is known; what it holds shows what the model can do."""
-        templates = {} if self.tokenizer is None else self.tokenizer.chat.templates
-        return "\n".join(templates.values())
+        if self.chat_template is not None:
+            return self.chat_template
+        return "" if self.tokenizer is None else "\n".join(self.tokenizer.chat.templates.values())
 
     def check_name(self, name: str | None) -> None:
         if name is not None and name not in self.names:
