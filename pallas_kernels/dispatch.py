@@ -17,10 +17,11 @@ def choose(
         name = preferred.get(platform or jax.default_backend(), "reference")
     if name not in implementations:
         raise ValueError(f"unknown implementation {name!r}; have {sorted(implementations)}")
-    _announce(implementations[name])
+    announce(implementations[name])
     return implementations[name]
 
 
 @functools.cache
-def _announce(fn: Callable) -> None:
+def announce(fn: Callable) -> None:
+    """Says once that `fn` serves."""
     log.info("using %s.%s", fn.__module__, fn.__qualname__)

@@ -60,7 +60,8 @@ def attention(dtype: jnp.dtype, case: str, implementation: str) -> Callable[[], 
     rng, tokens, per_seq = np.random.default_rng(0), sum(q_lens), -(-max(kv_lens) // BLOCK_SIZE)
     tables = rng.permutation(len(q_lens) * per_seq).reshape(len(q_lens), per_seq)
     q, k, v = (jnp.asarray(rng.normal(size=(tokens, n, HEAD_DIM)), dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
-    pool = jnp.asarray(rng.normal(size=kv_shape(tables.size, BLOCK_SIZE, KV_HEADS, HEAD_DIM)), dtype)
+    shape = kv_shape(tables.size, BLOCK_SIZE, KV_HEADS, HEAD_DIM, platform="cpu")
+    pool = jnp.asarray(rng.normal(size=shape), dtype)
     num_decodes = len(q_lens) if max(q_lens) == 1 else 0
     ints = [jnp.asarray(x, jnp.int32) for x in (tables, np.cumsum([0, *q_lens]), kv_lens, [num_decodes, len(q_lens)])]
     op = partial(ragged_paged_attention, implementation=implementation, scale=HEAD_DIM**-0.5)

@@ -20,7 +20,7 @@ from jaxllm.sharding.mesh import make_mesh
 from jaxllm.sharding.rules import sharding
 
 NUM_BLOCKS, NUM_LAYERS, MAX_SEQS = 40, 2, 8
-SHAPE = kv_shape(NUM_BLOCKS, 2, 4, 2)
+SHAPE = kv_shape(NUM_BLOCKS, 2, 4, 2, platform="cpu")
 POOL_BYTES = NUM_LAYERS * int(np.prod(SHAPE)) * 4
 BITS = {"float32": np.uint32, "bfloat16": np.uint16}
 
@@ -204,7 +204,7 @@ def split():
 
 def staged_blocks():
     """How many blocks' contents, padding included, have memory on the two devices."""
-    shapes = SHAPE[1:], kv_shape(1, 2, 2, 2)[1:]  # whole, and each device's part
+    shapes = SHAPE[1:], kv_shape(1, 2, 2, 2, platform="cpu")[1:]  # whole, and each device's part
     arrays = [x for x in jax.live_arrays() if x.ndim == 6 and x.shape[2:] in shapes]
     buffers = {shard.data.unsafe_buffer_pointer(): x.shape[1] for x in arrays for shard in x.addressable_shards}
     return sum(buffers.values()) // 2

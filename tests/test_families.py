@@ -96,7 +96,7 @@ def test_activations_keep_their_dtype_and_logits_are_float32(family):
 
     def forward(params, tokens):
         model = nnx.merge(graph, params)
-        pool = jnp.zeros(kv_shape(6, 4, cfg.kv_heads, cfg.head_dim), jnp.bfloat16)
+        pool = jnp.zeros(kv_shape(6, 4, cfg.kv_heads, cfg.head_dim, platform="cpu"), jnp.bfloat16)
         rows = jnp.zeros(2, jnp.int32)
         batch = PagedBatch(jnp.zeros((2, 3), jnp.int32), jnp.zeros(3, jnp.int32), rows, rows)
         hidden, _ = model(tokens, tokens, [Paged(pool, batch, make_mesh(None))] * cfg.num_layers)

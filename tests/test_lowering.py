@@ -1,4 +1,7 @@
-"""Every executable lowers for TPU and NVIDIA GPUs, with the reference attention that serves there until now."""
+"""Every executable lowers for TPU and NVIDIA GPUs, with the references, which serve where no kernel does.
+
+The kernels are compiled for real chips in `compile_only`.
+"""
 
 from functools import partial
 

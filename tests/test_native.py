@@ -13,11 +13,14 @@ from jaxllm.pallas_kernels.matmul import einsum
 from jaxllm.pallas_kernels.matmul.native import supports
 from jaxllm.pallas_kernels.native import build
 from jaxllm.pallas_kernels.paged_attention import kv_shape, ragged_paged_attention
+from jaxllm.pallas_kernels.paged_attention.reference import quantise
 
 needs_library = pytest.mark.skipif(
     not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build"
 )
 TOLERANCE = {np.float32: 2e-5, jnp.bfloat16: 1e-2}
+# Of int8 keys and values: some are clipped. Odd numbers: XLA multiplies by the inverse, which matters at halves.
+SCALES = jnp.array([[0.0213417, 0.0309873], [0.0097643, 0.0412391]])
 
 
 @needs_library
@@ -74,7 +77,8 @@ def attention_arguments(head_dim, block_size, group, dtype, kv_heads=2):
     q_lens, kv_lens = np.array([1, 1, 3, 150, 0]), np.array([1, 131, 70, 333, 9])
     per_seq = -(-int(kv_lens.max()) // block_size)
     tables = rng.permutation(5 * per_seq + 3)[: 5 * per_seq].reshape(5, per_seq)
-    pool = np.full(kv_shape(5 * per_seq + 3, block_size, kv_heads, head_dim), np.nan, np.float32)
+    pool = kv_shape(5 * per_seq + 3, block_size, kv_heads, head_dim, platform="cpu")
+    pool = np.full(pool, np.nan, np.float32)
     for row in range(4):
         for position in range(kv_lens[row] - q_lens[row]):
             cell = pool[tables[row, position // block_size], :, :, position % block_size]
@@ -94,10 +98,15 @@ def attention_arguments(head_dim, block_size, group, dtype, kv_heads=2):
         (64, 32, 2, np.float32, {}), (64, 16, 2, jnp.bfloat16, {}), (80, 256, 1, np.float32, {}),
         (96, 20, 3, np.float32, {"sliding_window": 50}), (128, 128, 8, np.float32, {"soft_cap": 5.0}),
         (256, 16, 4, jnp.bfloat16, {"sliding_window": 33, "soft_cap": 5.0}), (64, 64, 71, np.float32, {}),
+        (40, 32, 5, np.float32, {"sinks": jnp.linspace(-3, 4, 10)}), (128, 32, 4, np.float32, {"kv_scales": SCALES}),
+        (64, 16, 6, jnp.bfloat16, {"kv_scales": SCALES, "sinks": jnp.linspace(-3, 4, 12), "soft_cap": 5.0}),
     ],
 )  # fmt: skip
 def test_attention_at_real_sizes(head_dim, block_size, group, dtype, options):
     arguments = attention_arguments(head_dim, block_size, group, dtype)
+    if "kv_scales" in options:
+        stored = quantise(arguments[3], SCALES[None, :, :, None, None], jnp.int8)
+        arguments[3] = jnp.where(jnp.isnan(arguments[3]), jnp.int8(77), stored)
     op = partial(ragged_paged_attention, scale=head_dim**-0.5, **options)
     results = [jax.jit(partial(op, implementation=name))(*arguments) for name in ("native", "reference")]
     (out, pool), (want, want_pool) = (tuple(np.asarray(x).astype(np.float32) for x in result) for result in results)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from jaxllm.engine.batch import NUM_STOP_IDS
 from jaxllm.engine.executables import sample_step
 from jaxllm.engine.plan import NOT_FINITE
-from jaxllm.engine.sampler import sample, sample_full, threshold
+from jaxllm.engine.sampler import sample, sample_full
 from jaxllm.engine.state import SamplingTable, empty_extras
+from jaxllm.pallas_kernels.sampling.reference import threshold
 
 SEQS, SLOTS, VOCAB = 4, 6, 16
 GREEDY = {

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int, Shaped
 from jaxllm.engine.batch import pick_bucket
 from jaxllm.engine.compiler import CompilePlan
 from jaxllm.engine.plan import Copy, Plan, Swap
-from jaxllm.pallas_kernels import blocks
+from jaxllm.pallas_kernels import blocks as block_ops
 from jaxllm.sharding.rules import replicated
 
 SWAP_SIZES = (4, 16)  # blocks that one `swap_out` or `swap_in` moves; more take several
@@ -45,7 +45,7 @@ def copy_blocks(kv_pools: KVPools, packed: Int[Array, "2 n"], platform: str | No
     of their device, if it is one."""
     copied = []
     for pool in kv_pools:
-        pool = blocks.copy_blocks(pool, packed, platform=platform)
+        pool = block_ops.copy_blocks(pool, packed, platform=platform)
         # One layer after the other: else the compiler gathers all first, and needs memory for all.
         pool, packed = jax.lax.optimization_barrier((pool, packed))
         copied.append(pool)

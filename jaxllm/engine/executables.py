@@ -107,9 +107,11 @@ def sample_step(
     table: SamplingTable,
     logits: Float[Array, "seqs vocab"],
     sample_slots: Int[Array, " seqs"],
+    *,
+    mesh: Mesh | None = None,
 ) -> tuple[Int[Array, " slots"], Int[Array, " seqs"]]:
     """Samples every row, and writes the tokens of those that count into the slot table."""
-    tokens = sample(logits, sample_slots, lengths, table)
+    tokens = sample(logits, sample_slots, lengths, table, mesh=mesh)
     return last_token.at[sample_slots].set(tokens, mode="drop"), tokens
 
 
@@ -120,10 +122,12 @@ def sample_full_step(
     table: SamplingTable,
     logits: Float[Array, "seqs vocab"],
     sample_slots: Int[Array, " seqs"],
+    *,
+    mesh: Mesh | None = None,
 ) -> tuple[Int[Array, " slots"], SamplingExtras, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
     """Likewise; each row of the result is a token, then its log-probabilities. Beams' candidates are apart, as they
     are read only if there are beams."""
-    tokens, extras, rows, candidates = sample_full(logits, sample_slots, lengths, table, extras)
+    tokens, extras, rows, candidates = sample_full(logits, sample_slots, lengths, table, extras, mesh=mesh)
     last_token = last_token.at[sample_slots].set(tokens, mode="drop")
     return last_token, extras, jnp.concatenate([tokens[:, None], rows], 1), candidates
 
@@ -134,10 +138,11 @@ def score(
     packed: Int[Array, "2 rows"],
     *,
     model_shape: ModelShape,
+    mesh: Mesh | None = None,
 ) -> Int[Array, "rows width"]:
     """Log-probabilities of prompt tokens: of `packed[1]` after the step's tokens at `packed[0]`."""
     logits = model_shape.model(leaves).logits(hidden.at[packed[0]].get(mode="clip"))
-    return logprob_rows(logits, packed[1])
+    return logprob_rows(logits, packed[1], mesh=mesh)
 
 
 def admit(
@@ -175,7 +180,8 @@ class Lowering:
     def state(self) -> DeviceState:
         """The shapes of the state, with shardings."""
         shape, config = self.model_shape, self.config
-        pool = kv_shape(config.num_blocks, config.block_size, shape.kv_heads, shape.head_dim)
+        platform = self.mesh.devices.flat[0].platform
+        pool = kv_shape(config.num_blocks, config.block_size, shape.kv_heads, shape.head_dim, platform=platform)
         pool = self._like(pool, shape.dtype, KV_AXES)
         return DeviceState([pool] * shape.num_layers, *self.small_state())
 
@@ -216,14 +222,16 @@ class Lowering:
 
     def lower_sample(self, seqs: int) -> jax.stages.Lowered:
         slots, sampling, _, _ = self.small_state()
-        jitted = jax.jit(sample_step, donate_argnums=0, out_shardings=(replicated(self.mesh),) * 2)
+        fn = partial(sample_step, mesh=self.mesh)
+        jitted = jax.jit(fn, donate_argnums=0, out_shardings=(replicated(self.mesh),) * 2)
         return jitted.lower(slots.last_token, slots.length, sampling, self._logits(seqs), self._ints(seqs))
 
     def lower_sample_full(self, seqs: int) -> jax.stages.Lowered:
         slots, sampling, extras, _ = self.small_state()
         everywhere = replicated(self.mesh)
         out = (everywhere, jax.tree.map(lambda x: x.sharding, extras), everywhere, everywhere)
-        jitted = jax.jit(sample_full_step, donate_argnums=(0, 1), out_shardings=out)
+        fn = partial(sample_full_step, mesh=self.mesh)
+        jitted = jax.jit(fn, donate_argnums=(0, 1), out_shardings=out)
         return jitted.lower(slots.last_token, extras, slots.length, sampling, self._logits(seqs), self._ints(seqs))
 
     def lower_extras(self) -> jax.stages.Lowered:
@@ -237,7 +245,8 @@ class Lowering:
 
     def lower_score(self) -> jax.stages.Lowered:
         *_, hidden = self.small_state()
-        jitted = jax.jit(partial(score, model_shape=self.model_shape), out_shardings=replicated(self.mesh))
+        fn = partial(score, model_shape=self.model_shape, mesh=self.mesh)
+        jitted = jax.jit(fn, out_shardings=replicated(self.mesh))
         return jitted.lower(list(self.model_shape.leaves), hidden, self._ints(2, self.config.max_num_seqs))
 
     def lower_admit(self, rows: int) -> jax.stages.Lowered:

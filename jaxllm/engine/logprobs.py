@@ -6,9 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxllm.outputs import Logprob
+from jaxllm.pallas_kernels import sampling
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS
 
 WIDTH = 2 + 2 * MAX_LOGPROBS  # of a row: the token's own, its rank, the most likely tokens, theirs
@@ -17,26 +19,26 @@ LEAST = -9999.0  # in place of minus infinity, which JSON can't say
 
 
 def logprob_rows(
-    logits: Float[Array, "rows vocab"], tokens: Int[Array, " rows"], watched: Int[Array, "rows watched"] | None = None
+    logits: Float[Array, "rows vocab"],
+    tokens: Int[Array, " rows"],
+    watched: Int[Array, "rows watched"] | None = None,
+    *,
+    mesh: Mesh | None = None,
 ) -> Int[Array, "rows width"]:
-    """What `compact` reads, of the softmax of `logits` as they are; floats as their bits."""
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
-
-    def of(ids: Array) -> Array:
-        return jnp.take_along_axis(logits, ids, axis=-1, mode="clip") - normalizer[:, None]
+    """What `compact` reads, of the softmax of `logits` as they are; floats as their bits. `mesh` holds the
+    devices that they are on, if known."""
+    normalizer = sampling.normalize(logits, mesh=mesh).normalizer[:, None]
+    count = min(MAX_LOGPROBS, logits.shape[1])
+    best = sampling.best(logits, logits, count, tokens[:, None], mesh=mesh)
 
     def bits(values: Array) -> Array:
-        return jax.lax.bitcast_convert_type(jnp.maximum(values, LEAST), jnp.int32)
+        return jax.lax.bitcast_convert_type(jnp.maximum(values - normalizer, LEAST), jnp.int32)
 
-    own = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")
-    rank = 1 + jnp.sum(logits > own, axis=-1, keepdims=True, dtype=jnp.int32)
-    count = min(MAX_LOGPROBS, logits.shape[1])
-    top_logits, top_ids = jax.lax.top_k(logits, count)
-    columns = [bits(own - normalizer[:, None]), rank]
-    for values in (top_ids, bits(top_logits - normalizer[:, None])):
+    columns = [bits(best.logits[:, count:]), best.ranks[:, count:]]
+    for values in (best.ids, bits(best.logits[:, :count])):
         columns.append(jnp.pad(values, ((0, 0), (0, MAX_LOGPROBS - count))))
     if watched is not None:
-        columns.append(bits(of(watched)))
+        columns.append(bits(jnp.take_along_axis(logits, watched, axis=-1, mode="clip")))
     return jnp.concatenate(columns, axis=1)
 
 

@@ -29,7 +29,7 @@ def leaf_bytes(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
 def block_bytes(shape: ModelShape, block_size: int, mesh: Mesh) -> int:
     """Bytes of one block on each device, keys and values of all layers."""
     kv_heads = shape.kv_heads // mesh.shape.get("tensor", 1)
-    cells = math.prod(kv_shape(1, block_size, kv_heads, shape.head_dim))
+    cells = math.prod(kv_shape(1, block_size, kv_heads, shape.head_dim, platform=mesh.devices.flat[0].platform))
     return cells * jnp.dtype(shape.dtype).itemsize * shape.num_layers
 
 
@@ -40,7 +40,9 @@ def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
     widest = max(shape.token_widths)
     wide = 4 * shape.token_widths[0] + 4 * widest // tensor  # residuals whole, the wide middle in shards
     activations = tokens * wide * max(4, jnp.dtype(shape.dtype).itemsize)  # kernels and norms work in float32
-    gathered = tokens * math.prod(kv_shape(1, config.block_size, shape.kv_heads // tensor, shape.head_dim)) * 4
+    platform = mesh.devices.flat[0].platform
+    block = kv_shape(1, config.block_size, shape.kv_heads // tensor, shape.head_dim, platform=platform)
+    gathered = tokens * math.prod(block) * 4  # by the reference, which serves where no kernel does
     logits = seqs * shape.vocab // tensor * 4 * 4  # as they come, scaled, filtered, and the noise
     return activations + gathered + logits + (64 << 20)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.matmul.reference import split
 
 # Rows of x, from and to, for which it is faster than XLA's product by a weight as it lies, and by a transposed one.
 # XLA has its own product of bfloat16 since JAX 0.11, which few rows don't profit from.
@@ -18,7 +19,7 @@ ROWS = {
 
 def supports(equation: str, x: Array, weight: Array) -> bool:
     """Whether it can multiply these, and faster than XLA."""
-    contracted, _, transposed = _split(equation)
+    contracted, _, transposed = split(equation)
     if x.dtype.name not in ROWS or x.dtype != weight.dtype:
         return False
     first, last = ROWS[x.dtype.name][transposed]
@@ -27,7 +28,7 @@ def supports(equation: str, x: Array, weight: Array) -> bool:
 
 def einsum(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
     """See `reference.einsum`. Products are summed up in float32."""
-    contracted, outputs, transposed = _split(equation)
+    contracted, outputs, transposed = split(equation)
     rows, depth = x.shape[: x.ndim - len(contracted)], math.prod(x.shape[x.ndim - len(contracted) :])
     columns = weight.shape[: len(outputs)] if transposed else weight.shape[len(contracted) :]
     size = math.prod(columns)
@@ -35,11 +36,3 @@ def einsum(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -
     matrix = jnp.reshape(weight, (size, depth) if transposed else (depth, size))
     return call(jnp.reshape(x, (-1, depth)), matrix, transposed=transposed).reshape(*rows, *columns)
 
-
-def _split(equation: str) -> tuple[str, str, bool]:
-    """Letters that are summed over, letters of the result, and whether these come first in the weight's."""
-    operands, result = equation.split("->")
-    x, weight = operands.split(",")
-    contracted, outputs = x.removeprefix("..."), result.removeprefix("...")
-    assert weight in (contracted + outputs, outputs + contracted), equation
-    return contracted, outputs, weight != contracted + outputs

@@ -6,4 +6,21 @@ from jaxtyping import Array, Float
 
 def einsum(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
     """`jnp.einsum`, of equations "...C,CO->...O" or "...C,OC->...O": C and O stand for some letters each."""
-    return jnp.einsum(equation, x, weight)
+    contracted, outputs, transposed = split(equation)
+    # One axis to sum over: XLA transposes, for a GPU and at each call, a weight that has several. (The others stay: a
+    # mesh may split any of them.)
+    x = x.reshape(*x.shape[: x.ndim - len(contracted)], -1)
+    if transposed:
+        weight = weight.reshape(*weight.shape[: len(outputs)], -1)
+        return jnp.einsum(f"...C,{outputs}C->...{outputs}", x, weight)
+    weight = weight.reshape(-1, *weight.shape[len(contracted) :])
+    return jnp.einsum(f"...C,C{outputs}->...{outputs}", x, weight)
+
+
+def split(equation: str) -> tuple[str, str, bool]:
+    """Letters that are summed over, letters of the result, and whether these come first in the weight's."""
+    operands, result = equation.split("->")
+    x, weight = operands.split(",")
+    contracted, outputs = x.removeprefix("..."), result.removeprefix("...")
+    assert weight in (contracted + outputs, outputs + contracted), equation
+    return contracted, outputs, weight != contracted + outputs

@@ -1,6 +1,8 @@
 // Ragged paged attention: an online softmax (arXiv 1805.02867) over the blocks of a sequence, where they lie.
 #pragma once
 
+#include <type_traits>
+
 #include "gemm.h"
 
 namespace jaxllm::JAXLLM_ISA {
@@ -9,6 +11,7 @@ constexpr int kRowVectors = kRegisters == 32 ? 4 : 2;  // of query rows, in a wi
 constexpr int64_t kTileRows = kRowVectors * kWidth;
 constexpr int64_t kFewRows = 8;  // up to here a tile is narrow: each score is a dot product
 constexpr int kFewVectors = (kFewRows + kWidth - 1) / kWidth;
+constexpr int kRowsAtOnce = kRegisters == 32 ? 4 : 2;  // of a narrow tile, whose sums stay in registers
 constexpr int64_t kKeys = 64;      // that a tile attends to at a time, at most
 constexpr int kKeysAtOnce = 6;     // whose scores stay in registers
 constexpr float kNothing = -1e30f;  // the maximum of no scores: finite, so that differences are numbers
@@ -18,10 +21,41 @@ struct Count {
   static constexpr int value = kCount;
 };
 
+typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+
+struct Int8 {
+  int8_t bits;
+};
+
+static inline Floats load(const Int8* p) {
+  Bytes b;
+  std::memcpy(&b, p, sizeof b);
+#if defined(__AVX512F__)
+  return __builtin_convertvector((Ints)_mm512_cvtepi8_epi32((__m128i)b), Floats);
+#else
+  return __builtin_convertvector(__builtin_convertvector(b, Ints), Floats);
+#endif
+}
+
+static inline float value(const Int8* p) { return p->bits; }
+
+// Calls `act(T*, Pool*)`: null pointers, of the types that the arrays and the pool have.
+template <class Act>
+static void with_types(const Attention& a, const Act& act) {
+  float* const f32 = nullptr;
+  Bf16* const bf16 = nullptr;
+  Int8* const int8 = nullptr;
+  const bool is_f32 = a.dtype == DType::kF32;
+  if (a.pool_dtype == DType::kInt8)
+    is_f32 ? act(f32, int8) : act(bf16, int8);
+  else
+    is_f32 ? act(f32, f32) : act(bf16, bf16);
+}
+
 // What a tile keeps while it goes over the keys.
 struct Running {
   float* q;       // scaled; narrow: [rows, head_dim], wide: [head_dim, kTileRows]
-  float* weights;  // [keys, kTileRows]: scores, then what they weigh
+  float* weights;  // scores, then what they weigh; narrow: [rows, kKeys], wide: [keys, kTileRows]
   float* sums;    // [rows, head_dim]
   float* keys;    // [keys, head_dim], of keys that aren't float32
   float *top, *total, *rescale;  // [kTileRows]
@@ -41,6 +75,24 @@ static const T* block_of(const Attention& a, const AttentionTile& tile, int64_t 
 }
 
 template <class T>
+static void write_cell(const T* from, T* to, int64_t size, float) {
+  std::memcpy(to, from, size * sizeof(T));
+}
+
+// To the nearest, to even if there are two: 1.5 * 2^23 leaves no bits for fractions.
+template <class T>
+static void write_cell(const T* from, Int8* to, int64_t size, float scale) {
+  for (int64_t i = 0; i < size; i++) {
+    const float x = value(from + i) / scale, clipped = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x;
+    to[i].bits = (int8_t)((clipped + 12582912.0f) - 12582912.0f);
+  }
+}
+
+static float kv_scale(const Attention& a, int64_t is_value, int64_t kv_head) {
+  return a.kv_scales ? a.kv_scales[is_value * a.kv_heads + kv_head] : 1.0f;
+}
+
+template <class T, class Pool>
 static void write_kv_as(const Attention& a, int64_t seq, int64_t begin, int64_t end) {
   const int64_t first = a.cu_q_lens[seq], start = a.kv_lens[seq] - (a.cu_q_lens[seq + 1] - first);
   for (int64_t i = begin; i < end; i++)
@@ -48,13 +100,16 @@ static void write_kv_as(const Attention& a, int64_t seq, int64_t begin, int64_t 
       const AttentionTile at{seq, 0, 0, head};
       const int64_t from = ((first + i) * a.kv_heads + head) * a.head_dim;
       for (int is_value = 0; is_value < 2; is_value++)
-        std::memcpy(const_cast<T*>(block_of<T>(a, at, start + i, is_value)),
-                    static_cast<const T*>(is_value ? a.v : a.k) + from, a.head_dim * sizeof(T));
+        write_cell(static_cast<const T*>(is_value ? a.v : a.k) + from,
+                   const_cast<Pool*>(block_of<Pool>(a, at, start + i, is_value)), a.head_dim,
+                   kv_scale(a, is_value, head));
     }
 }
 
 static void write_kv(const Attention& a, int64_t seq, int64_t begin, int64_t end) {
-  (a.dtype == DType::kF32 ? write_kv_as<float> : write_kv_as<Bf16>)(a, seq, begin, end);
+  with_types(a, [&](auto t, auto pool) {
+    write_kv_as<std::remove_pointer_t<decltype(t)>, std::remove_pointer_t<decltype(pool)>>(a, seq, begin, end);
+  });
 }
 
 // Flat index in q and out of a tile's row.
@@ -68,24 +123,30 @@ static void begin_tile(const Attention& a, const AttentionTile& tile, Running& r
   const int64_t group = a.heads / a.kv_heads;
   const int64_t start = a.kv_lens[tile.seq] - (a.cu_q_lens[tile.seq + 1] - a.cu_q_lens[tile.seq]);
   const bool few = run.rows <= kFewRows;
-  for (int64_t row = 0; row < kTileRows; row++) {
-    const int64_t given = row < run.rows ? row : run.rows - 1;  // rows that fill up vectors repeat the last
-    run.position[row] = (int32_t)(start + (tile.begin + given) / group);
+  const float scale = a.scale * kv_scale(a, 0, tile.kv_head);
+  for (int64_t row = 0; row < (few ? kFewVectors * kWidth : kTileRows); row++) {
     run.top[row] = kNothing;
     run.total[row] = 0;
     if (few && row >= run.rows) continue;
+    const int64_t given = row < run.rows ? row : run.rows - 1;  // rows that fill up vectors repeat the last
+    run.position[row] = (int32_t)(start + (tile.begin + given) / group);
+    if (a.sinks) {
+      run.top[row] = a.sinks[tile.kv_head * group + (tile.begin + given) % group];
+      run.total[row] = 1;
+    }
     const T* q = static_cast<const T*>(a.q) + row_offset(a, tile, given);
     for (int64_t d = 0; d < a.head_dim; d++)
-      run.q[few ? row * a.head_dim + d : d * kTileRows + row] = value(q + d) * a.scale;
+      run.q[few ? row * a.head_dim + d : d * kTileRows + row] = value(q + d) * scale;
   }
   std::memset(run.sums, 0, run.rows * a.head_dim * sizeof(float));
 }
 
 template <class T>
 static void end_tile(const Attention& a, const AttentionTile& tile, const Running& run) {
+  const float scale = kv_scale(a, 1, tile.kv_head);
   for (int64_t row = 0; row < run.rows; row++) {
     T* out = static_cast<T*>(a.out) + row_offset(a, tile, row);
-    for (int64_t d = 0; d < a.head_dim; d++) put(out + d, run.sums[row * a.head_dim + d] / run.total[row]);
+    for (int64_t d = 0; d < a.head_dim; d++) put(out + d, run.sums[row * a.head_dim + d] / run.total[row] * scale);
   }
 }
 
@@ -183,28 +244,167 @@ static void wide_scores(const Attention& a, const Running& run, const float* key
 
 static const float* widened(const Attention&, const Running&, const float* keys, int64_t) { return keys; }
 
-static const float* widened(const Attention& a, const Running& run, const Bf16* keys, int64_t count) {
+template <class T>
+static const float* widened(const Attention& a, const Running& run, const T* keys, int64_t count) {
   for (int64_t i = 0; i < count * a.head_dim; i++) run.keys[i] = value(keys + i);
   return run.keys;
 }
 
-// weights[keys, rows], as of a wide tile, by dot products.
+typedef Part<4>::Lanes Four;
+
+template <int kFirst, int kSecond, int kThird, int kFourth>
+static inline Four pick(Four a, Four b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, kFirst, kSecond, kThird, kFourth);
+#else
+  typedef int32_t Indices __attribute__((vector_size(16)));
+  return __builtin_shuffle(a, b, Indices{kFirst, kSecond, kThird, kFourth});
+#endif
+}
+
+template <int kLanes>
+static inline typename Part<kLanes / 2>::Lanes add_halves(typename Part<kLanes>::Lanes v) {
+  typename Part<kLanes / 2>::Lanes half[2];
+  std::memcpy(half, &v, sizeof v);
+  return half[0] + half[1];
+}
+
+// The sum of each vector's lanes: halves are added until four lanes are left, then what these have at the same place.
+template <int kLanes, class Lanes>
+static inline Four sums_of_four(Lanes a, Lanes b, Lanes c, Lanes d) {
+  if constexpr (kLanes == 4) {
+    const Four ab = pick<0, 4, 1, 5>(a, b) + pick<2, 6, 3, 7>(a, b);
+    const Four cd = pick<0, 4, 1, 5>(c, d) + pick<2, 6, 3, 7>(c, d);
+    return pick<0, 1, 4, 5>(ab, cd) + pick<2, 3, 6, 7>(ab, cd);
+  } else {
+    return sums_of_four<kLanes / 2>(add_halves<kLanes>(a), add_halves<kLanes>(b), add_halves<kLanes>(c),
+                                    add_halves<kLanes>(d));
+  }
+}
+
+// weights[row to row + kRows, keys]: dot products, four keys at a time.
 template <int kRows, class T>
 static void narrow_scores(const Attention& a, const Running& run, const T* keys, int64_t count, int64_t row) {
-  constexpr int kColumns = 4;
-  float scores[kRows * kColumns];
+  const int64_t depth = a.head_dim;
+  const float* const q = run.q + row * depth;
+  float* const scores = run.weights + row * kKeys;
+  const auto add_rest = [&](int64_t i, int r, int64_t d) {  // of dimensions that fill no vector
+    for (; d < depth; d++) scores[r * kKeys + i] += q[r * depth + d] * value(keys + i * depth + d);
+  };
   int64_t i = 0;
-  const float* const q = run.q + row * a.head_dim;
-  for (; i < count; i += kColumns) {
-    const int64_t some = count - i < kColumns ? count - i : kColumns;
-    if (some == kColumns)
-      dots<kRows, kColumns>(q, keys + i * a.head_dim, a.head_dim, scores, kColumns);
-    else
-      for (int64_t c = 0; c < some; c++)
-        dots<kRows, 1>(q, keys + (i + c) * a.head_dim, a.head_dim, scores + c, kColumns);
-    for (int64_t c = 0; c < some; c++)
-      for (int r = 0; r < kRows; r++) run.weights[(i + c) * kTileRows + row + r] = scores[r * kColumns + c];
+  for (; i + 4 <= count; i += 4) {
+    Floats acc[kRows][4];
+    for (int r = 0; r < kRows; r++)
+      for (int c = 0; c < 4; c++) acc[r][c] = Floats{};
+    int64_t d = 0;
+    for (; d + kWidth <= depth; d += kWidth) {
+      Floats part[4];
+      for (int c = 0; c < 4; c++) part[c] = load(keys + (i + c) * depth + d);
+      for (int r = 0; r < kRows; r++) {
+        const Floats x = load(q + r * depth + d);
+        for (int c = 0; c < 4; c++) acc[r][c] += x * part[c];
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) {
+      const Four sums = sums_of_four<kWidth>(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+      std::memcpy(scores + r * kKeys + i, &sums, sizeof sums);
+      if (d < depth)
+        for (int c = 0; c < 4; c++) add_rest(i + c, r, d);
+    }
   }
+  for (; i < count; i++)
+    for (int r = 0; r < kRows; r++) {
+      Floats total{};
+      int64_t d = 0;
+      for (; d + kWidth <= depth; d += kWidth) total += load(q + r * depth + d) * load(keys + i * depth + d);
+      scores[r * kKeys + i] = sum(total);
+      add_rest(i, r, d);
+    }
+}
+
+// As `softmax`, with keys along the vectors; the sums are not rescaled yet.
+static void narrow_softmax(const Attention& a, const Running& run, int64_t key, int64_t count) {
+  Ints lane;
+  for (int i = 0; i < kWidth; i++) lane[i] = i;
+  float before[kFewVectors * kWidth], totals[kFewVectors * kWidth] = {};
+  std::memcpy(before, run.top, sizeof before);
+  for (int64_t row = 0; row < run.rows; row++) {
+    float* const weights = run.weights + row * kKeys;
+    Floats top = broadcast(before[row]), total{};
+    for (int64_t i = 0; i < count; i += kWidth) {
+      const Ints at = lane + (int32_t)i, age = run.position[row] - ((int32_t)key + at);
+      Ints seen = (at < (int32_t)count) & (age >= 0);
+      if (a.window) seen &= age < (int32_t)a.window;
+      const Floats scores = seen ? capped(a, load(weights + i)) : broadcast(-__builtin_inff());
+      store(weights + i, scores);
+      top = max(top, scores);
+    }
+    run.top[row] = largest(top);
+    for (int64_t i = 0; i < count; i += kWidth) {
+      const Floats w = exp(load(weights + i) - run.top[row]);
+      store(weights + i, w);
+      total += w;
+    }
+    totals[row] = sum(total);
+  }
+  for (int v = 0; v < kFewVectors * kWidth; v += kWidth) {
+    const Floats rescale = exp(load(before + v) - load(run.top + v));
+    store(run.rescale + v, rescale);
+    store(run.total + v, load(run.total + v) * rescale + load(totals + v));
+  }
+}
+
+// sums[row to row + kRows, d to d + kVectors * kWidth] = rescaled + weights @ values, for `count` values.
+template <int kRows, int kVectors, class T>
+static void narrow_sums(const Attention& a, const Running& run, const T* values, int64_t count, int64_t row,
+                        int64_t d) {
+  float* const sums = run.sums + row * a.head_dim + d;
+  const float* const weights = run.weights + row * kKeys;
+  Floats acc[kRows][kVectors];
+  for (int r = 0; r < kRows; r++)
+    for (int v = 0; v < kVectors; v++) acc[r][v] = load(sums + r * a.head_dim + v * kWidth) * run.rescale[row + r];
+  for (int64_t i = 0; i < count; i++) {
+    Floats part[kVectors];
+    for (int v = 0; v < kVectors; v++) part[v] = load(values + i * a.head_dim + d + v * kWidth);
+    for (int r = 0; r < kRows; r++) {
+      const Floats factor = broadcast(weights[r * kKeys + i]);
+      for (int v = 0; v < kVectors; v++) acc[r][v] += factor * part[v];
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int v = 0; v < kVectors; v++) store(sums + r * a.head_dim + v * kWidth, acc[r][v]);
+}
+
+template <int kRows, class T>
+static void add_narrow_values(const Attention& a, const Running& run, const T* values, int64_t count, int64_t row) {
+  int64_t d = 0;
+  for (; d + 4 * kWidth <= a.head_dim; d += 4 * kWidth) narrow_sums<kRows, 4>(a, run, values, count, row, d);
+  for (; d + kWidth <= a.head_dim; d += kWidth) narrow_sums<kRows, 1>(a, run, values, count, row, d);
+  for (; d < a.head_dim; d++)
+    for (int64_t r = row; r < row + kRows; r++) {
+      float total = run.sums[r * a.head_dim + d] * run.rescale[r];
+      for (int64_t i = 0; i < count; i++) total += run.weights[r * kKeys + i] * value(values + i * a.head_dim + d);
+      run.sums[r * a.head_dim + d] = total;
+    }
+}
+
+// Calls `act(Count, row)` for all rows, as many at once as are best.
+template <class Act>
+static void for_rows(int64_t rows, const Act& act) {
+  int64_t row = 0;
+  for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce) act(Count<kRowsAtOnce>(), row);
+  for (; row + 2 <= rows; row += 2) act(Count<2>(), row);
+  for (; row < rows; row++) act(Count<1>(), row);
+}
+
+template <class T>
+static void attend_narrow(const Attention& a, const Running& run, const T* keys, const T* values, int64_t key,
+                          int64_t count) {
+  for_rows(run.rows, [&](auto rows, int64_t row) { narrow_scores<decltype(rows)::value>(a, run, keys, count, row); });
+  narrow_softmax(a, run, key, count);
+  for_rows(run.rows,
+           [&](auto rows, int64_t row) { add_narrow_values<decltype(rows)::value>(a, run, values, count, row); });
 }
 
 static void prefetch(const void* from, int64_t bytes) {
@@ -222,25 +422,16 @@ static void attend_keys(const Attention& a, const AttentionTile& tile, const Run
     const int64_t in_block = a.block_size - next % a.block_size;
     prefetch(block_of<T>(a, tile, next, 0), (in_block < kKeys ? in_block : kKeys) * a.head_dim * sizeof(T));
   }
+  if (run.rows <= kFewRows) return attend_narrow(a, run, keys, values, key, count);
   const int32_t first = run.position[0], last = run.position[run.rows - 1];
   const bool all_seen = key + count - 1 <= first && (!a.window || last - key < a.window);
-  if (run.rows <= kFewRows) {
-    int64_t row = 0;
-    for (; row + 4 <= run.rows; row += 4) narrow_scores<4>(a, run, keys, count, row);
-    for (; row + 2 <= run.rows; row += 2) narrow_scores<2>(a, run, keys, count, row);
-    for (; row < run.rows; row++) narrow_scores<1>(a, run, keys, count, row);
-    softmax<kFewVectors>(a, run, key, count, all_seen);
-  } else if (run.rows <= kTileRows / 2) {
-    wide_scores<kRowVectors / 2>(a, run, widened(a, run, keys, count), count);
-    softmax<kRowVectors / 2>(a, run, key, count, all_seen);
-  } else {
-    wide_scores<kRowVectors>(a, run, widened(a, run, keys, count), count);
-    softmax<kRowVectors>(a, run, key, count, all_seen);
-  }
+  const bool half = run.rows <= kTileRows / 2;
+  (half ? wide_scores<kRowVectors / 2> : wide_scores<kRowVectors>)(a, run, widened(a, run, keys, count), count);
+  (half ? softmax<kRowVectors / 2> : softmax<kRowVectors>)(a, run, key, count, all_seen);
   add_values(a, run, values, count);
 }
 
-template <class T>
+template <class T, class Pool>
 static void attend_as(const Attention& a, const AttentionTile& tile, float* scratch) {
   Running run;
   run.q = scratch;
@@ -259,14 +450,16 @@ static void attend_as(const Attention& a, const AttentionTile& tile, float* scra
     const int64_t in_block = a.block_size - key % a.block_size, left = last + 1 - key;
     int64_t count = in_block < left ? in_block : left;
     if (count > kKeys) count = kKeys;
-    attend_keys<T>(a, tile, run, key, count);
+    attend_keys<Pool>(a, tile, run, key, count);
     key += count;
   }
   end_tile<T>(a, tile, run);
 }
 
 static void attend(const Attention& a, const AttentionTile& tile, float* scratch) {
-  (a.dtype == DType::kF32 ? attend_as<float> : attend_as<Bf16>)(a, tile, scratch);
+  with_types(a, [&](auto t, auto pool) {
+    attend_as<std::remove_pointer_t<decltype(t)>, std::remove_pointer_t<decltype(pool)>>(a, tile, scratch);
+  });
 }
 
 }  // namespace jaxllm::JAXLLM_ISA

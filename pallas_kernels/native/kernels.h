@@ -5,7 +5,7 @@
 
 namespace jaxllm {
 
-enum class DType { kF32, kBf16 };
+enum class DType { kF32, kBf16, kInt8 };
 
 struct Bf16 {
   uint16_t bits;
@@ -27,16 +27,48 @@ struct Attention {
   void* pool;             // [num_blocks, 2, kv_heads, block_size, head_dim]
   void* out;              // [tokens, heads, head_dim]
   const int32_t *block_tables, *cu_q_lens, *kv_lens;
+  const float* sinks;      // [heads], or null
+  const float* kv_scales;  // [2, kv_heads], of a pool of kInt8
   int64_t heads, kv_heads, head_dim, block_size, blocks_per_seq;
   int64_t window;  // tokens; 0: all
   float scale;
   float soft_cap;  // 0: none
-  DType dtype;     // of all arrays
+  DType dtype, pool_dtype;  // of q, k, v and out; equal, or the pool's is kInt8
 };
 
 // Some query rows of sequence `seq` with one KV head: a token's heads of that KV head are rows one after the other.
 struct AttentionTile {
   int64_t seq, begin, end, kv_head;
+};
+
+// Rows of logits, of which `top` gets the largest (NaN if one is) and `normalizer` the log of the exponentials' sum.
+struct Rows {
+  const float* x;  // [rows, vocab]
+  float *top, *normalizer;
+  int64_t vocab;
+};
+
+// Draws of a token for each row; reference.py says what the arrays mean.
+struct Draw {
+  const float* logits;  // [rows, vocab]
+  const float *temperature, *top_p, *at_least;
+  const int32_t* top_k;
+  const uint32_t* keys;  // [rows, 2]
+  int32_t* tokens;
+  float* top;
+  int64_t vocab;
+  bool partitionable;  // which bits jax.random makes
+};
+
+// The k best scores of each row; reference.py says what the arrays mean.
+struct Best {
+  const float *scores, *logits;  // [rows, vocab]
+  const int32_t* tokens;         // [rows, num_tokens]
+  int32_t* ids;                  // [rows, k]
+  float* best;                   // [rows, k]
+  float* own;                    // [rows, k + num_tokens]
+  int32_t* ranks;                // [rows, k + num_tokens]
+  int64_t vocab, k, num_tokens;
 };
 
 struct Kernels {
@@ -50,6 +82,12 @@ struct Kernels {
   // `scratch` holds `scratch_floats`.
   void (*attend)(const Attention&, const AttentionTile&, float* scratch);
   int64_t (*scratch_floats)(const Attention&);
+  // Of one row each; `scratch` holds `draw_floats` or `best_floats`.
+  void (*normalize)(const Rows&, int64_t row);
+  void (*draw)(const Draw&, int64_t row, float* scratch);
+  void (*best)(const Best&, int64_t row, float* scratch);
+  int64_t (*draw_floats)(int64_t vocab);
+  int64_t (*best_floats)(int64_t vocab, int64_t k);
 };
 
 extern const Kernels kPortable;

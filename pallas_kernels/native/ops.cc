@@ -1,6 +1,7 @@
 // The custom calls: they check shapes, divide the work among threads, and pick the instruction set at run time.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@ namespace ffi = xla::ffi;
 
 using Ints1D = ffi::Buffer<ffi::S32, 1>;
 using Ints2D = ffi::Buffer<ffi::S32, 2>;
+using Floats1D = ffi::Buffer<ffi::F32, 1>;
 
 namespace jaxllm {
 namespace {
@@ -47,14 +49,24 @@ Bf16 narrow(float f) {
   return {f != f ? (uint16_t)0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16)};
 }
 
-// x in float32, as the kernel reads it: see Gemm.
+// x in float32, as the kernel reads it (see Gemm): transposed by blocks, which fill the lines that they touch.
 template <class T>
 void prepare(const T* x, float* to, int64_t rows, int64_t k, bool transposed) {
-  if (transposed)
+  constexpr int64_t kBlock = 8;
+  if (transposed) {
     for (int64_t i = 0; i < rows * k; i++) to[i] = widen(x[i]);
-  else
-    for (int64_t row = 0; row < rows; row++)
-      for (int64_t i = 0; i < k; i++) to[i * rows + row] = widen(x[row * k + i]);
+    return;
+  }
+  const auto block = [&](int64_t row, int64_t i, int64_t height, int64_t width) {
+    for (int64_t j = 0; j < width; j++)
+      for (int64_t r = 0; r < height; r++) to[(i + j) * rows + row + r] = widen(x[(row + r) * k + i + j]);
+  };
+  for (int64_t row = 0; row < rows; row += kBlock)
+    for (int64_t i = 0; i < k; i += kBlock)
+      if (row + kBlock <= rows && i + kBlock <= k)
+        block(row, i, kBlock, kBlock);  // of constant size, so that it is unrolled
+      else
+        block(row, i, std::min(kBlock, rows - row), std::min(kBlock, k - i));
 }
 
 // Into how many parts to divide `size` columns or rows of w, which has `bytes`.
@@ -83,23 +95,23 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   const int64_t rows = xs[0], k = xs[1], n = ys[1];
   const float* given = static_cast<const float*>(x.untyped_data());
   float* result = static_cast<float*>(y->untyped_data());
-  std::vector<float> copy, sums;
+  std::unique_ptr<float[]> copy, sums;  // not vectors, which would write zeros first
   if (!is_f32 || (!transposed && rows > 1)) {
-    copy.resize(rows * k);
+    copy.reset(new float[rows * k]);
     if (is_f32)
-      prepare(given, copy.data(), rows, k, transposed);
+      prepare(given, copy.get(), rows, k, transposed);
     else
-      prepare(static_cast<const Bf16*>(x.untyped_data()), copy.data(), rows, k, transposed);
-    given = copy.data();
+      prepare(static_cast<const Bf16*>(x.untyped_data()), copy.get(), rows, k, transposed);
+    given = copy.get();
   }
   if (!is_f32) {
-    sums.resize(rows * n);
-    result = sums.data();
+    sums.reset(new float[rows * n]);
+    result = sums.get();
   }
   const Gemm gemm{given, w.untyped_data(), result, rows, k, n, is_f32 ? DType::kF32 : DType::kBf16, transposed};
   const int64_t w_bytes = k * n * (is_f32 ? 4 : 2);
   multiply(pool, gemm, w_bytes);
-  if (!is_f32) std::transform(sums.begin(), sums.end(), static_cast<Bf16*>(y->untyped_data()), narrow);
+  if (!is_f32) std::transform(sums.get(), sums.get() + rows * n, static_cast<Bf16*>(y->untyped_data()), narrow);
   return ffi::Error::Success();
 }
 
@@ -145,27 +157,31 @@ void write_and_attend(ffi::ThreadPool& pool, const Attention& a, int64_t seqs) {
 }
 
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                           ffi::AnyBuffer kv_pool, Ints2D block_tables,
-                           Ints1D cu_q_lens, Ints1D kv_lens,
-                           Ints1D distribution, ffi::Result<ffi::AnyBuffer> out,
+                           ffi::AnyBuffer kv_pool, Ints2D block_tables, Ints1D cu_q_lens, Ints1D kv_lens,
+                           Ints1D distribution, Floats1D sinks, Floats1D kv_scales, ffi::Result<ffi::AnyBuffer> out,
                            ffi::Result<ffi::AnyBuffer> new_pool, float scale, int64_t window, float soft_cap) {
   const auto qs = q.dimensions(), ks = k.dimensions(), ps = kv_pool.dimensions(), ts = block_tables.dimensions();
-  const ffi::DataType dtype = kv_pool.element_type();
-  const bool same_dtype = q.element_type() == dtype && k.element_type() == dtype && v.element_type() == dtype &&
-                          out->element_type() == dtype && new_pool->element_type() == dtype;
-  if (!same_dtype || (dtype != ffi::F32 && dtype != ffi::BF16))
+  const ffi::DataType dtype = q.element_type(), pool_dtype = kv_pool.element_type();
+  const bool same_dtype = k.element_type() == dtype && v.element_type() == dtype && out->element_type() == dtype &&
+                          new_pool->element_type() == pool_dtype;
+  const bool is_int8 = pool_dtype == ffi::S8;
+  const int64_t num_sinks = sinks.element_count(), num_scales = kv_scales.element_count();
+  if (!same_dtype || (dtype != ffi::F32 && dtype != ffi::BF16) || (!is_int8 && pool_dtype != dtype))
     return ffi::Error::InvalidArgument("jaxllm_paged_attention: dtypes");
   if (qs.size() != 3 || ks.size() != 3 || ps.size() != 5 || ks[0] != qs[0] || ks[2] != qs[2] || ps[1] != 2 ||
       ps[2] != ks[1] || ps[4] != qs[2] || qs[1] % ks[1] || v.element_count() != k.element_count() ||
       out->element_count() != q.element_count() || static_cast<int64_t>(cu_q_lens.element_count()) != ts[0] + 1 ||
-      static_cast<int64_t>(kv_lens.element_count()) != ts[0] || distribution.element_count() != 2)
+      static_cast<int64_t>(kv_lens.element_count()) != ts[0] || distribution.element_count() != 2 ||
+      (num_sinks && num_sinks != qs[1]) || num_scales != (is_int8 ? 2 * ks[1] : 0))
     return ffi::Error::InvalidArgument("jaxllm_paged_attention: shapes don't go together");
   if (new_pool->untyped_data() != kv_pool.untyped_data())
     return ffi::Error::InvalidArgument("jaxllm_paged_attention: the pool must be aliased to the result");
+  const DType own_dtype = dtype == ffi::F32 ? DType::kF32 : DType::kBf16;
   const Attention a{q.untyped_data(), k.untyped_data(), v.untyped_data(), new_pool->untyped_data(),
                     out->untyped_data(), block_tables.typed_data(), cu_q_lens.typed_data(), kv_lens.typed_data(),
-                    qs[1], ks[1], qs[2], ps[3], ts[1], window, scale, soft_cap,
-                    dtype == ffi::F32 ? DType::kF32 : DType::kBf16};
+                    num_sinks ? sinks.typed_data() : nullptr, is_int8 ? kv_scales.typed_data() : nullptr,
+                    qs[1], ks[1], qs[2], ps[3], ts[1], window, scale, soft_cap, own_dtype,
+                    is_int8 ? DType::kInt8 : own_dtype};
   const int32_t* counts = distribution.typed_data();
   if (const std::string what = fault(a, qs[0], ts[0], ps[0], counts); !what.empty())
     return ffi::Error::InvalidArgument("jaxllm_paged_attention: out of range: " + what);
@@ -199,6 +215,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_paged_attention, jaxllm::paged_attention,
                                   .Arg<Ints1D>()
                                   .Arg<Ints1D>()
                                   .Arg<Ints1D>()
+                                  .Arg<Floats1D>()
+                                  .Arg<Floats1D>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")

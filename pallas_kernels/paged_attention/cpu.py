@@ -8,12 +8,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from jaxllm.pallas_kernels.paged_attention.reference import (
     cap,
     finish_softmax,
     online_softmax,
+    read_kv,
     softmax_start,
     write_kv,
 )
@@ -28,7 +29,7 @@ def ragged_paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    kv_pool: Float[Array, "blocks 2 kv_heads block_size head_dim"],
+    kv_pool: Num[Array, "blocks 2 kv_heads block_size padded_head_dim"],
     block_tables: Int[Array, "seqs blocks_per_seq"],
     cu_q_lens: Int[Array, " seqs_plus_1"],
     kv_lens: Int[Array, " seqs"],
@@ -37,18 +38,23 @@ def ragged_paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "blocks 2 kv_heads block_size head_dim"]]:
+    sinks: Float[Array, " heads"] | None = None,
+    kv_scales: Float32[Array, "2 kv_heads"] | None = None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Num[Array, "blocks 2 kv_heads block_size padded_head_dim"]]:
     """See `reference.ragged_paged_attention`."""
-    pool = write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution)
+    pool = write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution, kv_scales)
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = pool.shape
-    grouped = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32) * scale
+    group = heads // kv_heads
+    grouped = q.reshape(tokens, kv_heads, group, head_dim).astype(jnp.float32) * scale
+    if sinks is not None:
+        sinks = sinks.reshape(kv_heads, 1, group)
 
     def attend_tile(q_tile, table, first, last, num_blocks):
         """Attention of `q_tile[kv_heads, rows, head_dim]`, rows at positions `first` up to at most `last`, to
         `num_blocks` blocks at a time."""
         rows, tile_k = q_tile.shape[1], num_blocks * block_size
-        position = jnp.minimum(first + jnp.arange(rows, dtype=jnp.int32) // (heads // kv_heads), last)
+        position = jnp.minimum(first + jnp.arange(rows, dtype=jnp.int32) // group, last)
         begin = jnp.int32(0)
         if sliding_window is not None:
             begin = jnp.maximum(first - sliding_window + 1, 0) // tile_k
@@ -64,8 +70,9 @@ def ragged_paged_attention(
             values = jnp.where((key <= last)[None, :, None], values, 0)  # what lies behind the last is garbage
             return online_softmax(carry, scores, visible[None], "kqs,ksd->kqd", values)
 
-        carry = jax.lax.fori_loop(begin, last // tile_k + 1, attend_blocks, softmax_start(q_tile.shape))
-        return finish_softmax(carry)
+        sinks_of_rows = None if sinks is None else jnp.tile(sinks, (1, rows // group, 1)).reshape(kv_heads, rows)
+        carry = softmax_start(q_tile.shape, sinks_of_rows)
+        return finish_softmax(jax.lax.fori_loop(begin, last // tile_k + 1, attend_blocks, carry))
 
     def read_blocks(table, at, num_blocks):
         """Keys and values `[kv_heads, num_blocks * block_size, head_dim]`; a single block is used where it lies."""
@@ -73,8 +80,8 @@ def ragged_paged_attention(
             kv = jax.lax.dynamic_index_in_dim(pool, table[at], 0, keepdims=False)
         else:
             kv = pool.at[jax.lax.dynamic_slice_in_dim(table, at, num_blocks)].get(mode="clip")
-            kv = kv.transpose(1, 2, 0, 3, 4).reshape(2, kv_heads, num_blocks * block_size, head_dim)
-        return kv[0].astype(jnp.float32), kv[1].astype(jnp.float32)
+            kv = kv.transpose(1, 2, 0, 3, 4).reshape(2, kv_heads, num_blocks * block_size, -1)
+        return read_kv(kv, head_dim, kv_scales)
 
     def attend_tiles(s, offset, num_tiles, tile_q, num_blocks, out):
         """`num_tiles` tiles of sequence `s` from its token `offset` on. A tile past the sequence's end spills into the
@@ -112,4 +119,4 @@ def ragged_paged_attention(
     decode = partial(attend_tiles, offset=0, num_tiles=1, tile_q=1, num_blocks=1)
     out = jax.lax.fori_loop(0, num_decodes, lambda s, out: decode(s, out=out), jnp.zeros_like(padded))
     out = jax.lax.fori_loop(num_decodes, num_seqs, attend_chunk, out)
-    return out[:tokens].reshape(tokens, heads, head_dim).astype(v.dtype), pool
+    return out[:tokens].reshape(tokens, heads, head_dim).astype(q.dtype), pool

@@ -1,25 +1,28 @@
 """Ragged paged attention for CPUs in C++: decodes and chunks in one call, K and V written in place."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from jaxllm.pallas_kernels import native
 
 DTYPES = ("float32", "bfloat16")
 
 
-def supports(q: Array, k: Array, v: Array, kv_pool: Array) -> bool:
-    """Whether the kernel is there, and made for these dtypes: one for all."""
-    return kv_pool.dtype.name in DTYPES and all(x.dtype == kv_pool.dtype for x in (q, k, v)) and native.is_built()
+def supports(q: Array, k: Array, v: Array, kv_pool: Array, **others: Any) -> bool:
+    """Whether the kernel is there, and made for these dtypes: one for all, or a pool of int8."""
+    own = q.dtype.name in DTYPES and q.dtype == k.dtype == v.dtype
+    return own and kv_pool.dtype in (q.dtype, jnp.int8) and kv_pool.shape[-1] == q.shape[-1] and native.is_built()
 
 
 def ragged_paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    kv_pool: Float[Array, "blocks 2 kv_heads block_size head_dim"],
+    kv_pool: Num[Array, "blocks 2 kv_heads block_size head_dim"],
     block_tables: Int[Array, "seqs blocks_per_seq"],
     cu_q_lens: Int[Array, " seqs_plus_1"],
     kv_lens: Int[Array, " seqs"],
@@ -28,12 +31,15 @@ def ragged_paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "blocks 2 kv_heads block_size head_dim"]]:
+    sinks: Float[Array, " heads"] | None = None,
+    kv_scales: Float32[Array, "2 kv_heads"] | None = None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Num[Array, "blocks 2 kv_heads block_size head_dim"]]:
     """See `reference.ragged_paged_attention`. Lengths or blocks out of range are an error, and padding comes out 0."""
-    results = (jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct(kv_pool.shape, kv_pool.dtype))
+    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv_pool.shape, kv_pool.dtype))
     call = native.ffi_call("jaxllm_paged_attention", results, input_output_aliases={3: 1})
     ints = (x.astype(jnp.int32) for x in (block_tables, cu_q_lens, kv_lens, distribution))
+    floats = (jnp.zeros(0) if x is None else x.astype(jnp.float32).reshape(-1) for x in (sinks, kv_scales))
     return call(
-        q, k, v, kv_pool, *ints,
+        q, k, v, kv_pool, *ints, *floats,
         scale=np.float32(scale), window=np.int64(sliding_window or 0), soft_cap=np.float32(soft_cap or 0),
     )  # fmt: skip

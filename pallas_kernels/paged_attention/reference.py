@@ -2,14 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Num
 
 
 def ragged_paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    kv_pool: Float[Array, "blocks 2 kv_heads block_size head_dim"],
+    kv_pool: Num[Array, "blocks 2 kv_heads block_size padded_head_dim"],
     block_tables: Int[Array, "seqs blocks_per_seq"],
     cu_q_lens: Int[Array, " seqs_plus_1"],
     kv_lens: Int[Array, " seqs"],
@@ -18,35 +19,44 @@ def ragged_paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "blocks 2 kv_heads block_size head_dim"]]:
+    sinks: Float[Array, " heads"] | None = None,
+    kv_scales: Float32[Array, "2 kv_heads"] | None = None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Num[Array, "blocks 2 kv_heads block_size padded_head_dim"]]:
     """Causal attention of a ragged batch over paged keys and values (PagedAttention, arXiv 2309.06180).
 
     The tokens of sequence `s` are rows `cu_q_lens[s]:cu_q_lens[s + 1]`, its last `q_len` positions; `kv_lens`
     counts its tokens, these included. `distribution` is (leading sequences that have one token each, all sequences);
     those past it are padding, whose tokens write nothing and come out unspecified. Query head `h` reads KV head
-    `h // (heads // kv_heads)`.
+    `h // (heads // kv_heads)`. Of the pool's last axis the first `head_dim` are read; the rest is written as zeros.
+
+    A key is visible to `sliding_window` tokens, its own included. Scores become `soft_cap * tanh(scores / soft_cap)`.
+    `sinks` are one more score per head, whose value is zero. `kv_scales`, of keys and of values, goes with a pool of
+    8-bit numbers and with no other: see `quantise`.
     """
-    pool = write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution)
+    pool = write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution, kv_scales)
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = pool.shape
+    group = heads // kv_heads
     seq, positions, valid = token_positions(cu_q_lens, kv_lens, distribution, tokens)
     tables = block_tables[seq]  # [tokens, blocks_per_seq]
-    q = q.reshape(tokens, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32) * scale
+    rows = q.reshape(tokens, kv_heads, group, head_dim).astype(jnp.float32) * scale
+    if sinks is not None:
+        sinks = sinks.reshape(1, kv_heads, group)
     in_block = jnp.arange(block_size, dtype=jnp.int32)
 
     def attend_block(i, carry):  # online softmax, so that no [tokens, kv_len] scores are held
-        kv = pool[tables[:, i]].astype(jnp.float32)  # [tokens, 2, kv_heads, block_size, head_dim]
+        keys, values = read_kv(pool[tables[:, i]], head_dim, kv_scales)  # [tokens, kv_heads, block_size, head_dim]
         age = positions[:, None] - (i * block_size + in_block)[None]
         visible = (age >= 0) & valid[:, None]
         if sliding_window is not None:
             visible &= age < sliding_window
-        scores = cap(jnp.einsum("tkgd,tksd->tkgs", q, kv[:, 0]), soft_cap)
-        values = jnp.where(visible[:, None, :, None], kv[:, 1], 0)
+        scores = cap(jnp.einsum("tkgd,tksd->tkgs", rows, keys), soft_cap)
+        values = jnp.where(visible[:, None, :, None], values, 0)
         return online_softmax(carry, scores, visible[:, None, None, :], "tkgs,tksd->tkgd", values)
 
     num_blocks = (jnp.max(jnp.where(valid, positions, -1)) + block_size) // block_size
-    carry = jax.lax.fori_loop(0, num_blocks, attend_block, softmax_start(q.shape))
-    return finish_softmax(carry).reshape(tokens, heads, head_dim).astype(v.dtype), pool
+    carry = jax.lax.fori_loop(0, num_blocks, attend_block, softmax_start(rows.shape, sinks))
+    return finish_softmax(carry).reshape(q.shape).astype(q.dtype), pool
 
 
 def token_positions(
@@ -61,24 +71,65 @@ def token_positions(
     return seq, jnp.where(valid, start[seq] + index - cu_q_lens[seq], 0), valid
 
 
-def write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution):
+def write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution, kv_scales=None):
     """The pool with the new keys and values in their blocks, in place when the pool is donated."""
-    num_blocks, _, _, block_size, _ = kv_pool.shape
+    num_blocks, _, _, block_size, padded_head_dim = kv_pool.shape
     seq, positions, valid = token_positions(cu_q_lens, kv_lens, distribution, k.shape[0])
     # Padding writes past the pool, each row elsewhere so that the indices stay unique: dropped, never wrapped.
     nowhere = num_blocks + jnp.arange(k.shape[0], dtype=jnp.int32)
     block = jnp.where(valid, block_tables[seq, positions // block_size], nowhere)
-    kv = jnp.stack([k, v], axis=1).astype(kv_pool.dtype)  # [tokens, 2, kv_heads, head_dim]
+    kv = jnp.stack([k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
+    kv = jnp.pad(kv, ((0, 0), (0, 0), (0, 0), (0, padded_head_dim - k.shape[2])))
+    if kv_scales is None:
+        kv = kv.astype(kv_pool.dtype)
+    else:
+        kv = quantise(kv, kv_scales[None, :, :, None], kv_pool.dtype)
     return kv_pool.at[block, :, :, positions % block_size].set(kv, mode="drop", unique_indices=True)
+
+
+def read_kv(
+    kv: Num[Array, "*rows 2 kv_heads keys padded_head_dim"],
+    head_dim: int,
+    kv_scales: Float32[Array, "2 kv_heads"] | None,
+) -> tuple[Float32[Array, "*rows kv_heads keys head_dim"], Float32[Array, "*rows kv_heads keys head_dim"]]:
+    """Keys and values of cells of the pool."""
+    kv = kv[..., :head_dim]
+    if kv_scales is None:
+        kv = kv.astype(jnp.float32)
+    else:
+        kv = dequantise(kv, kv_scales.reshape((1,) * (kv.ndim - 4) + (*kv_scales.shape, 1, 1)))
+    return kv[..., 0, :, :, :], kv[..., 1, :, :, :]
+
+
+def is_quantised(dtype: DTypeLike) -> bool:
+    """Whether a pool of `dtype` needs scales: int8 or float8_e4m3fn."""
+    return jnp.dtype(dtype).itemsize == 1
+
+
+def quantise(x: Float[Array, "..."], scale: Float32[Array, "..."], dtype: DTypeLike) -> Num[Array, "..."]:
+    """`x / scale` as int8, to the nearest with halves to even, or as float8_e4m3fn; clipped to what is finite and
+    symmetric. `scale` broadcasts against `x`."""
+    x = x.astype(jnp.float32) / scale
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.clip(jnp.round(x), -127, 127).astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest).astype(dtype)
+
+
+def dequantise(stored: Num[Array, "..."], scale: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    return stored.astype(jnp.float32) * scale
 
 
 def cap(scores: Array, soft_cap: float | None) -> Array:
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
-def softmax_start(shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """Maximum, normaliser and accumulator of an online softmax over nothing, for values of `shape`."""
-    return jnp.full(shape[:-1], -jnp.inf), jnp.zeros(shape[:-1]), jnp.zeros(shape)
+def softmax_start(shape: tuple[int, ...], sinks: Array | None = None) -> tuple[Array, Array, Array]:
+    """Maximum, normaliser and accumulator of an online softmax over nothing but `sinks`, which broadcast to
+    `shape[:-1]`, for values of `shape`."""
+    if sinks is None:
+        return jnp.full(shape[:-1], -jnp.inf), jnp.zeros(shape[:-1]), jnp.zeros(shape)
+    return jnp.broadcast_to(sinks.astype(jnp.float32), shape[:-1]), jnp.ones(shape[:-1]), jnp.zeros(shape)
 
 
 def online_softmax(carry, scores, visible, weighted_sum: str, values):

@@ -1,0 +1,135 @@
+"""Static efficiency of a decode step: the bytes that its compiled form moves over the fewest that it could."""
+
+import importlib
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxllm.aot import hlo, traffic
+from jaxllm.aot.prepare import Prepared
+
+WEIGHTS, POOL, INPUTS, KERNELS = "weights", "KV pool, outside of our kernels", "other arguments", "attention kernels"
+MOST_SEQS = 64  # that a batch is by default
+_TABLES = ("['embed']", "['positions']")  # of which a step reads some rows, unless the logits need all
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Bytes of one device, for `batch` sequences of `context` tokens each, the step's own included."""
+
+    batch: int
+    context: int
+    fewest_weights: int
+    fewest_kv: int
+    moved: Mapping[str, int]  # by what it is
+    kernels: int  # that the module lists, trips of loops included; a GPU's thunks are the better count
+    pallas_calls: int
+    open_loops: int
+    largest: Mapping[str, int]  # what moves most, besides our kernels
+    bandwidth: float  # bytes a second
+
+    @property
+    def fewest(self) -> int:
+        return self.fewest_weights + self.fewest_kv
+
+    @property
+    def total(self) -> int:
+        return sum(self.moved.values())
+
+    @property
+    def ratio(self) -> float:
+        return self.total / self.fewest
+
+    @property
+    def kv_ratio(self) -> float:
+        """Of what moves keys and values alone."""
+        return (self.moved.get(KERNELS, 0) + self.moved.get(POOL, 0)) / self.fewest_kv
+
+    @property
+    def other_ratio(self) -> float:
+        """Of all else: weights, and what is computed with them."""
+        return (self.total - self.moved.get(KERNELS, 0) - self.moved.get(POOL, 0)) / self.fewest_weights
+
+    @property
+    def uncached_ratio(self) -> float:
+        """Without what a GPU's L2 cache can hold: intermediate arrays up to a quarter of it."""
+        return (self.total - self.moved.get(traffic.CACHED, 0)) / self.fewest
+
+    @property
+    def floor_ms(self) -> float:
+        """Of the fewest bytes, at the chip's bandwidth."""
+        return self.fewest / self.bandwidth * 1e3
+
+    @property
+    def moved_ms(self) -> float:
+        return self.total / self.bandwidth * 1e3
+
+
+def efficiency(prepared: Prepared, text: str, batch: int, context: int) -> Efficiency:
+    """Of the decode step whose optimised HLO is `text`."""
+    config, chip = prepared.config, prepared.target.chip
+    counted = traffic.count(
+        hlo.parse(text), _label, open_trips=-(-context // config.block_size), small_bytes=chip.cache_bytes // 4
+    )
+    moved = dict(counted.num_bytes)
+    if counted.pallas_calls:
+        moved[KERNELS] = declared_bytes(prepared, batch, context)
+    return Efficiency(
+        batch, context, *fewest_bytes(prepared, batch, context), moved, counted.kernels, counted.pallas_calls,
+        counted.open_loops, dict(counted.largest.most_common(10)), chip.bandwidth,
+    )  # fmt: skip
+
+
+def pick_batch(prepared: Prepared, context: int, wanted: int | None = None) -> int:
+    """`wanted`, or the largest step's bucket up to `MOST_SEQS` whose sequences of `context` tokens the pool holds.
+    Raises `ValueError` if it can't hold them."""
+    config = prepared.config
+    each = -(-context // config.block_size)
+    fit = min(config.num_blocks // each, config.max_num_seqs) if 1 <= context <= config.max_model_len else 0
+    if fit < (wanted or 1):
+        raise ValueError(
+            f"{wanted or 1} sequences of {context} tokens need {(wanted or 1) * each} blocks, but there are "
+            f"{config.num_blocks}, for {config.max_num_seqs} sequences of at most {config.max_model_len} tokens each; "
+            "give a smaller batch or context"
+        )
+    return wanted or max(tokens for tokens in prepared.layouts if tokens <= min(fit, MOST_SEQS))
+
+
+def fewest_bytes(prepared: Prepared, batch: int, context: int) -> tuple[int, int]:
+    """Bytes of a device's weights, each once, and of the keys and values that the batch sees."""
+    cfg, weights = prepared.cfg, 0
+    for path, leaf in prepared.tensors():
+        shape = leaf.sharding.shard_shape(leaf.shape)
+        is_table = path.startswith(_TABLES) and not (path.startswith(_TABLES[0]) and cfg.tie_embeddings)
+        rows = min(batch, shape[0]) if is_table else shape[0]
+        weights += rows * math.prod(shape[1:]) * leaf.dtype.itemsize
+    row = 2 * _kv_heads(prepared) * cfg.head_dim * jnp.dtype(prepared.shape.dtype).itemsize
+    seen = sum(min(context, window or context) for window in cfg.layer_windows)
+    return weights, batch * seen * row
+
+
+def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
+    """What the platform's attention kernel says that it moves in all layers of the decode step."""
+    cfg, kv_heads = prepared.cfg, _kv_heads(prepared)
+    kernel = importlib.import_module(f"jaxllm.pallas_kernels.paged_attention.{prepared.target.chip.platform}")
+    block_size, total = prepared.config.block_size, 0
+    for window, count in Counter(cfg.layer_windows).items():
+        seen = min(context, (window or context) + block_size)  # a window begins within a block
+        total += count * kernel.bytes_moved(
+            [1] * batch, [seen] * batch, heads=cfg.heads // cfg.kv_heads * kv_heads, kv_heads=kv_heads,
+            head_dim=cfg.head_dim, block_size=block_size, itemsize=jnp.dtype(prepared.shape.dtype).itemsize,
+        )  # fmt: skip
+    return total
+
+
+def _kv_heads(prepared: Prepared) -> int:
+    """Of one device."""
+    return prepared.cfg.kv_heads // prepared.mesh.shape.get("tensor", 1)
+
+
+def _label(parameter: hlo.Instruction) -> str:
+    name = parameter.op_name
+    return WEIGHTS if name.startswith("leaves[") else POOL if name.startswith("kv_pools[") else INPUTS

@@ -1,0 +1,151 @@
+"""From a model's configuration and a target to what the engine would compile there; no weights, no device."""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from jaxllm.aot.chips import Target, devices
+from jaxllm.build import BLOCK_SIZE, _model_shape
+from jaxllm.checkpoint.config import read_config, resolve_dtype
+from jaxllm.checkpoint.loader import check_mesh
+from jaxllm.engine import memory
+from jaxllm.engine.batch import StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.block_moves import MAX_STAGED_BYTES
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.executables import Lowering, ModelShape
+from jaxllm.errors import MeshError, OutOfMemoryError
+from jaxllm.models import transformer
+from jaxllm.sharding.mesh import _parse
+
+MODELS = Path(__file__).parent / "models"
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2048
+
+
+def find_model(name: str) -> Path:
+    """The directory of a bundled model's `config.json`, of a directory, or of a `config.json`. Raises `ValueError`."""
+    path = Path(name)
+    if (MODELS / name / "config.json").is_file():
+        return MODELS / name
+    if path.is_dir():
+        return path
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    raise ValueError(
+        f"model {name!r} is neither a config.json, nor a directory with one, nor one of the bundled "
+        f"{sorted(p.name for p in MODELS.iterdir())}"
+    )
+
+
+def make_mesh(target: Target, axes: str) -> Mesh:
+    """The target's devices as a mesh of "tensor=8" or the like, in the engine's order. Raises `MeshError`."""
+    sizes = _parse(axes)
+    if math.prod(sizes.values()) != target.count:
+        raise MeshError(
+            f"mesh {axes!r} has {math.prod(sizes.values())} devices, but target {target} has {target.count}; "
+            f"make them the same, for example 'tensor={target.count}'"
+        )
+    grid = np.array(devices(target)).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model placed on a target, with the sizes that the engine would choose there."""
+
+    target: Target
+    cfg: transformer.Config
+    shape: ModelShape
+    config: EngineConfig
+    mesh: Mesh
+
+    @cached_property
+    def lowering(self) -> Lowering:
+        return Lowering(self.shape, self.config, self.mesh)
+
+    @cached_property
+    def layouts(self) -> dict[int, StepLayout]:
+        """Of every step, by its tokens."""
+        config = self.config
+        ladder = token_ladder(config.max_num_batched_tokens)
+        return {tokens: StepLayout(tokens, config.max_num_seqs, config.block_size) for tokens in ladder}
+
+    def jobs(self) -> dict[Hashable, Any]:
+        """Name -> lowering of every executable that the engine would compile."""
+        return self.lowering.jobs(list(self.layouts.values()))
+
+    def decode_bucket(self, batch: int) -> int:
+        """Tokens of the step that decodes `batch` sequences. ValueError if there is none."""
+        if not 1 <= batch <= self.config.max_num_seqs:
+            raise ValueError(f"a batch of {batch} is not in [1, {self.config.max_num_seqs}], max_num_seqs")
+        return pick_bucket(tuple(self.layouts), batch)
+
+    def lower(self, job: Any) -> jax.stages.Lowered:
+        """What `job` lowers to for the target's devices."""
+        with jax.set_mesh(self.mesh):  # kernels ask it what they are made for
+            return job()
+
+    def tensors(self) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+        """Path and shape of every parameter."""
+        tree = jax.tree.unflatten(self.shape.treedef, self.shape.leaves)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            yield jax.tree_util.keystr(path), leaf
+
+
+def prepare(
+    model: str,
+    target: Target,
+    mesh: str | None = None,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int = MAX_NUM_SEQS,
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+    block_size: int = BLOCK_SIZE,
+    num_blocks: int | None = None,
+) -> Prepared:
+    """The bundled model, directory or config.json `model` on `target`; `max_model_len` None is what the pool holds,
+    `num_blocks` None what fits. Raises `ValueError`, `MeshError`, `ModelFormatError` or `OutOfMemoryError`."""
+    spec = read_config(find_model(model), resolve_dtype(dtype, target.chip.platform))
+    grid = make_mesh(target, mesh or f"tensor={target.count}")
+    cfg, abstract = spec.cfg, transformer.abstract(spec.module.Model, spec.cfg)
+    graph, state = nnx.split(abstract)
+    check_mesh(state, grid)
+    shape = _model_shape(cfg, graph, state, grid)
+    wanted = EngineConfig(
+        max_model_len=max_model_len or cfg.max_len, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs), block_size=block_size, num_blocks=2**30,
+    )  # fmt: skip
+    blocks = _num_blocks(target, shape, wanted, grid) if num_blocks is None else num_blocks
+    room = blocks * block_size
+    longest = wanted.max_model_len if max_model_len else min(room, cfg.max_len)
+    config = dataclasses.replace(wanted, num_blocks=blocks, max_model_len=longest)
+    abstract.cfg = dataclasses.replace(cfg, max_len=longest)  # some ropes depend on it
+    shape = dataclasses.replace(shape, graph=nnx.graphdef(abstract))
+    return Prepared(target, abstract.cfg, shape, config, grid)
+
+
+def _num_blocks(target: Target, shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
+    """What `memory.num_blocks` gives on the target, whose devices can't be asked."""
+    usable = int(target.chip.usable_bytes * memory.ACCELERATOR_SHARE)
+    params = memory.leaf_bytes(shape.leaves)
+    beside = memory.leaf_bytes(jax.tree.leaves(Lowering(shape, config, mesh).small_state()))
+    beside += memory.step_bytes(shape, config, mesh) + MAX_STAGED_BYTES
+    block = memory.block_bytes(shape, config.block_size, mesh)
+    fit = (usable - params - beside) // block
+    if fit < 1:
+        raise OutOfMemoryError(
+            f"the model does not fit {target}: each device needs {params / 1e9:.2f} GB for parameters, "
+            f"{beside / 1e9:.2f} GB for a step and its slots and {block / 1e9:.3f} GB for a KV block, of "
+            f"{usable / 1e9:.2f} GB that the engine uses; take more devices (a larger 'tensor'), a smaller dtype, or "
+            "lower --max-num-seqs and --max-num-batched-tokens"
+        )
+    return memory.coarse(min(fit, config.max_num_seqs * config.blocks_per_seq))

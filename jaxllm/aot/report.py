@@ -1,0 +1,145 @@
+"""Compiles a plan for a target, and says what its executables take: memory, time, kernels and bytes."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+
+from jaxllm.aot import thunks
+from jaxllm.aot.efficiency import Efficiency, efficiency, pick_batch
+from jaxllm.aot.prepare import Prepared
+from jaxllm.engine import memory
+
+CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Executable:
+    """One of the plan, compiled; bytes are each device's."""
+
+    name: str
+    seconds: float  # to lower and compile
+    argument_bytes: int
+    output_bytes: int  # that take no argument's place
+    alias_bytes: int  # of results that take an argument's place
+    temp_bytes: int
+    code_bytes: int
+    cost_bytes: float | None  # TPUs: "bytes accessed" of the compiler's cost analysis
+    launches: int | None  # GPUs: kernels, copies and collectives of one run, those of a loop once
+    command_buffers: int | None  # GPUs
+    outer_thunks: int | None  # GPUs: what the host starts, one by one
+    text: str = dataclasses.field(repr=False, compare=False)  # optimised HLO
+
+    @property
+    def peak_bytes(self) -> int:
+        """While it runs."""
+        return self.argument_bytes + self.output_bytes + self.temp_bytes + self.code_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the plan takes on each device."""
+
+    model: str
+    prepared: Prepared
+    num_executables: int
+    executables: list[Executable]
+    decode: Executable
+    largest: Executable  # the step with most tokens
+    efficiency: Efficiency
+
+    @property
+    def params_bytes(self) -> int:
+        return memory.leaf_bytes(self.prepared.shape.leaves)
+
+    @property
+    def pool_bytes(self) -> int:
+        return memory.leaf_bytes(self.prepared.lowering.state().kv_pools)
+
+    @property
+    def state_bytes(self) -> int:
+        """Slots, sampling tables and the last hidden states."""
+        return memory.leaf_bytes(jax.tree.leaves(self.prepared.lowering.small_state()))
+
+    @property
+    def code_bytes(self) -> int:
+        """Of all that was compiled, which stays loaded."""
+        return sum(e.code_bytes for e in self.executables)
+
+    @property
+    def used_bytes(self) -> int:
+        """At most, while the largest step runs."""
+        step = self.largest.output_bytes + self.largest.temp_bytes
+        return self.params_bytes + self.pool_bytes + self.state_bytes + step + self.code_bytes
+
+
+def compile_one(prepared: Prepared, name: Hashable, job: Any) -> Executable:
+    """Lowers and compiles one of `Prepared.jobs`."""
+    start, listed = time.perf_counter(), None
+    lowered = prepared.lower(job)
+    if prepared.target.chip.platform == "gpu":
+        with TemporaryDirectory() as directory:
+            compiled, listed = thunks.compile_and_list(lowered, Path(directory))
+    else:
+        compiled = lowered.compile()
+    seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
+    costs = compiled.cost_analysis() or {}
+    return Executable(
+        name=" ".join(map(str, name)) if isinstance(name, tuple) else str(name), seconds=seconds,
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes - stats.alias_size_in_bytes, alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes, code_bytes=stats.generated_code_size_in_bytes,
+        cost_bytes=costs.get("bytes accessed"), launches=listed and listed.launches,
+        command_buffers=listed and listed.command_buffers, outer_thunks=listed and sum(listed.outer.values()),
+        text=compiled.as_text(),
+    )  # fmt: skip
+
+
+def make_report(
+    model: str,
+    prepared: Prepared,
+    *,
+    batch: int | None = None,
+    context: int = CONTEXT,
+    steps_only: bool = False,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Compiles the whole plan, or the decode step and the largest step alone; see `pick_batch` for the batch. Raises
+    what it raises, and what compiling does."""
+    batch = pick_batch(prepared, context, batch)
+    jobs = prepared.jobs()
+    decode, largest = ("step", prepared.decode_bucket(batch)), ("step", max(prepared.layouts))
+    names = dict.fromkeys((decode, largest) if steps_only else jobs)
+    executables = {}
+    for i, name in enumerate(names):
+        executables[name] = compile_one(prepared, name, jobs[name])
+        progress(f"compiled {executables[name].name}, {i + 1} of {len(names)}, in {executables[name].seconds:.1f} s")
+    counted = efficiency(prepared, executables[decode].text, batch, context)
+    return Report(
+        model, prepared, len(jobs), list(executables.values()), executables[decode], executables[largest], counted
+    )
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """Numbers of a report by name; bytes are each device's."""
+    prepared, decode = report.prepared, report.efficiency
+    fields = ("params_bytes", "pool_bytes", "state_bytes", "code_bytes", "used_bytes", "num_executables")
+    return {
+        "model": report.model, "target": str(prepared.target), "mesh": dict(prepared.mesh.shape),
+        "config": dataclasses.asdict(prepared.config), "device_bytes": prepared.target.chip.usable_bytes,
+        **{name: getattr(report, name) for name in fields},
+        "executables": [
+            {f.name: getattr(e, f.name) for f in dataclasses.fields(e) if f.name != "text"} for e in report.executables
+        ],
+        "decode": dataclasses.asdict(decode) | {
+            "name": report.decode.name, "launches": report.decode.launches, "fewest_bytes": decode.fewest,
+            "moved_bytes": decode.total, "static_efficiency": decode.ratio, "floor_ms": decode.floor_ms,
+            "kv_ratio": decode.kv_ratio, "uncached_ratio": decode.uncached_ratio, "other_ratio": decode.other_ratio,
+        },
+        "largest": report.largest.name,
+    }  # fmt: skip

@@ -1,0 +1,46 @@
+"""The chips that these tests compile for: JAXLLM_TARGETS, names separated by spaces; those without a compiler skip."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.aot import chips
+
+DEFAULT = "v6e a100 h200"
+
+
+def chip_names(platform: str | None = None) -> list[Any]:
+    """The chips to compile for, of one platform or all, as parameters of a test."""
+    names = os.environ.get("JAXLLM_TARGETS", DEFAULT).split()
+    if unknown := sorted(set(names) - chips.CHIPS.keys()):
+        raise ValueError(f"JAXLLM_TARGETS names {unknown}; known are {sorted(chips.CHIPS)}")
+    wanted = [name for name in names if platform in (None, chips.CHIPS[name].platform)]
+    return [pytest.param(name, marks=_skip(chips.CHIPS[name].platform)) for name in wanted]
+
+
+def _skip(platform: str) -> Sequence[Any]:
+    reason = chips.missing(platform)
+    return [pytest.mark.skip(reason=f"no compiler for {platform}: {reason}")] if reason else []
+
+
+def mesh_of(chip: str, count: int = 1) -> Mesh:
+    """`count` devices of a chip on the axis "tensor"."""
+    devices = chips.devices(chips.parse_target(f"{chip}-{count}"))
+    return Mesh(np.array(devices), ("tensor",), axis_types=(AxisType.Auto,))
+
+
+def compile_on(mesh: Mesh, fn: Any, *arguments: Any, **options: Any) -> jax.stages.Compiled:
+    """`fn` compiled for shapes or (shape, dtype) pairs that lie on every device; `options` are `jax.jit`'s."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        shape, dtype = x if isinstance(x, tuple) else (x.shape, x.dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+
+    with jax.set_mesh(mesh):
+        return jax.jit(fn, **options).lower(*map(place, arguments)).compile()
