@@ -5,11 +5,13 @@ import atexit
 import itertools
 import logging
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from jaxllm.build import build_engine
+from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineDeadError
 from jaxllm.outputs import RequestOutput
@@ -54,6 +56,7 @@ class AsyncLLM:
         self._wake = threading.Condition()
         self._closing = False
         self._error: EngineDeadError | None = None
+        self._progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="jaxllm-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that dies inside the runtime would take the process down
@@ -61,6 +64,26 @@ class AsyncLLM:
     @property
     def tokenizer(self) -> Any:
         return self._engine.tokenizer
+
+    @property
+    def config(self) -> EngineConfig:
+        return self._engine.config
+
+    @property
+    def vocab(self) -> int:
+        return self._engine.vocab
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still takes requests."""
+        return self._thread.is_alive() and not self._closing and self._error is None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the engine made progress, compiling included; 0 while it has nothing to do."""
+        if not self._engine.has_work():
+            return 0.0
+        return time.monotonic() - max(self._progress_at, self._engine.runner.compile_plan.waited_at)
 
     async def generate(
         self,
@@ -123,6 +146,7 @@ class AsyncLLM:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
+                self._progress_at = time.monotonic()
                 while self._inbox:
                     self._inbox.popleft()()
                 if self._engine.has_work():

@@ -62,7 +62,9 @@ def test_all_folders_come_from_one_tree():
         ("jaxllm.models", ["jaxllm.engine", "jaxllm.checkpoint", "jaxllm.llm", "jaxllm.text"]),
         ("jaxllm.checkpoint", ["jaxllm.engine", "jaxllm.llm"]),
         ("jaxllm.text", ["jaxllm.engine", "jaxllm.llm", "jax"]),
-        ("jaxllm.engine", ["jaxllm.llm", "jaxllm.async_llm", "jaxllm.build", "jaxllm.checkpoint"]),
+        ("jaxllm.engine", ["jaxllm.llm", "jaxllm.async_llm", "jaxllm.build", "jaxllm.checkpoint", "jaxllm.server"]),
+        ("jaxllm.async_llm", ["jaxllm.server"]),
+        ("jaxllm.server.parsing", ["jax", "jaxllm.engine", "jaxllm.llm"]),
         ("jaxllm.engine.scheduler", ["jax", "numpy", "jaxllm.engine.runner", "jaxllm.models"]),
         ("jaxllm.engine.plan", ["jax", "numpy", "jaxllm.engine.scheduler"]),
         ("jaxllm.engine.prefix_cache", ["jax", "numpy", "jaxllm.engine.scheduler"]),
@@ -86,7 +88,7 @@ def test_no_module_takes_pickles():
             assert not {"pickle", "cloudpickle", "dill", "torch"} & imports(file), name
 
 
-@pytest.mark.parametrize("command", ["jaxllm.generate", "jaxllm.bench", "jaxllm.convert"])
+@pytest.mark.parametrize("command", ["jaxllm.generate", "jaxllm.bench", "jaxllm.convert", "jaxllm.serve"])
 def test_help_needs_no_jax(command):
     code = f"""
 import runpy, sys

@@ -45,7 +45,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Free blocks that can be hit."""
-        return sum(block in self._key_of for block in self._free)
+        return sum(block in self._key_of for block in list(self._free))  # a copy: another thread may ask
 
     def allocate(self, n: int) -> list[int]:
         """`n` blocks with one reference each, the longest unused first. The caller has checked `num_free`."""

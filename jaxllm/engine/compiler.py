@@ -29,6 +29,7 @@ class CompilePlan:
         self._check = check
         self.names = tuple(jobs)
         self.seconds = 0.0
+        self.waited_at = 0.0  # time.monotonic() when someone last waited for an executable: no hang, but work
         self._done: dict[Hashable, Any] = {}
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -60,6 +61,7 @@ class CompilePlan:
                 if self._stop.is_set():
                     raise EngineDeadError("the engine was closed while it compiled")
                 self._changed.wait(0.1)
+                self.waited_at = time.monotonic()
                 tick()
         tick()
 

@@ -41,7 +41,7 @@ class Chat:
                 "set add_generation_prompt=False to continue"
             )
         messages, tools = parse_messages(messages), parse_tools(tools)
-        template = self._choose(chat_template, has_tools=tools is not None)
+        template = self.source(chat_template, has_tools=tools is not None)
         end = _mark_end(messages) if continue_final_message else None
         variables = {
             **self.special_tokens, **parse_kwargs(chat_template_kwargs), "messages": messages, "tools": tools,
@@ -50,8 +50,8 @@ class Chat:
         text = self._renderer.render(template, variables)
         return text if end is None else _cut_end(text, end)
 
-    def _choose(self, wanted: Any, *, has_tools: bool) -> str:
-        """The source of the template `wanted`: a name, a file, Jinja source, or None for the model's own."""
+    def source(self, wanted: Any, *, has_tools: bool = False) -> str:
+        """The template `wanted`: a name, a file, Jinja source, or None for the model's own. Raises `ValueError`."""
         names = [*(["tool_use"] if has_tools else []), "default"] if wanted is None else [wanted]
         for name in names:
             if isinstance(name, str) and name in self.templates:

@@ -1,0 +1,105 @@
+"""What the server wants of an engine, wherever that runs."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.stats import EngineStats
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What requests are checked against."""
+
+    config: EngineConfig
+    vocab: int  # rows of the embedding and width of the logits: every id below it is sound
+
+
+class Health(NamedTuple):
+    is_alive: bool  # it has not stopped
+    silent_s: float  # since the last sign of life; 0 while it has nothing to do
+    patience_s: float = 0.0  # it may be silent for longer than others, as its steps are long
+
+
+@runtime_checkable
+class EngineClient(Protocol):
+    """Requests go in as token ids, deltas come out. All methods are for one event loop."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """None while the model is being loaded."""
+
+    async def start(self) -> None:
+        """Returns when requests can be taken. Raises `ValueError` or a `JaxLLMError` if they never can."""
+
+    def generate(
+        self, token_ids: list[int], params: SamplingParams, *, request_id: str, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """What is new, as it comes in: outputs of kind DELTA, the last of them `finished`. Their prompt is left out,
+        and `prompt_logprobs` come once. Closing the iterator aborts. Raises `ValueError` for what the engine refuses,
+        `EngineDeadError` when it stops."""
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with what it has; nothing happens if it is over."""
+
+    def fail_all(self, reason: str) -> None:
+        """Every open iterator raises `EngineDeadError`, and what it stands for is aborted."""
+
+    def stats(self) -> EngineStats | None: ...
+
+    def health(self) -> Health: ...
+
+    async def close(self) -> None: ...
+
+
+class Mailbox:
+    """The newest deltas of one request, for one consumer: a slow one gets several in one, so nothing piles up."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+        self._unread: RequestOutput | None = None
+        self._error: Exception | None = None
+
+    def put(self, news: RequestOutput) -> None:
+        if self._unread is not None:
+            once = self._unread.prompt_logprobs
+            news = self._unread.followed_by(news)
+            news.prompt_logprobs = news.prompt_logprobs or once
+        self._unread = news
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._changed.set()
+
+    async def get(self) -> RequestOutput:
+        await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        news, self._unread = self._unread, None
+        self._changed.clear()
+        return news
+
+
+class SilenceMeter:
+    """Seconds since the last sign of life, of those in which we were awake ourselves to notice one."""
+
+    MOST_PER_TICK_S = 1.0
+
+    def __init__(self) -> None:
+        self.silent_s = 0.0
+        self._ticked_at = time.monotonic()
+
+    def heard(self) -> None:
+        self.silent_s = 0.0
+
+    def tick(self) -> None:
+        """To be called several times a second. After a suspension of the whole machine one second counts."""
+        now = time.monotonic()
+        self.silent_s += min(now - self._ticked_at, self.MOST_PER_TICK_S)
+        self._ticked_at = now

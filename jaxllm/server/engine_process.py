@@ -1,0 +1,190 @@
+"""The engine's process: steps in its main thread, and beside it one thread that reads, one that writes, one that says
+how it is. Started by `process_client`; its standard input and output are not used."""
+
+import dataclasses
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from jaxllm.errors import JaxLLMError
+from jaxllm.outputs import RequestOutput
+from jaxllm.server import wire
+from jaxllm.server.client import EngineInfo
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.25
+STATS_S = 0.25
+_PATIENCE, _MOST_PATIENCE_S = 5, 120.0  # times the longest of the last steps; a step that hung once is no measure
+_EXIT_S = 5.0  # for a step that runs when the server goes away
+
+
+class Pulse:
+    """When the engine last made progress. The engine's thread writes, the heartbeat's reads."""
+
+    def __init__(self) -> None:
+        self.is_busy = True  # it loads
+        self.engine: Any = None
+        self.stats: Any = None
+        self._at = time.monotonic()
+        self._steps_s: deque[float] = deque(maxlen=64)
+
+    def progress(self, *, is_busy: bool, step_s: float | None = None) -> None:
+        if step_s is not None:
+            self._steps_s.append(step_s)
+        self.is_busy, self._at = is_busy, time.monotonic()
+
+    def beat(self) -> wire.Beat:
+        at = self._at if self.engine is None else max(self._at, self.engine.runner.compile_plan.waited_at)
+        is_loading = self.engine is None
+        silent_s = time.monotonic() - at if self.is_busy and not is_loading else 0.0
+        longest_s = max(self._steps_s.copy(), default=0.0)
+        return wire.Beat(silent_s, min(_PATIENCE * longest_s, _MOST_PATIENCE_S), self.stats)
+
+
+class EngineLoop:
+    """Takes requests from `inbox`, steps, and hands every step's news to the writer as one frame."""
+
+    def __init__(self, engine: Any, pulse: Pulse, inbox: "queue.SimpleQueue[wire.FromServer | None]", send: Any):
+        self._engine, self._pulse, self._inbox, self._send = engine, pulse, inbox, send
+        self._has_prompt_logprobs: set[str] = set()  # requests whose prompt's were sent
+        self._stats_at = 0.0
+
+    def run(self) -> None:
+        """Until the server is gone. Raises what kills the engine."""
+        while True:
+            is_busy = self._engine.has_work()
+            if not is_busy:
+                self._tell_stats(now=True)
+                self._pulse.progress(is_busy=False)
+            if not self._take(wait=not is_busy):
+                return
+            if self._engine.has_work():
+                start = time.monotonic()
+                self._pulse.progress(is_busy=True)
+                news = self._engine.step()
+                self._pulse.progress(is_busy=True, step_s=time.monotonic() - start)
+                self._tell_stats(now=False)
+                if news:
+                    self._send(wire.Outputs([self._lean(output) for output in news]))
+
+    def _take(self, *, wait: bool) -> bool:
+        """Does what has been asked for; with `wait`, at least one thing. False if there is no server any more."""
+        while wait or not self._inbox.empty():
+            message = self._inbox.get()
+            if message is None:
+                return False
+            wait = False
+            if isinstance(message, wire.Add):
+                self._add(message)
+            elif isinstance(message, wire.Abort):
+                self._abort(message)
+        return True
+
+    def _add(self, message: wire.Add) -> None:
+        try:
+            self._engine.add(
+                message.token_ids, wire.unpack_params(message.params), request_id=message.request_id,
+                priority=message.priority, stream=True,
+            )  # fmt: skip
+        except ValueError as error:
+            self._send(wire.Refused(message.request_id, str(error)))
+
+    def _abort(self, message: wire.Abort) -> None:
+        output = self._engine.abort(message.request_id)
+        self._has_prompt_logprobs.discard(message.request_id)
+        if output is not None and message.tells:
+            self._send(wire.Outputs([self._lean(output)]))
+
+    def _lean(self, output: RequestOutput) -> RequestOutput:
+        """Without what the server knows already."""
+        scores = output.prompt_logprobs
+        if scores is not None and output.request_id in self._has_prompt_logprobs:
+            scores = None
+        elif scores is not None:
+            self._has_prompt_logprobs.add(output.request_id)
+        if output.finished:
+            self._has_prompt_logprobs.discard(output.request_id)
+        return dataclasses.replace(output, prompt=None, prompt_token_ids=[], prompt_logprobs=scores)
+
+    def _tell_stats(self, *, now: bool) -> None:
+        if now or time.monotonic() - self._stats_at > STATS_S:
+            self._pulse.stats, self._stats_at = self._engine.stats(), time.monotonic()
+
+
+def _read(connection: socket.socket, inbox: queue.SimpleQueue) -> None:
+    """The reader's thread. Without a server this process has no purpose: it ends, even in the middle of a step."""
+    try:
+        while (data := wire.read_frame(connection)) is not None:
+            inbox.put(wire.from_server.decode(data))
+    except OSError:
+        log.debug("the server's connection broke", exc_info=True)
+    inbox.put(None)
+    time.sleep(_EXIT_S)
+    os._exit(1)
+
+
+def _write(connection: socket.socket, outbox: queue.SimpleQueue) -> None:
+    try:
+        while (message := outbox.get()) is not None:
+            connection.sendall(wire.frame(message))
+    except OSError:  # the reader's thread ends the process
+        log.debug("the server's connection broke", exc_info=True)
+
+
+def _beat(pulse: Pulse, outbox: queue.SimpleQueue) -> None:
+    while True:
+        outbox.put(pulse.beat())
+        time.sleep(BEAT_S)
+
+
+def main(path: str) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    start = wire.from_server.decode(wire.read_frame(connection) or b"")
+    inbox, outbox, pulse = queue.SimpleQueue(), queue.SimpleQueue(), Pulse()
+    writer = threading.Thread(target=_write, args=(connection, outbox), daemon=True)
+    writer.start()
+    for target, args in ((_read, (connection, inbox)), (_beat, (pulse, outbox))):
+        threading.Thread(target=target, args=args, daemon=True).start()
+    try:
+        _serve(start.options, pulse, inbox, outbox.put)
+        return 0
+    except Exception as error:  # noqa: BLE001 - the process's last act: the server is told
+        is_user_error = isinstance(error, ValueError | OSError | JaxLLMError) and pulse.engine is None
+        if not is_user_error:
+            log.exception("the engine failed")
+        outbox.put(wire.Failed(str(error), is_user_error))
+        return 1
+    finally:
+        outbox.put(None)
+        writer.join(timeout=_EXIT_S)
+        logging.shutdown()
+
+
+def _serve(options: dict[str, Any], pulse: Pulse, inbox: queue.SimpleQueue, send: Any) -> None:
+    from jaxllm.cli import setup_compilation_cache
+
+    setup_compilation_cache()
+    from jaxllm.build import build_engine  # imports jax, while heartbeats are sent already
+
+    engine = build_engine(**options)
+    pulse.progress(is_busy=False)
+    pulse.engine, pulse.stats = engine, engine.stats()
+    send(wire.Ready(EngineInfo(engine.config, engine.vocab), pulse.stats))
+    EngineLoop(engine, pulse, inbox, send).run()
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1])
+    os._exit(status)  # a compilation can't be interrupted, and nobody waits for it any more

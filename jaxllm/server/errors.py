@@ -1,0 +1,101 @@
+"""What a client sees of anything that went wrong: one exception, one body, one renderer."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from jaxllm.errors import EngineDeadError
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 2
+_NO_RETRY = {"x-should-retry": "false"}
+
+
+class APIError(Exception):
+    """An answer with an error status. `message` is shown to the client, so it never holds what a bug said."""
+
+    def __init__(
+        self, status: int, message: str, *, type: str = "invalid_request_error", code: str | None = None,
+        param: str | None = None, headers: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.type, self.code, self.param = status, message, type, code, param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
+
+def invalid(message: str, param: str | None = None, code: str | None = "invalid_value") -> APIError:
+    return APIError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, message: str) -> APIError:
+    return APIError(400, message, param=param, code="unsupported_parameter")
+
+
+def too_long(message: str, param: str) -> APIError:
+    return APIError(400, message, param=param, code="context_length_exceeded")
+
+
+def unauthorized() -> APIError:
+    return APIError(
+        401, "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
+        code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
+    )  # fmt: skip
+
+
+def unknown_model(name: str, known: list[str]) -> APIError:
+    message = f"the model {name[:100]!r} does not exist here; this server has {', '.join(known)}"
+    return APIError(404, message, code="model_not_found", param="model")
+
+
+def unavailable(message: str, code: str = "server_is_overloaded") -> APIError:
+    return APIError(
+        503, message, type="service_unavailable_error", code=code, headers={"Retry-After": str(RETRY_AFTER_S)}
+    )
+
+
+def deadline_exceeded(limit_s: float) -> APIError:
+    message = f"the request was not finished within {limit_s:g} s; ask for fewer tokens, or try when less is running"
+    return APIError(504, message, type="timeout_error", code="deadline_exceeded")
+
+
+def engine_dead(request_id: str) -> APIError:
+    message = f"the engine stopped; the server must be restarted (request {request_id})"
+    return APIError(500, message, type="server_error", code="engine_dead")
+
+
+def internal(request_id: str) -> APIError:
+    message = f"an internal error ended the request; the server's log has more under {request_id}"
+    return APIError(500, message, type="server_error", code="internal_error", headers=_NO_RETRY)
+
+
+def as_api_error(error: BaseException, request_id: str) -> APIError:
+    """What a client is told of any exception; what it is not told goes to the log."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, EngineDeadError):
+        log.error("request %s: %s", request_id, error)
+        return engine_dead(request_id)
+    log.error("request %s failed", request_id, exc_info=error)
+    return internal(request_id)
+
+
+@contextmanager
+def refusing(param: str | None, fields: frozenset[str] = frozenset()) -> Iterator[None]:
+    """A ValueError in here is about what the client sent. Its message says which of `fields` is wrong by beginning
+    with its name; `param` is it otherwise."""
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        name = message.split("=", 1)[0].split(" ", 1)[0].rstrip(":")
+        raise invalid(message, name if name in fields else param) from error

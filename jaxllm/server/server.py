@@ -1,0 +1,111 @@
+"""What the routes share: the model, the engine's client, the threads for text, the bounds on it all."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, aclosing, contextmanager
+from typing import Any, TypeVar
+
+from jaxllm.server.admission import Admission
+from jaxllm.server.client import EngineClient, EngineInfo
+from jaxllm.server.config import ServerConfig
+from jaxllm.server.errors import APIError, engine_dead, unavailable
+from jaxllm.server.generation import News, run
+from jaxllm.server.metrics import Metrics
+from jaxllm.server.prepare import Job, Model
+
+log = logging.getLogger(__name__)
+
+_TEXT_THREADS = 2
+_TICK_S = 0.2
+Result = TypeVar("Result")
+
+
+class Server:
+    """The state of one server; `start` and `close` belong to its event loop."""
+
+    def __init__(self, config: ServerConfig, client: EngineClient, model: Model):
+        self.config, self.client, self.model = config, client, model
+        self.admission = Admission(config.max_queued_requests)
+        self.metrics = Metrics(model.name, client, vllm_names=config.vllm_metric_names)
+        self._texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-text")
+        self._is_hung = False
+        self._watchdog: asyncio.Task | None = None
+
+    async def start(self) -> None:
+        """Returns when the engine takes requests; raises what `EngineClient.start` raises."""
+        self._watchdog = asyncio.create_task(self._watch())
+        await self.client.start()
+        self.admission.max_running = self.client.info.config.max_num_seqs
+
+    async def close(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            await asyncio.gather(self._watchdog, return_exceptions=True)
+        await self.client.close()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+    # ---- how it is
+
+    @property
+    def is_live(self) -> bool:
+        """The engine made progress, or has nothing to do, or is being loaded."""
+        return self.client.health().is_alive and not self._is_hung
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_live and self.client.info is not None and not self.admission.is_draining
+
+    async def _watch(self) -> None:
+        """Looks for an engine that hangs, and for an event loop that is late."""
+        while True:
+            start = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+            self.metrics.loop_lag_s.set(max(0.0, time.monotonic() - start - _TICK_S))
+            health = self.client.health()
+            limit = max(self.config.watchdog_s, health.patience_s)
+            was_hung, self._is_hung = self._is_hung, health.is_alive and health.silent_s > limit
+            if self._is_hung and not was_hung:
+                log.error("the engine has made no progress for %.0f s; its requests are ended", health.silent_s)
+                self.client.fail_all(f"the engine has made no progress for {limit:.0f} s")
+            elif was_hung and not self._is_hung:
+                log.warning("the engine makes progress again" if health.is_alive else "the engine has stopped")
+
+    def check_ready(self, request_id: str) -> EngineInfo:
+        """Raises `APIError` if a request would not be served now."""
+        if self.admission.is_draining:
+            raise unavailable("the server is shutting down; try another, or this one later")
+        if not self.client.health().is_alive:
+            raise engine_dead(request_id)
+        if self._is_hung:
+            raise unavailable("the engine makes no progress; try another server, or this one later")
+        info = self.client.info
+        if info is None:
+            raise unavailable("the model is being loaded; try again soon", code="model_loading")
+        return info
+
+    # ---- what it does
+
+    async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
+        """Templates and tokenizers, away from the event loop, a few at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work, *args)
+
+    async def run(self, jobs: list[Job], *, request_id: str, priority: int | None) -> AsyncIterator[News]:
+        stream = run(self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0)
+        async with aclosing(stream):
+            async for news in stream:
+                yield news
+
+    @contextmanager
+    def admit(self, count: int) -> Iterator[None]:
+        """Places for `count` requests to the engine, or `APIError`."""
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.admission.admit(count))
+            except APIError as error:
+                if error.status == 503:
+                    self.metrics.rejected()
+                raise
+            yield

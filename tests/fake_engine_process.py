@@ -1,0 +1,101 @@
+"""The engine's process with an engine that is none: `jaxllm.server.engine_process` as it is, but for `build_engine`.
+
+Every request gets the letters of the alphabet, one a step. What its first token id is can happen to it: 1 is refused,
+2 kills the process's engine, 3 makes a step that takes long, 4 fails alone, 5 waits for a compilation.
+"""
+
+import os
+import sys
+import time
+import types
+from dataclasses import dataclass, field, replace
+
+from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.server import engine_process
+from tests.fake_server import CONFIG, STATS
+
+STEP_S = 0.01
+REFUSED, DEADLY, SLOW, POISON, COMPILING = 1, 2, 3, 4, 5
+
+MODES = []  # of the socket's folder and the socket, while it can still be seen
+
+
+@dataclass
+class FakeEngine:
+    config = CONFIG
+    vocab = 4096
+    requests: dict = field(default_factory=dict)  # id -> [params, tokens so far, prompt]
+
+    def __post_init__(self):
+        self.compile_plan = types.SimpleNamespace(waited_at=0.0)
+        self.runner = types.SimpleNamespace(compile_plan=self.compile_plan)
+
+    def has_work(self):
+        return bool(self.requests)
+
+    def stats(self):
+        return replace(STATS, num_running=len(self.requests), blocks_used=len(self.requests))
+
+    def add(self, token_ids, params, *, request_id, priority, stream):
+        assert stream
+        if token_ids[0] == REFUSED:
+            raise ValueError("there is no place for this")
+        self.requests[request_id] = [params, 0, token_ids]
+
+    def abort(self, request_id):
+        if (request := self.requests.pop(request_id, None)) is None:
+            return None
+        return self._output(request_id, request, "", "abort")
+
+    def step(self):
+        time.sleep(STEP_S)
+        kinds = {token_ids[0] for _, _, token_ids in self.requests.values()}
+        if DEADLY in kinds:
+            raise RuntimeError("the device is gone")
+        if SLOW in kinds:
+            time.sleep(3)
+        if COMPILING in kinds:
+            for _ in range(30):
+                time.sleep(0.1)
+                self.compile_plan.waited_at = time.monotonic()
+        news = []
+        for request_id, request in list(self.requests.items()):
+            params, count, token_ids = request
+            request[1] += 1
+            reason = "length" if request[1] == params.max_tokens else None
+            if token_ids[0] == POISON:
+                reason = "error"
+            news.append(self._output(request_id, request, chr(97 + count % 26), reason))
+            if reason is not None:
+                del self.requests[request_id]
+        return news
+
+    def _output(self, request_id, request, text, reason):
+        token_ids = request[2]
+        scores = None if request[0].prompt_logprobs is None else [None] * len(token_ids)
+        piece = CompletionOutput(index=0, text=text, token_ids=[97] * len(text), finish_reason=reason)
+        return RequestOutput(
+            request_id=request_id, prompt="p", prompt_token_ids=token_ids, prompt_logprobs=scores, outputs=[piece],
+            finished=reason is not None, error="it failed" if reason == "error" else None,
+        )  # fmt: skip
+
+
+def build_engine(**options):
+    if path := options.get("told"):
+        with open(path, "w") as file:
+            file.write(" ".join(MODES))
+    if options.get("wrong"):
+        raise ValueError("max_model_len=0 is no length")
+    time.sleep(options.get("load_s", 0))
+    return FakeEngine()
+
+
+def install() -> None:
+    sys.modules["jaxllm.build"] = types.SimpleNamespace(build_engine=build_engine)
+    sys.modules["jaxllm.cli"] = types.SimpleNamespace(setup_compilation_cache=lambda: None)
+
+
+if __name__ == "__main__":
+    install()
+    MODES += [oct(os.stat(place).st_mode & 0o777) for place in (os.path.dirname(sys.argv[1]), sys.argv[1])]
+    os._exit(engine_process.main(sys.argv[1]))
