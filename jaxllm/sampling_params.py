@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
+from jaxllm.structured_outputs import StructuredOutputs
+
 MAX_N = 128
 MAX_STOPS = 32
 MAX_LOGPROBS = 20
@@ -75,6 +77,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None  # no other token is generated
     bad_words: list[str] | None = None  # words that are not generated
     skip_reading_prefix_cache: bool | None = None  # None: if prompt_logprobs are wanted
+    structured_outputs: StructuredOutputs | None = None  # the form that the text must have, also with `ignore_eos`
     stops: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -97,6 +100,9 @@ class SamplingParams:
                 raise ValueError(f"{name}={value!r} must be True or False")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            kind = type(self.structured_outputs).__name__
+            raise ValueError(f"structured_outputs is a {kind}; give StructuredOutputs(json=...), say")
 
     @property
     def needs_full_sampler(self) -> bool:
@@ -242,6 +248,7 @@ class BeamSearchParams:
     skip_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
     early_stopping: bool | Literal["never"] = False
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
@@ -259,6 +266,7 @@ class BeamSearchParams:
             temperature=0.0, length_penalty=self.length_penalty, early_stopping=self.early_stopping,
             include_stop_str_in_output=self.include_stop_str_in_output, skip_special_tokens=self.skip_special_tokens,
             allowed_token_ids=self.allowed_token_ids, logprobs=min(MAX_LOGPROBS, 2 * self.beam_width),
+            structured_outputs=self.structured_outputs,
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from jaxllm.engine.stats import EngineStats
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.client import EngineInfo
+from jaxllm.structured_outputs import StructuredOutputs
 
 MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct(">I")
@@ -105,9 +106,14 @@ def _read(connection: socket.socket, count: int) -> bytes | None:
 def pack_params(params: SamplingParams) -> dict[str, Any]:
     """The fields that are not the defaults; enums as their value, as msgpack has them."""
     given = {name: getattr(params, name) for name in _PARAMS}
+    if params.structured_outputs is not None:
+        given["structured_outputs"] = dataclasses.asdict(params.structured_outputs)
     return {name: value for name, value in given.items() if value != _PARAMS[name] and value not in ([], {})}
 
 
 def unpack_params(fields: dict[str, Any]) -> SamplingParams:
     kind = RequestOutputKind(fields.get("output_kind", RequestOutputKind.CUMULATIVE.value))
-    return SamplingParams(**fields | {"output_kind": kind})
+    form = fields.get("structured_outputs")
+    return SamplingParams(
+        **fields | {"output_kind": kind, "structured_outputs": None if form is None else StructuredOutputs(**form)}
+    )
