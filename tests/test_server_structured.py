@@ -7,6 +7,7 @@ import re
 import jsonschema
 import pytest
 
+from jaxllm.engine.grammar import GrammarCompiler
 from jaxllm.server.in_process import InProcessClient
 from jaxllm.server.wire import pack_params, unpack_params
 from jaxllm.structured_outputs import StructuredOutputs
@@ -109,14 +110,37 @@ def test_bad_forms_are_refused_before_they_queue(web, fields, param):
     assert len(web.client.seen) == before
 
 
+HOSTILE = {
+    "chained rules": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(20_000)) + '\nr20000: "a"',
+    "nested groups": "start: " + "(" * 100_000 + '"a"' + ")" * 100_000,
+    "chained tokens": "start: T0\n" + "\n".join(f"T{i}: T{i + 1}" for i in range(20_000)) + '\nT20000: "a"',
+}
+REFERENCES = {"$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_end_nothing_but_themselves(web, name):
+    """They overflow the stack of the library, or don't end."""
+    answer = web.complete(guided_grammar=HOSTILE[name])
+    assert answer.status == 400 and re.search("too long|too deep|not sound", answer.error["message"])
+    assert web.complete(guided_regex="a").status == 200
+
+
+def test_hostile_schemas(web):
+    REFERENCES["$defs"]["d5000"] = {"type": "null"}
+    assert web.complete(guided_json=REFERENCES).status == 400
+    assert web.complete(guided_regex="a").status == 200
+
+
 # ---- grammars for calls and thoughts, on texts
 
 
 def follows(web, text) -> bool:
     """Whether the grammar that the engine was asked for takes the text to its end."""
     tokenizer = Tokenizer(backend(), eos_token="</s>")
+    grammar = GrammarCompiler(tokenizer, 263, ()).compile(asked(web))
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    inner = web.server.model.grammars.compile(asked(web)).matcher().inner
+    inner = grammar.matcher().inner
     return inner.validate_tokens(tokens) == len(tokens) and inner.consume_tokens(tokens) and inner.is_accepting()
 
 

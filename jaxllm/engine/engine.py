@@ -220,7 +220,8 @@ class Engine:
         for request, _ in bound:
             request.matcher.follow(request.output_token_ids)
         self._grammars.fill([(request.matcher, row) for request, row in bound], plan.masks)
-        return [request for request, row in bound if request.matcher.error or not plan.masks[row].any()]
+        allowed = plan.masks.any(axis=1)  # a beam without a token just ends, if others go on
+        return [r for r, row in bound if r.matcher.error or not (allowed[row] or r.group.is_search)]
 
     def _end_stuck(self, request: Request) -> Request:
         """Ends a request whose grammar allows no token; returns it, or who stands for it."""

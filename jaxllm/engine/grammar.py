@@ -24,6 +24,7 @@ _LIMITS = {
     "max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
     "max_lexer_states": 50_000, "max_grammar_size": 500_000,
 }  # fmt: skip
+_MAX_GBNF_CHARS = 1 << 16
 _CACHE_CHARS = 1 << 23  # of the grammars that are kept compiled
 _CACHE_GRAMMARS = 256
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"  # without a bound a model may go on with it for ever
@@ -106,14 +107,19 @@ class GrammarCompiler:
             if text in self._kept:
                 self._kept.move_to_end(text)
                 return self._kept[text]
-            if self._trie is None:
-                self._trie = self._make_trie(llguidance)
+        self.warm_up()
         pristine = _compile(llguidance, self._trie, text)
         self._probe(pristine.deep_copy())
         grammar = Grammar(pristine)
         with self._lock:
             self._keep(text, grammar)
         return grammar
+
+    def warm_up(self) -> None:
+        """Prepares for the tokenizer, which takes up to seconds. ValueError if that can't be."""
+        with self._lock:
+            if self._trie is None:
+                self._trie = self._make_trie(_library())
 
     def _keep(self, text: str, grammar: Grammar) -> None:
         if text not in self._kept:
@@ -133,7 +139,7 @@ class GrammarCompiler:
         size = self._tokenizer.vocab_size
         eos_ids = [token for token in self._eos_ids if token < size]
         try:
-            return llguidance.LLTokenizer(source, n_vocab=max(size, self._vocab), eos_token=eos_ids or None)
+            return llguidance.LLTokenizer(source, n_vocab=max(size, self._vocab) or None, eos_token=eos_ids or None)
         except Exception as error:  # the library raises the bare class
             raise ValueError(f"structured outputs don't work with this tokenizer: {error}") from error
 
@@ -215,6 +221,11 @@ def _of_grammar(source: str) -> str:
     if "::=" in source:
         from llguidance.gbnf_to_lark import gbnf_to_lark
 
+        if len(source) > _MAX_GBNF_CHARS:
+            raise ValueError(
+                f"structured_outputs.grammar has {len(source)} characters of GBNF, of which {_MAX_GBNF_CHARS} are "
+                "allowed; write it in Lark"
+            )
         try:
             source = gbnf_to_lark(source)
         except Exception as error:  # noqa: BLE001 - the converter raises several

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxllm.engine.grammar import GrammarCompiler
 from jaxllm.engine.validation import check_params, check_prompt, check_room
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.client import EngineInfo
 from jaxllm.server.errors import APIError, invalid, refusing, too_long, unknown_model
 from jaxllm.server.grammar import Form, form_of
+from jaxllm.server.grammar_check import GrammarChecker
 from jaxllm.server.schemas import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
@@ -53,9 +53,8 @@ class Model:
         return self.names[0]
 
     @cached_property
-    def grammars(self) -> GrammarCompiler:
-        """Finds out what is wrong with a grammar before the engine hears of it."""
-        return GrammarCompiler(self.tokenizer, 0, ())
+    def grammars(self) -> GrammarChecker:
+        return GrammarChecker(self.tokenizer)
 
     @property
     def template_source(self) -> str:
@@ -165,7 +164,7 @@ def sampling_params(
     `APIError`."""
     if form is not None:
         with refusing(form.param):
-            model.grammars.compile(form.wanted)
+            model.grammars.check(form.wanted)
     given = {name: value for name in _PASSED if (value := getattr(request, name)) is not None}
     defaults = {} if request.beam_width is not None else model.defaults
     if request.best_of:
