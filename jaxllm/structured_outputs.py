@@ -21,13 +21,13 @@ class StructuredOutputs:
     """
 
     json: Any = None  # a JSON schema: a dict, or its text; kept as text
-    regex: str | None = None  # of Rust's regex crate, without look-around and back-references; the whole text matches
-    choice: list[str] | None = None  # the text is one of them
-    grammar: str | None = None  # Lark as llguidance has it, GBNF ("root ::= ..."), or llguidance's own JSON
-    json_object: bool | None = None  # True: any JSON object
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False  # as if each object of the schema said "additionalProperties": false
-    whitespace_pattern: str | None = None  # an expression for what may stand between JSON's tokens
+    regex: Any = None  # str, of Rust's regex crate, without look-around and back-references; the whole text matches
+    choice: Any = None  # list of str; the text is one of them
+    grammar: Any = None  # str: Lark as llguidance has it, GBNF ("root ::= ..."), or llguidance's own JSON
+    json_object: Any = None  # True: any JSON object
+    disable_any_whitespace: Any = False  # True: none at all in JSON
+    disable_additional_properties: Any = False  # True: as if each object of the schema said "additionalProperties": false
+    whitespace_pattern: Any = None  # str, an expression for what may stand between JSON's tokens
 
     def __post_init__(self) -> None:
         if self.json_object is False:

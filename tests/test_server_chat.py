@@ -262,7 +262,7 @@ def test_a_response_that_calls_a_tool(tools):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("previous_response_id", "resp_1"), ("background", True), ("conversation", "c"), ("truncation", "auto"),
-     ("text", {"format": {"type": "json_object"}}), ("prompt", {"id": "p"})],
+     ("prompt", {"id": "p"})],
 )  # fmt: skip
 def test_responses_have_no_memory(web, field, value):
     answer = respond(web, **{field: value})

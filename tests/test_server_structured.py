@@ -14,7 +14,6 @@ from jaxllm.structured_outputs import StructuredOutputs
 from jaxllm.text.tokenizer import Tokenizer
 from tests.chat_model import TEMPLATE, backend, write_model
 from tests.fake_server import FakeClient, running
-from tests.test_server_chat import TOOL_TEMPLATE
 
 openai = pytest.importorskip("openai")
 
@@ -28,7 +27,8 @@ NAMED = {"type": "function", "function": {"name": "forecast"}}
 ARGUMENTS = {"city": "Rome", "days": 3}
 HERMES = f'<tool_call>\n{{"name": "forecast", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>'
 LLAMA = f'{{"name": "forecast", "parameters": {json.dumps(ARGUMENTS)}}}'
-THINKING = TOOL_TEMPLATE + "{# </think> #}"
+CALLING = TEMPLATE + "{# <tool_call> #}"
+THINKING = CALLING + "{# </think> #}"
 JSON = {"type": "json_object"}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=16, block_size=4, num_blocks=256, max_model_len=512)
@@ -146,7 +146,7 @@ def follows(web, text) -> bool:
 
 @contextlib.contextmanager
 def calling(reply, **settings):
-    with running(FakeClient(reply=reply), **{"template": TOOL_TEMPLATE} | settings) as web:
+    with running(FakeClient(reply=reply), **{"template": CALLING} | settings) as web:
         yield lambda **fields: web.chat(**{"tools": [FORECAST, CLOCK]} | fields), web
 
 

@@ -1,5 +1,6 @@
 """Where requests ask for text of a certain form: from what they say to the grammar that the engine follows."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -47,10 +48,9 @@ def _form(param: str, **fields: Any) -> Form:
 
 
 def _structured(given: Any) -> StructuredOutputs:
-    known = set(StructuredOutputs.__dataclass_fields__)
-    if not isinstance(given, dict) or (unknown := sorted(set(given) - known)):
-        what = "must be an object" if not isinstance(given, dict) else f"can't have {', '.join(unknown)!s:.100}"
-        raise invalid(f"structured_outputs {what}; it has one of {', '.join(sorted(known))}", "structured_outputs")
+    known = [field.name for field in dataclasses.fields(StructuredOutputs)]
+    if not isinstance(given, dict) or not set(given) <= set(known):
+        raise invalid(f"structured_outputs must be an object with some of {', '.join(known)}", "structured_outputs")
     fields = {name: value for name, value in given.items() if value is not None}
     return _form("structured_outputs", **fields).wanted
 

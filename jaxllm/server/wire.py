@@ -11,7 +11,6 @@ from jaxllm.engine.stats import EngineStats
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.client import EngineInfo
-from jaxllm.structured_outputs import StructuredOutputs
 
 MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct(">I")
@@ -113,7 +112,4 @@ def pack_params(params: SamplingParams) -> dict[str, Any]:
 
 def unpack_params(fields: dict[str, Any]) -> SamplingParams:
     kind = RequestOutputKind(fields.get("output_kind", RequestOutputKind.CUMULATIVE.value))
-    form = fields.get("structured_outputs")
-    return SamplingParams(
-        **fields | {"output_kind": kind, "structured_outputs": None if form is None else StructuredOutputs(**form)}
-    )
+    return SamplingParams(**fields | {"output_kind": kind})
