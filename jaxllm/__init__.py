@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from jaxllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from jaxllm.prompts import TextPrompt, TokensPrompt
     from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from jaxllm.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput",
-    "RequestOutputKind", "SamplingParams", "TextPrompt", "TokensPrompt",
+    "RequestOutputKind", "SamplingParams", "StructuredOutputs", "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
 _HOMES = {
@@ -31,6 +32,7 @@ _HOMES = {
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "StructuredOutputs": "structured_outputs",
     "TextPrompt": "prompts",
     "TokensPrompt": "prompts",
 }

@@ -103,8 +103,11 @@ class AsyncLLM:
         request_id = f"async-{next(self._ids)}" if request_id is None else request_id
         parsed = await asyncio.to_thread(parse_prompt, prompt, self.tokenizer)
         self._engine.validate(parsed.token_ids, params)
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = await asyncio.to_thread(self._engine.compile_grammar, params)
         stream = _Stream(is_delta=params.output_kind is RequestOutputKind.DELTA)
-        if not self._post(lambda: self._add(stream, parsed, params, request_id, priority)):
+        if not self._post(lambda: self._add(stream, parsed, params, request_id, priority, grammar)):
             raise self._error or EngineDeadError("the engine was closed")
         finished = False
         try:
@@ -168,11 +171,14 @@ class AsyncLLM:
             self._wake.wait_for(lambda: self._inbox or self._closing or self._engine.has_work())
             return not self._closing
 
-    def _add(self, stream: _Stream, prompt: Any, params: SamplingParams, request_id: str, priority: int) -> None:
+    def _add(
+        self, stream: _Stream, prompt: Any, params: SamplingParams, request_id: str, priority: int, grammar: Any
+    ) -> None:
         try:
             self._engine.add(
-                prompt.token_ids, params, request_id=request_id, prompt=prompt.text, priority=priority, stream=True
-            )
+                prompt.token_ids, params,
+                request_id=request_id, prompt=prompt.text, priority=priority, stream=True, grammar=grammar,
+            )  # fmt: skip
         except (ValueError, EngineDeadError) as error:  # an id in use, say
             self._call(stream.loop, stream.put, error)
         else:

@@ -239,6 +239,7 @@ class LLM:
         requests = [(str(next(self._ids)), *fields) for fields in each]
         for _, prompt, sampling, _ in requests:
             self.engine.validate(prompt.token_ids, sampling)
+            self.engine.compile_grammar(sampling)
         return requests
 
     def _run(self, requests: list[tuple], *, stream: bool) -> Iterator[tuple[int, RequestOutput]]:

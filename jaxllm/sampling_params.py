@@ -2,8 +2,10 @@
 
 import enum
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal
+
+from jaxllm.structured_outputs import StructuredOutputs
 
 MAX_N = 128
 MAX_STOPS = 32
@@ -77,6 +79,8 @@ class SamplingParams:
     bad_words: list[str] | None = None  # words that are not generated
     skip_reading_prefix_cache: bool | None = None  # None: if prompt_logprobs are wanted
     cache_salt: str | None = None  # prompts share cached blocks with those of the same salt only
+    # The form that the text must have, also with `ignore_eos`; or a dict of its fields.
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     stops: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -102,6 +106,7 @@ class SamplingParams:
             raise ValueError(f"cache_salt={salt!r:.100} must be a string of 1 to {MAX_SALT_LEN} characters")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+        self._set("structured_outputs", _as_form(self.structured_outputs))
 
     @property
     def needs_full_sampler(self) -> bool:
@@ -247,6 +252,7 @@ class BeamSearchParams:
     skip_special_tokens: bool = True
     allowed_token_ids: list[int] | None = None
     early_stopping: bool | Literal["never"] = False
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
@@ -264,6 +270,7 @@ class BeamSearchParams:
             temperature=0.0, length_penalty=self.length_penalty, early_stopping=self.early_stopping,
             include_stop_str_in_output=self.include_stop_str_in_output, skip_special_tokens=self.skip_special_tokens,
             allowed_token_ids=self.allowed_token_ids, logprobs=min(MAX_LOGPROBS, 2 * self.beam_width),
+            structured_outputs=self.structured_outputs,
         )  # fmt: skip
 
 
@@ -280,6 +287,17 @@ def _as_ids(name: str, value: Any) -> list[int] | None:
     for token in (ids := _as_list(name, value)):
         _check_int(name, token, 0, 2**31 - 1)
     return list(dict.fromkeys(ids))
+
+
+def _as_form(value: Any) -> StructuredOutputs | None:
+    if isinstance(value, StructuredOutputs | None):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"structured_outputs is a {type(value).__name__}; give StructuredOutputs(json=...), say")
+    known = [field.name for field in fields(StructuredOutputs)]
+    if unknown := [name for name in value if name not in known]:
+        raise ValueError(f"structured_outputs has no {unknown[0]!r:.100}; it has {', '.join(known)}")
+    return StructuredOutputs(**value)
 
 
 def _as_bias(value: Any) -> dict[int, float]:

@@ -36,8 +36,18 @@ class FakeEngine:
     def stats(self):
         return replace(STATS, num_running=len(self.requests), blocks_used=len(self.requests))
 
-    def add(self, token_ids, params, *, request_id, priority, stream):
-        assert stream
+    def compile_grammar(self, params):
+        match params.structured_outputs.regex:
+            case "slow":
+                time.sleep(2)
+            case "bad":
+                raise ValueError("the grammar is not sound")
+            case "broken":
+                raise RuntimeError("a bug")
+        return params.structured_outputs.regex
+
+    def add(self, token_ids, params, *, request_id, priority, stream, grammar=None):
+        assert stream and grammar == (params.structured_outputs and params.structured_outputs.regex)
         if token_ids[0] == REFUSED:
             raise ValueError("there is no place for this")
         self.requests[request_id] = [params, 0, token_ids]

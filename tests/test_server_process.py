@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm import SamplingParams
+from jaxllm import SamplingParams, StructuredOutputs
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.server import wire
@@ -127,6 +127,32 @@ def test_a_refused_and_a_poisoned_request_are_alone():
         (output,) = await collect(client, POISON, "poison")
         assert output.error == "it failed"
         assert (await good)[-1].finished
+
+    run(test)
+
+
+@pytest.mark.parametrize(("regex", "message"), [("bad", "not sound"), ("broken", "can't be compiled: a bug")])
+def test_a_refused_grammar_is_alone(regex, message):
+    async def test(client):
+        good = asyncio.create_task(collect(client, request_id="good", structured_outputs=StructuredOutputs(regex="a")))
+        with pytest.raises(ValueError, match=message):
+            await collect(client, request_id="bad", structured_outputs=StructuredOutputs(regex=regex))
+        assert (await good)[-1].finished
+
+    run(test)
+
+
+def test_a_slow_grammar_holds_up_nobody():
+    async def test(client):
+        slow = StructuredOutputs(regex="slow")
+        waiting = asyncio.create_task(collect(client, request_id="slow", structured_outputs=slow))
+        left = asyncio.create_task(collect(client, request_id="left", structured_outputs=slow, max_tokens=100_000))
+        await asyncio.sleep(0)  # both are sent
+        assert len(await collect(client, request_id="quick")) and not waiting.done()
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        assert (await waiting)[-1].finished
+        await until(lambda: client.stats().num_running == 0)
 
     run(test)
 

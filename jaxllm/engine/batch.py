@@ -43,6 +43,11 @@ def pick_bucket(sizes: Sequence[int], n: int) -> int:
     return sizes[i]
 
 
+def mask_words(vocab: int) -> int:
+    """Words of 32 bits that a row's mask of tokens takes."""
+    return -(-vocab // 32)
+
+
 class StepInput(NamedTuple):
     """A step's input, cut from its packed array. Rows are sequences, one-token rows first."""
 

@@ -26,7 +26,7 @@ def start(members: list[Request], text: Any = None) -> SequenceGroup:
         width=params.beam_width, length_penalty=params.length_penalty, early_stopping=params.early_stopping,
         max_new_tokens=first.max_total_len - len(first.prompt_token_ids), num_stop_ids=len(first.stop_ids),
     )  # fmt: skip
-    group = SequenceGroup(members, Round(search, [Line([], [], text)]), members[:1])
+    group = SequenceGroup(members, Round(search, [Line([], [], text, first.matcher)]), members[:1])
     for member in members:
         member.group = group
     return group
@@ -37,6 +37,7 @@ def advance(group: SequenceGroup, pool: BlockPool) -> list[Request]:
     the search is done. Raises TextError before anything has changed."""
     search, lines = copy.copy(group.round.search), group.round.lines
     texts: dict[tuple[int, int], Any] = {}  # of continuations, while stop strings are watched
+    matchers: dict[tuple[int, int], Any] = {}  # likewise, while they follow a grammar
 
     def ends(beam: int, token: int) -> tuple[FinishReason, int | str | None] | None:
         member = group.beams[beam]
@@ -47,13 +48,18 @@ def advance(group: SequenceGroup, pool: BlockPool) -> list[Request]:
             texts[beam, token] = text = _extended(lines[beam].text, token)
             if text.stop is not None:
                 return "stop", text.stop
+        if lines[beam].matcher is not None:
+            matchers[beam, token] = matcher = lines[beam].matcher.after(token)
+            if matcher.is_over and matcher.error is None:
+                return "stop", None
         return None
 
     def extend(continuation: Continuation) -> Line:
         line, row = lines[continuation.beam], group.beams[continuation.beam].candidates
         logprob = row.kept(continuation.logprob, continuation.rank)
-        text = texts.get((continuation.beam, continuation.token))
-        return Line(line.token_ids + [continuation.token], line.logprobs + [logprob], text)
+        key = continuation.beam, continuation.token
+        token_ids, logprobs = line.token_ids + [continuation.token], line.logprobs + [logprob]
+        return Line(token_ids, logprobs, texts.get(key), matchers.get(key))
 
     def keep(continuation: Continuation, reason: Any) -> tuple[Line, Any]:
         return extend(continuation), reason
@@ -95,7 +101,7 @@ def _reseat(group: SequenceGroup, continuations: list[Continuation], pool: Block
         member.share(parent, block_ids, parent.num_computed, parent.num_keyed)
         member.shares_tail = parent.shares_tail = shares_tail
     for beam, line in zip(beams, group.round.lines, strict=True):
-        beam.output_token_ids, beam.logprobs = line.token_ids, line.logprobs
+        beam.output_token_ids, beam.logprobs, beam.matcher = line.token_ids, line.logprobs, line.matcher
         beam.num_tokens = len(beam.prompt_token_ids) + len(line.token_ids)
         beam.candidates, beam.status = None, Status.RUNNING
     group.beams = beams
@@ -110,7 +116,7 @@ def restore(group: SequenceGroup) -> None:
     for member in group.members:
         member.vacate()
     for beam, line in zip(group.beams, group.round.lines, strict=True):
-        beam.output_token_ids, beam.logprobs = line.token_ids, line.logprobs
+        beam.output_token_ids, beam.logprobs, beam.matcher = line.token_ids, line.logprobs, line.matcher
 
 
 def results(group: SequenceGroup, reason: FinishReason, error: str | None) -> list[Request]:
@@ -132,5 +138,6 @@ def _result(first: Request, index: int, line: Line, why: tuple[Any, Any], error:
         prompt_token_ids=first.prompt_token_ids, params=first.params, arrival=first.arrival, seed=first.seed,
         max_total_len=first.max_total_len, sample_index=index, owner=first.owner, output_token_ids=line.token_ids,
         logprobs=line.logprobs, prompt_logprobs=first.prompt_logprobs, num_cached=first.num_cached,
+        stop_ids=first.stop_ids,
         status=Status.FINISHED, finish_reason=why[0], stop_reason=why[1], error=error,
     )  # fmt: skip

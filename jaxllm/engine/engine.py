@@ -12,6 +12,7 @@ from jaxllm.engine.batch import NUM_STOP_IDS
 from jaxllm.engine.block_pool import BlockPool
 from jaxllm.engine.candidates import BeamRow, read_candidates
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.grammar import Grammar, GrammarCompiler
 from jaxllm.engine.logprobs import compact
 from jaxllm.engine.output import Group
 from jaxllm.engine.plan import Plan
@@ -36,6 +37,7 @@ class Engine:
         self.config: EngineConfig = runner.config
         self.runner, self.tokenizer = runner, tokenizer
         self.vocab, self.eos_ids = vocab, frozenset(eos_ids)
+        self._grammars = GrammarCompiler(tokenizer, vocab, self.eos_ids)
         if len(self.eos_ids) + MAX_STOP_TOKEN_IDS > NUM_STOP_IDS:
             most = NUM_STOP_IDS - MAX_STOP_TOKEN_IDS
             raise ValueError(f"the model has {len(self.eos_ids)} end-of-sequence ids; at most {most} are supported")
@@ -74,28 +76,36 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         stream: bool = False,
+        grammar: Grammar | None = None,
     ) -> None:
-        """Accepts a request, or raises `ValueError` with what is wrong with it. Everything is checked here."""
+        """Accepts a request, or raises `ValueError` with what is wrong with it. Everything is checked here. `grammar`
+        is what `compile_grammar` made of the parameters, if someone has called it where it holds up nobody."""
         if self._dead is not None:
             raise EngineDeadError(f"the engine is dead: {self._dead}") from self._dead
         if request_id in self._groups:
             raise ValueError(f"request id {request_id!r} is in use; choose another")
         prompt_token_ids = self.validate(prompt_token_ids, params)
+        grammar = grammar or self.compile_grammar(params)
         group = Group(
             request_id=request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, params=params,
             tokenizer=self.tokenizer, stream=stream,
         )  # fmt: skip
-        siblings = self._siblings(group, priority)
+        siblings = self._siblings(group, priority, grammar)
         self._groups[request_id] = group
         self.scheduler.add(siblings)
 
-    def _siblings(self, group: Group, priority: int) -> SequenceGroup:
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """The grammar of `structured_outputs`, if there is one: in any thread, as it may take seconds. ValueError for
+        one that can't be used."""
+        return None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
+
+    def _siblings(self, group: Group, priority: int, grammar: Grammar | None) -> SequenceGroup:
         """The sequences of a request, of which `group` gets those whose ends it tells."""
         params = group.params
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
         bad_words = bad_word_ids(params, self.tokenizer)
         sequences = [
-            self._sequence(group, index, seed, priority, bad_words)
+            self._sequence(group, index, seed, priority, bad_words, grammar)
             for index in range(params.beam_width or params.num_samples)
         ]
         if params.beam_width is not None:
@@ -123,7 +133,9 @@ class Engine:
         check_room(ids, params, self.config)
         return ids
 
-    def _sequence(self, group: Group, index: int, seed: int, priority: int, bad_words: list[list[int]]) -> Request:
+    def _sequence(
+        self, group: Group, index: int, seed: int, priority: int, bad_words: list[list[int]], grammar: Grammar | None
+    ) -> Request:
         params, prompt = group.params, group.prompt_token_ids
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         limit = self.config.max_model_len
@@ -132,7 +144,8 @@ class Engine:
         return Request(
             prompt_token_ids=prompt, params=params, arrival=next(self._arrivals), seed=seed, sample_index=index,
             max_total_len=limit, stop_ids=eos_ids.union(params.stop_token_ids), eos_ids=eos_ids, priority=priority,
-            bad_words=bad_words, owner=group, host_dependent=params.beam_width is not None,
+            bad_words=bad_words, owner=group, host_dependent=params.beam_width is not None or grammar is not None,
+            matcher=None if grammar is None else grammar.matcher(),
         )  # fmt: skip
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -168,20 +181,24 @@ class Engine:
         return news
 
     def _step(self) -> list[RequestOutput]:
-        scheduler, full = self.scheduler, self.scheduler.num_unfinished_full > 0
-        max_tokens = self.runner.max_tokens(full)
+        scheduler = self.scheduler
+        needs = scheduler.num_unfinished_full > 0, scheduler.num_unfinished_masked > 0
+        max_tokens = self.runner.max_tokens(*needs)
         if not max_tokens:
-            self.runner.wait_first(full)
-            max_tokens = self.runner.max_tokens(full)
+            self.runner.wait_first(*needs)
+            max_tokens = self.runner.max_tokens(*needs)
         plan = scheduler.schedule(max_tokens)
         done, self._in_flight = self._in_flight, None
         failed: tuple[Plan, Exception] | None = None
+        over: list[Request] = []
         if plan is not None:
             self._peak_blocks = max(self._peak_blocks, scheduler.pool.num_used)
+            stuck = self._fill_masks(plan) if needs[1] else []
             try:
                 self._in_flight = self.runner.dispatch(plan)
             except Exception as error:  # noqa: BLE001 - whatever it was, the donated state is gone
                 failed = plan, error
+            over = [self._end_stuck(request) for request in stuck]
         updated: list[Request] = []
         if done is not None:
             try:
@@ -192,7 +209,28 @@ class Engine:
                 updated = scheduler.commit(done.plan, result.tokens, *self._read(done.plan, result))
         if failed is not None:
             updated += self._recover(*failed)
-        return self._news(updated)
+        return self._news(updated + over)
+
+    def _fill_masks(self, plan: Plan) -> list[Request]:
+        """Gives the plan's samples the masks of their grammars; returns those that can't go on."""
+        bound = [(request, row) for row, request in enumerate(plan.samples) if request.matcher is not None]
+        if not bound:
+            return []
+        plan.masks = self.runner.empty_masks(plan)
+        for request, _ in bound:
+            request.matcher.follow(request.output_token_ids)
+        self._grammars.fill([(request.matcher, row) for request, row in bound], plan.masks)
+        allowed = plan.masks.any(axis=1)  # a beam without a token just ends, if others go on
+        return [r for r, row in bound if r.matcher.error or not (allowed[row] or r.group.is_search)]
+
+    def _end_stuck(self, request: Request) -> Request:
+        """Ends a request whose grammar allows no token; returns it, or who stands for it."""
+        matcher, request = request.matcher, request.group.members[0] if request.group.is_search else request
+        is_whole = matcher.error is None and matcher.may_end
+        if not is_whole:
+            request.error = matcher.error or "no token of the model's is allowed by its grammar"
+        self.scheduler.finish(request, "stop" if is_whole else "error")
+        return request
 
     def _read(self, plan: Plan, result: Result) -> tuple[list[Any] | None, list[Any] | None]:
         """Gives requests the log-probabilities of their prompts; returns what is to be kept of each sample's token,

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxllm.engine import block_moves
-from jaxllm.engine.batch import ADMIT_SIZES, FROM_SLOT, AdmitLayout, ExtrasLayout, StepLayout
+from jaxllm.engine.batch import ADMIT_SIZES, FROM_SLOT, AdmitLayout, ExtrasLayout, StepLayout, mask_words
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.logprobs import logprob_rows
-from jaxllm.engine.sampler import sample, sample_full
+from jaxllm.engine.sampler import mask_logits, sample, sample_full
 from jaxllm.engine.state import (
     EXTRAS_AXES,
     DeviceState,
@@ -121,13 +121,16 @@ def sample_full_step(
     lengths: Int[Array, " slots"],
     table: SamplingTable,
     logits: Float[Array, "seqs vocab"],
+    allowed: Float[Array, "seqs vocab"],
     sample_slots: Int[Array, " seqs"],
     *,
     mesh: Mesh | None = None,
 ) -> tuple[Int[Array, " slots"], SamplingExtras, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
-    """Likewise; each row of the result is a token, then its log-probabilities. Beams' candidates are apart, as they
-    are read only if there are beams."""
-    tokens, extras, rows, candidates = sample_full(logits, sample_slots, lengths, table, extras, mesh=mesh)
+    """Likewise, from `allowed`: the logits after the masks of grammars, or the same once more. Each row of the result
+    is a token, then its log-probabilities. Beams' candidates are apart, as they are read only if there are beams."""
+    tokens, extras, rows, candidates = sample_full(
+        logits, sample_slots, lengths, table, extras, allowed=allowed, mesh=mesh
+    )
     last_token = last_token.at[sample_slots].set(tokens, mode="drop")
     return last_token, extras, jnp.concatenate([tokens[:, None], rows], 1), candidates
 
@@ -160,7 +163,7 @@ class Lowering:
     mesh: Mesh
 
     def jobs(self, layouts: Sequence[StepLayout]) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
-        """Name -> lowering of every executable: (number of T) + 2 x (number of S), the admits, three more, and those
+        """Name -> lowering of every executable: (number of T) + 3 x (number of S), the admits, three more, and those
         that move blocks.
 
         Smallest first: after the first four a request can be served.
@@ -173,6 +176,7 @@ class Lowering:
             jobs["step", layout.tokens] = partial(self.lower_step, layout)
             jobs.setdefault(("sample", layout.seqs, False), partial(self.lower_sample, layout.seqs))
             jobs.setdefault(("sample", layout.seqs, True), partial(self.lower_sample_full, layout.seqs))
+            jobs.setdefault(("mask", layout.seqs), partial(self.lower_mask, layout.seqs))
             jobs |= {"extras": self.lower_extras, "score": self.lower_score} | admits
             jobs |= {name: job for name, job in moves.items() if name[0] == "copy"}
         return jobs | moves  # swaps last: until they are there, what is preempted can be recomputed
@@ -232,7 +236,13 @@ class Lowering:
         out = (everywhere, jax.tree.map(lambda x: x.sharding, extras), everywhere, everywhere)
         fn = partial(sample_full_step, mesh=self.mesh)
         jitted = jax.jit(fn, donate_argnums=(0, 1), out_shardings=out)
-        return jitted.lower(slots.last_token, extras, slots.length, sampling, self._logits(seqs), self._ints(seqs))
+        logits = self._logits(seqs)
+        return jitted.lower(slots.last_token, extras, slots.length, sampling, logits, logits, self._ints(seqs))
+
+    def lower_mask(self, seqs: int) -> jax.stages.Lowered:
+        logits = self._logits(seqs)
+        jitted = jax.jit(mask_logits, out_shardings=logits.sharding)
+        return jitted.lower(logits, self._ints(seqs, mask_words(self.model_shape.vocab)))
 
     def lower_extras(self) -> jax.stages.Lowered:
         layout = ExtrasLayout(self.model_shape.vocab)

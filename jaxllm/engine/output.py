@@ -94,7 +94,9 @@ class Group:
     def decode(self, sample: Request) -> str | None:
         """Decodes the sample's tokens that were not yet; returns the stop string that they complete, if any."""
         progress = self._progress[sample.sample_index]
-        by_token = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
+        is_stop = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
+        # A grammar may end with a token that is text.
+        by_token = is_stop and sample.stop_ids.issuperset(sample.output_token_ids[-1:])
         shows_it = not by_token or self.params.include_stop_str_in_output
         ids = sample.output_token_ids[progress.num_decoded : None if shows_it else -1]
         progress.num_decoded += len(ids)

@@ -1,7 +1,7 @@
 """One step, as the scheduler hands it to the runner and gets it back."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxllm.engine.request import Request
 
@@ -58,6 +58,7 @@ class Plan:
     num_tokens: int = 0
     num_samples: int = 0
     full_sampler: bool = False
+    masks: Any = None  # int32 [seqs, words], if a sample has to follow a grammar; the engine's part
     has_beams: bool = False  # perhaps
     rows: list[Request] = field(default_factory=list)
     samples: list[Request] = field(default_factory=list)

@@ -43,6 +43,7 @@ class Request:
     sample_index: int = 0
     priority: int = 0  # lower runs first
     host_dependent: bool = False  # its next step needs the token of this one on the host
+    matcher: Any = None  # where its text is in a grammar, if it has to follow one
     group: "SequenceGroup" = None  # which it belongs to; its own if none is given
     owner: Any = None  # of the layer above
 
@@ -97,7 +98,7 @@ class Request:
     def vacate(self) -> None:
         """It is no beam any more, and keeps but its slot. Its blocks are another's, or free."""
         self.status, self.block_ids, self.keys = Status.HELD, [], []
-        self.output_token_ids, self.logprobs = [], []
+        self.output_token_ids, self.logprobs, self.matcher = [], [], None
         self.num_tokens = len(self.prompt_token_ids)
         self.num_computed = self.num_keyed = 0
         self.candidates, self.shares_tail = None, False
@@ -123,6 +124,10 @@ class Request:
     @property
     def needs_full_sampler(self) -> bool:
         return self.params.needs_full_sampler
+
+    @property
+    def needs_mask(self) -> bool:
+        return self.params.structured_outputs is not None
 
     @property
     def needs_extras(self) -> bool:
@@ -158,6 +163,7 @@ class Line(NamedTuple):
     token_ids: list[int]
     logprobs: list[Any]
     text: Any = None  # a detokenizer, if stop strings are watched; not changed either
+    matcher: Any = None  # as a request's; not changed either
 
 
 class Round(NamedTuple):

@@ -11,7 +11,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxllm.engine import huge_pages, memory
-from jaxllm.engine.batch import ADMIT_SIZES, AdmitLayout, ExtrasLayout, StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.batch import (
+    ADMIT_SIZES,
+    AdmitLayout,
+    ExtrasLayout,
+    StepLayout,
+    mask_words,
+    pick_bucket,
+    token_ladder,
+)
 from jaxllm.engine.block_moves import BlockMoves, host_bytes
 from jaxllm.engine.compiler import CompilePlan
 from jaxllm.engine.config import EngineConfig
@@ -68,7 +76,8 @@ class Runner:
         self._leaves: list[Array] = []
         self._state: DeviceState | None = None
         self._collected_at = 0.0  # time.perf_counter of the last
-        self._max_tokens = {False: 0, True: 0}  # of the steps that can run so far, by sampler
+        self._max_tokens: dict[tuple[bool, bool], int] = {}  # of the steps that can run so far, by sampler and masks
+        self._mask_words = mask_words(model_shape.vocab)
         lowering = Lowering(model_shape, config, mesh)
         self._temp_bound = memory.step_bytes(model_shape, config, mesh)
         self.compile_plan = CompilePlan(lowering.jobs(list(self._layouts.values())), self._check_memory)
@@ -87,23 +96,29 @@ class Runner:
         self._leaves = leaves
         huge_pages.collapse_soon(leaves)
 
-    def max_tokens(self, full_sampler: bool) -> int:
-        """How many tokens a step may have with the executables compiled so far; 0 while there are none."""
-        known = self._max_tokens[full_sampler]
+    def max_tokens(self, full_sampler: bool, masks: bool = False) -> int:
+        """How many tokens a step may have with the executables compiled so far; 0 while there are none. `masks`:
+        some samples have to follow a grammar."""
+        known = self._max_tokens.get((full_sampler, masks), 0)
         if known == self.ladder[-1] or full_sampler and not self.compile_plan.ready("extras"):
             return known
         for tokens in self.ladder:
-            sampler = ("sample", self._layouts[tokens].seqs, full_sampler)
-            if not (self.compile_plan.ready(("step", tokens)) and self.compile_plan.ready(sampler)):
+            if not all(self.compile_plan.ready(name) for name in self._names(tokens, full_sampler, masks)):
                 break
-            self._max_tokens[full_sampler] = tokens
-        return self._max_tokens[full_sampler]
+            self._max_tokens[full_sampler, masks] = known = tokens
+        return known
 
-    def wait_first(self, full_sampler: bool = False, tick: Callable[[], None] = lambda: None) -> None:
+    def wait_first(
+        self, full_sampler: bool = False, masks: bool = False, *, tick: Callable[[], None] = lambda: None
+    ) -> None:
         """Blocks until a step can run."""
-        first = self.ladder[0]
-        names = ["init", ("admit", 1), ("step", first), ("sample", self._layouts[first].seqs, full_sampler)]
+        names = ["init", ("admit", 1), *self._names(self.ladder[0], full_sampler, masks)]
         self.compile_plan.wait(names + ["extras"] * full_sampler, tick)
+
+    def _names(self, tokens: int, full_sampler: bool, masks: bool) -> list[Hashable]:
+        """The executables of a step."""
+        seqs = self._layouts[tokens].seqs
+        return [("step", tokens), ("sample", seqs, full_sampler)] + [("mask", seqs)] * masks
 
     def wait_all(self) -> None:
         """Blocks until every executable is there."""
@@ -120,6 +135,13 @@ class Runner:
         self._moves.clear()
         self._state = self.compile_plan["init"]()
 
+    def empty_masks(self, plan: Plan) -> np.ndarray:
+        """int32 [seqs, words] for the masks of the plan's samples, one bit a token; they allow everything so far."""
+        return np.full((self._layout(plan).seqs, self._mask_words), -1, np.int32)
+
+    def _layout(self, plan: Plan) -> StepLayout:
+        return self._layouts[pick_bucket(self.ladder, max(plan.num_tokens, plan.num_samples))]
+
     def dispatch(self, plan: Plan) -> Handle:
         """Puts a step on the device's queue, what moves before it first, and awaits nothing."""
         now = time.perf_counter()
@@ -128,7 +150,7 @@ class Runner:
         if not plan.num_tokens:
             return Handle(plan, now, None, None, [], [])
         state = self._state
-        layout = self._layouts[pick_bucket(self.ladder, max(plan.num_tokens, plan.num_samples))]
+        layout = self._layout(plan)
         run = self.compile_plan["step", layout.tokens]
         pools, slots, hidden, logits, sample_slots = run(
             self._leaves, state.kv_pools, state.slots, state.hidden, layout.pack(plan)
@@ -136,11 +158,16 @@ class Runner:
         result, extras, candidates = sample_slots, state.extras, None
         if plan.num_samples:
             draw = self.compile_plan["sample", layout.seqs, plan.full_sampler]
-            given = slots.length, state.sampling, logits, sample_slots
+            allowed = logits
+            if plan.masks is not None:
+                allowed = self.compile_plan["mask", layout.seqs](logits, plan.masks)
+            given = slots.length, state.sampling
             if plan.full_sampler:
-                last_token, extras, result, candidates = draw(slots.last_token, extras, *given)
+                last_token, extras, result, candidates = draw(
+                    slots.last_token, extras, *given, logits, allowed, sample_slots
+                )
             else:
-                last_token, result = draw(slots.last_token, *given)
+                last_token, result = draw(slots.last_token, *given, allowed, sample_slots)
             slots = slots._replace(last_token=last_token)
         self._state = DeviceState(pools, slots, state.sampling, extras, hidden)
         result.copy_to_host_async()

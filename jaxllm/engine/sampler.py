@@ -39,19 +39,21 @@ def sample_full(
     table: SamplingTable,
     extras: SamplingExtras,
     *,
+    allowed: Float[Array, "seqs vocab"] | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Int[Array, " seqs"], SamplingExtras, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
     """Like `sample`, with everything that a request may ask for: tokens, the extras after them, the rows of
     `logprob_rows` (zeros if nobody wants any), and those of `candidate_rows` (zeros without beams). A row that may
     have no token at all gives `NO_TOKEN`.
 
+    `allowed` are the logits after the masks of grammars (None: there are none), from which the tokens are drawn.
     What alters the logits of others alters the log-probabilities of beams, which are not normalised again.
     """
     row, length = _of_slots(table, slots), lengths.at[slots].get(mode="clip")
     is_beam = row.is_beam > 0
     has_beams = jnp.any(is_beam)
     largest, normalizer = sampling.normalize(logits, mesh=mesh)
-    altered = logits - jnp.where(is_beam, normalizer, 0.0)[:, None]
+    altered = (logits if allowed is None else allowed) - jnp.where(is_beam, normalizer, 0.0)[:, None]
     altered = jax.lax.cond(
         jnp.any(row.alters_logits > 0), lambda x: alter(x, row, _of_slots(extras, slots)), lambda x: x, altered
     )
@@ -72,6 +74,13 @@ def sample_full(
         altered,
     )
     return tokens, _remember(extras, slots, tokens), rows, candidates
+
+
+def mask_logits(logits: Float[Array, "seqs vocab"], masks: Int[Array, "seqs words"]) -> Float[Array, "seqs vocab"]:
+    """Minus infinity where the token's bit of the row's mask is 0."""
+    bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :] & 1
+    bits = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]]
+    return jnp.where(bits > 0, logits, -jnp.inf)
 
 
 def _of_slots(table, slots: Int[Array, " seqs"]):

@@ -21,7 +21,8 @@ from jaxllm.outputs import FinishReason
 MAX_STRIKES = 2  # failed steps with a request in them after which it is quarantined
 NO_TOKEN_ERRORS = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
-    NO_TOKEN: "allowed_token_ids, bad_words, logit_bias and min_tokens together leave no token to generate; loosen one",
+    NO_TOKEN: "allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs together leave no token to "
+    "generate; loosen one",
 }
 
 
@@ -47,7 +48,7 @@ class Scheduler:
         self.preemption = Preemption(self.waiting, self.residents, prefers_swap, max_host_blocks)
         self.admission = Admission(self.waiting, self.residents, self.preemption)
         self.num_copied = 0  # blocks, because several shared them
-        self.num_unfinished_full = 0
+        self.num_unfinished_full = self.num_unfinished_masked = 0
         self._moved: list[Request] = []  # beams whose slots' rows are out of date
 
     @property
@@ -62,6 +63,7 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         """Queues a user's request. It must fit the pool alone: the engine has refused it otherwise."""
         self.num_unfinished_full += sum(request.needs_full_sampler for request in group.members)
+        self.num_unfinished_masked += sum(request.needs_mask for request in group.members)
         self.waiting.push(join(group.beams if group.is_search else group.members))
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -86,6 +88,7 @@ class Scheduler:
             self.waiting.forget(request)
             self.preemption.forget(request)
         self.num_unfinished_full -= request.needs_full_sampler
+        self.num_unfinished_masked -= request.needs_mask
         request.status, request.finish_reason, request.stop_reason = Status.FINISHED, reason, stop_reason
 
     # ---- schedule
@@ -244,6 +247,9 @@ class Scheduler:
     def _finish_if_over(self, request: Request, token: int) -> None:
         if token in request.stop_ids and len(request.output_token_ids) >= request.params.min_tokens:
             self.finish(request, "stop", None if token in request.eos_ids else token)
+        elif request.matcher is not None and request.matcher.ends_after(request.output_token_ids):
+            request.error = request.matcher.error
+            self.finish(request, "error" if request.error else "stop")
         elif request.num_tokens >= request.max_total_len:
             self.finish(request, "length")
 
@@ -261,7 +267,7 @@ class Scheduler:
         self.admission.reset()
         self.waiting.clear()
         self._moved = []
-        self.num_unfinished_full = 0
+        self.num_unfinished_full = self.num_unfinished_masked = 0
         groups: dict[SequenceGroup, list[Request]] = {}
         for request in unfinished:
             groups.setdefault(request.group, []).append(request)
@@ -288,8 +294,11 @@ class Scheduler:
         for request in group.members:
             request.leave_device()
             request.forget_computed()
+            if request.matcher is not None and not group.is_search:
+                request.matcher.restart()  # the interrupt may have come while it took a token
         if group.is_search and group.round.search.done:  # it was interrupted before it was told
-            self.num_unfinished_full += len(group.members)
+            self.num_unfinished_full += sum(request.needs_full_sampler for request in group.members)
+            self.num_unfinished_masked += sum(request.needs_mask for request in group.members)
             self.finish(group.members[0], "stop")
             return
         self.add(group)

@@ -17,7 +17,6 @@ from jaxllm.server import chat, prepare, responses, schemas
 from jaxllm.server.completions import CompletionAnswer
 from jaxllm.server.errors import APIError, as_api_error, deadline_exceeded, internal, invalid, unknown_model
 from jaxllm.server.exchange import ClientGone, Exchange, Receive, Scope, Send, read_body, until_disconnect
-from jaxllm.server.grammar import check_grammar
 from jaxllm.server.metrics import CONTENT_TYPE
 from jaxllm.server.middleware import App, Guard
 from jaxllm.server.responses_schema import ResponsesRequest
@@ -108,7 +107,6 @@ def create_app(server: Server) -> App:
 async def _completions(server: Server, request: CompletionRequest, exchange: Exchange) -> None:
     info = server.check_ready(exchange.request_id)
     server.model.check_name(request.model)
-    check_grammar(request)
     schemas.check_stream(request)
     count = prepare.count_prompts(request)
     with server.admit(count):

@@ -11,7 +11,7 @@ from jaxllm.server import prepare
 from jaxllm.server.errors import invalid, unsupported
 from jaxllm.server.exchange import DONE, Exchange
 from jaxllm.server.generation import News, Usage, Whole
-from jaxllm.server.grammar import check_grammar
+from jaxllm.server.grammar import Form, chat_form
 from jaxllm.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxllm.server.parsing.choose import make_parser, thinks, tool_format
 from jaxllm.server.parsing.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
@@ -46,7 +46,6 @@ async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> No
 
 def check_chat(request: ChatRequest) -> None:
     """Raises `APIError` for what can't be honoured."""
-    check_grammar(request)
     check_stream(request)
     if set(request.modalities or ()) - {"text"}:
         raise unsupported("modalities", "this server writes text only; leave modalities out")
@@ -62,11 +61,7 @@ def check_tool_choice(choice: Any, tools: Sequence[Tool] | None) -> None:
             raise invalid("tool_choice must be none, auto, required, or name one of the tools", "tool_choice")
     elif choice not in (None, "none", "auto", "required"):
         raise invalid(f"tool_choice={choice!r:.100} must be none, auto, required, or a function", "tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise unsupported(
-            "tool_choice", "tool_choice can't be enforced yet: use auto, and say in the prompt which tool is to be used"
-        )
-    if choice == "auto" and not tools:
+    if choice in ("auto", "required") and not tools:
         raise invalid("tool_choice needs tools", "tool_choice")
 
 
@@ -80,7 +75,12 @@ def prepare_talk(server: Server, info: Any, request: ChatRequest) -> Talk:
             "tools", "it is not known how this model calls tools: its chat template has none of the known formats. "
             "Start the server with --tool-call-parser, or send tool_choice: none",
         )  # fmt: skip
-    return Talk(prepare.chat_job(model, info, request, tools), calls, thinks(config.reasoning_parser, template))
+    has_thoughts = thinks(config.reasoning_parser, template)
+
+    def form_after(prompt: str) -> Form | None:
+        return chat_form(request, tools, prompt=prompt, calls=calls, has_thoughts=has_thoughts)
+
+    return Talk(prepare.chat_job(model, info, request, tools, form_after), calls, has_thoughts)
 
 
 class Choice:
@@ -133,7 +133,8 @@ class Choice:
         return {"content": content, "refusal": None}
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        called = self._call_ids and completion.finish_reason == "stop"
+        is_named = isinstance(self._request.tool_choice, dict)  # OpenAI calls the end of such a call a stop
+        called = self._call_ids and completion.finish_reason == "stop" and not is_named
         return "tool_calls" if called else completion.finish_reason
 
 

@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 from jaxllm.errors import JaxLLMError
 from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.server import wire
 from jaxllm.server.client import EngineInfo
 
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 BEAT_S = 0.25
 STATS_S = 0.25
 _PATIENCE, _MOST_PATIENCE_S = 5, 120.0  # times the longest of the last steps; a step that hung once is no measure
+_GRAMMAR_THREADS = 2
 _EXIT_S = 5.0  # for a step that runs when the server goes away
 
 
@@ -49,13 +52,26 @@ class Pulse:
         return wire.Beat(silent_s, min(_PATIENCE * longest_s, _MOST_PATIENCE_S), self.stats)
 
 
+class Compiled(NamedTuple):
+    """A request whose grammar a thread has compiled, or has found fault with."""
+
+    message: wire.Add
+    params: SamplingParams
+    grammar: Any
+    error: str | None
+
+
 class EngineLoop:
     """Takes requests from `inbox`, steps, and hands every step's news to the writer as one frame."""
 
-    def __init__(self, engine: Any, pulse: Pulse, inbox: "queue.SimpleQueue[wire.FromServer | None]", send: Any):
+    def __init__(
+        self, engine: Any, pulse: Pulse, inbox: "queue.SimpleQueue[wire.FromServer | Compiled | None]", send: Any
+    ):
         self._engine, self._pulse, self._inbox, self._send = engine, pulse, inbox, send
         self._has_prompt_logprobs: set[str] = set()  # requests whose prompt's were sent
         self._stats_at = 0.0
+        self._compiling: dict[str, wire.Abort | None] = {}  # requests by id, with an abort that came meanwhile
+        self._threads = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
 
     def run(self) -> None:
         """Until the server is gone. Raises what kills the engine."""
@@ -83,21 +99,56 @@ class EngineLoop:
                 return False
             wait = False
             if isinstance(message, wire.Add):
-                self._add(message)
+                self._receive(message)
+            elif isinstance(message, Compiled):
+                self._add_compiled(message)
             elif isinstance(message, wire.Abort):
                 self._abort(message)
         return True
 
-    def _add(self, message: wire.Add) -> None:
+    def _receive(self, message: wire.Add) -> None:
+        try:
+            params = wire.unpack_params(message.params)
+        except ValueError as error:
+            self._send(wire.Refused(message.request_id, str(error)))
+            return
+        if params.structured_outputs is None:
+            self._add(message, params)
+        else:  # steps go on meanwhile
+            self._compiling[message.request_id] = None
+            self._threads.submit(self._compile, message, params)
+
+    def _compile(self, message: wire.Add, params: SamplingParams) -> None:
+        try:
+            self._inbox.put(Compiled(message, params, self._engine.compile_grammar(params), None))
+        except ValueError as error:
+            self._inbox.put(Compiled(message, params, None, str(error)))
+        except Exception as error:  # noqa: BLE001 - one request's failure; whoever sent it must hear of it
+            log.exception("compiling a grammar failed")
+            self._inbox.put(Compiled(message, params, None, f"the grammar can't be compiled: {error}"))
+
+    def _add_compiled(self, compiled: Compiled) -> None:
+        abort = self._compiling.pop(compiled.message.request_id)
+        if compiled.error is not None:
+            self._send(wire.Refused(compiled.message.request_id, compiled.error))
+            return
+        self._add(compiled.message, compiled.params, compiled.grammar)
+        if abort is not None:
+            self._abort(abort)
+
+    def _add(self, message: wire.Add, params: SamplingParams, grammar: Any = None) -> None:
         try:
             self._engine.add(
-                message.token_ids, wire.unpack_params(message.params), request_id=message.request_id,
-                priority=message.priority, stream=True,
+                message.token_ids, params, request_id=message.request_id, priority=message.priority, stream=True,
+                grammar=grammar,
             )  # fmt: skip
         except ValueError as error:
             self._send(wire.Refused(message.request_id, str(error)))
 
     def _abort(self, message: wire.Abort) -> None:
+        if message.request_id in self._compiling:
+            self._compiling[message.request_id] = message
+            return
         output = self._engine.abort(message.request_id)
         self._has_prompt_logprobs.discard(message.request_id)
         if output is not None and message.tells:

@@ -2,8 +2,9 @@
 every route. Nothing here is asynchronous; it runs in threads, as templates and tokenizers take their time."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,6 +13,8 @@ from jaxllm.engine.validation import check_params, check_prompt, check_room
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.client import EngineInfo
 from jaxllm.server.errors import APIError, invalid, refusing, too_long, unknown_model
+from jaxllm.server.grammar import Form, form_of
+from jaxllm.server.grammar_check import GrammarChecker
 from jaxllm.server.schemas import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
@@ -48,6 +51,10 @@ class Model:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @cached_property
+    def grammars(self) -> GrammarChecker:
+        return GrammarChecker(self.tokenizer)
 
     @property
     def template_source(self) -> str:
@@ -97,7 +104,7 @@ def completion_jobs(model: Model, info: EngineInfo, request: CompletionRequest) 
     """A job for each prompt. Raises `APIError`."""
     wants_scores = request.echo and request.logprobs is not None
     params = sampling_params(
-        model, request,
+        model, request, form_of(request),
         max_tokens=request.max_tokens or (None if request.max_tokens is None else 1),  # 0: one that is not shown
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if wants_scores else request.prompt_logprobs,
@@ -150,9 +157,14 @@ def encode(model: Model, info: EngineInfo, text: str, param: str, *, add_special
 
 
 def sampling_params(
-    model: Model, request: Sampling, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
-) -> SamplingParams:
-    """What a request wants of the sampler, over what the model recommends. Raises `APIError`."""
+    model: Model, request: Sampling, form: Form | None, *,
+    max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None,
+) -> SamplingParams:  # fmt: skip
+    """What a request wants of the sampler, over what the model recommends, for a text of some form. Raises
+    `APIError`."""
+    if form is not None:
+        with refusing(form.param):
+            model.grammars.check(form.wanted)
     given = {name: value for name in _PASSED if (value := getattr(request, name)) is not None}
     defaults = {} if request.beam_width is not None else model.defaults
     if request.best_of:
@@ -160,7 +172,7 @@ def sampling_params(
     fields = defaults | given | {
         "max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
         "output_kind": RequestOutputKind.DELTA, "stream_interval": 1 if request.stream else _UNARY_INTERVAL,
-        "detokenize": model.tokenizer is not None,
+        "detokenize": model.tokenizer is not None, "structured_outputs": None if form is None else form.wanted,
     }  # fmt: skip
     with refusing(None, _FIELDS):
         return SamplingParams(**fields)
@@ -233,8 +245,12 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def chat_job(model: Model, info: EngineInfo, request: ChatRequest, tools: Sequence[Tool] | None) -> Job:
-    """The one job of a conversation, with the rendered text as `text`. Raises `APIError`."""
+def chat_job(
+    model: Model, info: EngineInfo, request: ChatRequest, tools: Sequence[Tool] | None,
+    form_after: Callable[[str], Form | None],
+) -> Job:  # fmt: skip
+    """The one job of a conversation, with the rendered text as `text`; `form_after` tells the form of what follows it.
+    Raises `APIError`."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     variables = dict(request.chat_template_kwargs or {})
@@ -246,7 +262,7 @@ def chat_job(model: Model, info: EngineInfo, request: ChatRequest, tools: Sequen
         continue_final_message=bool(request.continue_final_message), variables=variables,
     )  # fmt: skip
     params = sampling_params(
-        model, request, max_tokens=request.max_completion_tokens or request.max_tokens,
+        model, request, form_after(text), max_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None, prompt_logprobs=request.prompt_logprobs,
     )  # fmt: skip
     ids = encode(model, info, text, "messages", add_special_tokens=False)

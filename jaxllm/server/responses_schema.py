@@ -7,7 +7,6 @@ from msgspec import Meta, Struct
 
 from jaxllm.sampling_params import MAX_LOGPROBS
 from jaxllm.server.errors import invalid, unsupported
-from jaxllm.server.grammar import check_format
 from jaxllm.server.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -91,7 +90,6 @@ def check_stateless(request: ResponsesRequest) -> None:
         raise unsupported("prompt", "stored prompts are not supported; send their text as instructions")
     if request.truncation not in (None, "disabled"):
         raise unsupported("truncation", "what is too long is refused here, not cut; leave truncation out")
-    check_format(None if request.text is None else request.text.format, "text.format")
     for i, tool in enumerate(request.tools or ()):
         if tool.type != "function" or tool.name is None:
             raise unsupported(f"tools[{i}].type", "only tools of type function, with a name, are supported")
@@ -119,7 +117,16 @@ def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
         parallel_tool_calls=request.parallel_tool_calls, stream=request.stream,
         logprobs=None if request.top_logprobs is None else True, top_logprobs=request.top_logprobs,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        response_format=_response_format(request),
     )  # fmt: skip
+
+
+def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+    """`text.format`, whose schema lies one level higher."""
+    form = None if request.text is None else request.text.format
+    if form is None or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: form[name] for name in ("name", "schema") if name in form}}
 
 
 def _add_item(messages: list[Message], item: Item, param: str) -> None:
@@ -153,5 +160,6 @@ def echo(request: ResponsesRequest) -> dict[str, Any]:
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
         "tools": msgspec.to_builtins(request.tools or []), "max_output_tokens": request.max_output_tokens,
         "previous_response_id": None, "background": False, "store": False, "truncation": "disabled",
-        "text": {"format": {"type": "text"}}, "reasoning": {"effort": request.reasoning and request.reasoning.effort},
+        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+        "reasoning": {"effort": request.reasoning and request.reasoning.effort},
     }  # fmt: skip

@@ -105,6 +105,8 @@ def _read(connection: socket.socket, count: int) -> bytes | None:
 def pack_params(params: SamplingParams) -> dict[str, Any]:
     """The fields that are not the defaults; enums as their value, as msgpack has them."""
     given = {name: getattr(params, name) for name in _PARAMS}
+    if params.structured_outputs is not None:
+        given["structured_outputs"] = dataclasses.asdict(params.structured_outputs)
     return {name: value for name, value in given.items() if value != _PARAMS[name] and value not in ([], {})}
 
 

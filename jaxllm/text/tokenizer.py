@@ -64,6 +64,11 @@ class Tokenizer:
         """The number of tokens, added ones included; None if it is unknown."""
         return self._backend.get_vocab_size()
 
+    @property
+    def json(self) -> str | None:
+        """As a `tokenizer.json`; None for a tokenizer of another kind."""
+        return self._backend.to_str()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer's own rules add. Raises `ValueError`."""
         return _encode(self._backend, text, add_special_tokens)
@@ -161,6 +166,10 @@ class _Adapter(Tokenizer):
             return len(self._inner)
         size = getattr(self._inner, "vocab_size", None)
         return size() if callable(size) else size
+
+    @property
+    def json(self) -> str | None:
+        return None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         options = {"add_special_tokens": add_special_tokens} if self._adds_special_tokens else {}
