@@ -50,6 +50,7 @@ class Metrics:
 
     def __init__(self, model_name: str, client: EngineClient, *, vllm_names: bool = False):
         self._vllm_names = vllm_names
+        self.rate = Rate()  # of generated tokens
         self._registry = CollectorRegistry()
         self._labels = (model_name, "0")
         tokens = _token_buckets(1 << 20)
@@ -110,6 +111,25 @@ class _EngineCollector:
                 yield family
 
 
+class Rate:
+    """Events a second, over the last whole seconds."""
+
+    SECONDS = 3
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}  # by second
+
+    def add(self, count: int) -> None:
+        now = int(time.monotonic())
+        if now not in self._counts:
+            self._counts = {second: n for second, n in self._counts.items() if second >= now - self.SECONDS}
+        self._counts[now] = self._counts.get(now, 0) + count
+
+    def per_s(self) -> float:
+        now = int(time.monotonic())
+        return sum(self._counts.get(second, 0) for second in range(now - self.SECONDS, now)) / self.SECONDS
+
+
 class Outcome:
     """The course of one request to the engine, which the metrics learn when it ends."""
 
@@ -124,6 +144,8 @@ class Outcome:
         now, count = time.monotonic(), sum(len(completion.token_ids) for completion in output.outputs)
         self._num_cached = output.num_cached_tokens
         if count:
+            self._metrics.generation_tokens.inc(count)
+            self._metrics.rate.add(count)
             if not self._num_tokens:
                 self._first = now
                 self._metrics.first_token_s.observe(now - self._start)
@@ -141,7 +163,6 @@ class Outcome:
             metrics.aborted.inc()
         metrics.finished(self.reason or "abort")
         metrics.prompt_tokens.inc(len(self._job.token_ids))
-        metrics.generation_tokens.inc(self._num_tokens)
         metrics.cached_tokens.inc(self._num_cached)
         metrics.num_prompt.observe(len(self._job.token_ids))
         metrics.num_generated.observe(self._num_tokens)

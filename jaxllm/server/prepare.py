@@ -56,6 +56,11 @@ class Model:
             return self.chat_template
         return "" if self.tokenizer is None else "\n".join(self.tokenizer.chat.templates.values())
 
+    @property
+    def has_chat(self) -> bool:
+        """Whether it is known how to write a conversation for it."""
+        return self.chat_template is not None or self.tokenizer is not None and "default" in self.tokenizer.chat.templates
+
     def check_name(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise unknown_model(name, list(self.names))

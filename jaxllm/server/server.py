@@ -12,7 +12,9 @@ from jaxllm.server.admission import Admission
 from jaxllm.server.client import EngineClient, EngineInfo
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.errors import APIError, engine_dead, unavailable
+from jaxllm.server.exchange import Exchange
 from jaxllm.server.generation import News, run
+from jaxllm.server.line import Line
 from jaxllm.server.metrics import Metrics
 from jaxllm.server.prepare import Job, Model
 
@@ -30,6 +32,7 @@ class Server:
         self.config, self.client, self.model = config, client, model
         self.admission = Admission(config.max_queued_requests)
         self.metrics = Metrics(model.name, client, vllm_names=config.vllm_metric_names)
+        self.line = Line()
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-text")
         self._is_hung = False
         self._watchdog: asyncio.Task | None = None
@@ -92,11 +95,22 @@ class Server:
         """Templates and tokenizers, away from the event loop, a few at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, work, *args)
 
-    async def run(self, jobs: list[Job], *, request_id: str, priority: int | None) -> AsyncIterator[News]:
+    async def run(
+        self, jobs: list[Job], *, request_id: str, priority: int | None, tells: Exchange | None = None
+    ) -> AsyncIterator[News]:
+        """`tells`: whose client wants to know its place in the queue."""
         stream = run(self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0)
-        async with aclosing(stream):
-            async for news in stream:
-                yield news
+        with self.line.join(priority or 0) as place:
+            if tells is not None:
+                tells.ahead = lambda: place.ahead(self._num_waiting())
+            async with aclosing(stream):
+                async for news in stream:
+                    place.leave()
+                    yield news
+
+    def _num_waiting(self) -> int:
+        stats = self.client.stats()
+        return 0 if stats is None else stats.num_waiting
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
