@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.cli import add_engine_arguments, engine_kwargs, run_command
+from jaxllm.cli import add_engine_arguments, engine_kwargs, program, run_command
 
 TOOL_PARSERS, REASONING_PARSERS = ("auto", "hermes", "llama", "none"), ("auto", "think", "none")
 KEY_VARIABLE = "JAXLLM_API_KEY"
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxllm.serve", description="Serves a model with OpenAI's API.", allow_abbrev=False
+        prog=program("serve"), description="Serves a model with OpenAI's API.", allow_abbrev=False
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")

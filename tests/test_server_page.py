@@ -115,8 +115,9 @@ def test_markdown(visit):
         v.answered()
         answer = v.page.locator(".markdown")
         for selector, text in [
-            ("h4", "Title"), ("strong >> nth=0", "bold"), ("p code", "code"), ("em", "slanted"), ("ol > li >> nth=1", "two"),
-            ("ol ul li", "inner"), ("blockquote p", "quoted"), ("td.right", "2"), ("pre .c-keyword >> nth=0", "def"),
+            ("h4", "Title"), ("strong >> nth=0", "bold"), ("p code", "code"), ("em", "slanted"),
+            ("ol > li >> nth=1", "two"), ("ol ul li", "inner"), ("blockquote p", "quoted"), ("td.right", "2"),
+            ("pre .c-keyword >> nth=0", "def"),
             ("pre .c-comment", "# a comment"), ("pre .c-string", '"<b>"'), (".code-head span", "python"),
         ]:  # fmt: skip
             assert answer.locator(selector).inner_text() == text, selector
@@ -193,8 +194,8 @@ def test_settings_reach_the_engine(visit):
     with running(client) as web:
         v = visit(web)
         v.page.click("#open-settings")
-        values = {"temperature": "0.3", "top_p": "0.9", "top_k": "7", "max_tokens": "5", "seed": "11", "system": "Be kind"}
-        for name, value in values.items():
+        values = {"temperature": "0.3", "top_p": "0.9", "top_k": "7", "max_tokens": "5", "seed": "11"}
+        for name, value in (values | {"system": "Be kind"}).items():
             v.page.fill(f"[name={name}]", value)
         v.page.get_by_role("button", name="Done").click()
         v.page.reload()
@@ -302,5 +303,6 @@ def test_on_a_phone_by_keyboard_and_in_the_dark(visit):
         v.page.keyboard.press("Escape")
         v.page.locator("#tab-chat").focus()
         v.page.keyboard.press("ArrowRight")
-        assert v.page.locator("#complete").is_visible() and v.page.evaluate("document.activeElement.id") == "tab-complete"
+        assert v.page.locator("#complete").is_visible()
+        assert v.page.evaluate("document.activeElement.id") == "tab-complete"
         assert v.page.locator("#speed").is_visible() and v.page.locator("#kv").is_visible()

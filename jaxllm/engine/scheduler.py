@@ -47,6 +47,7 @@ class Scheduler:
         self.preemption = Preemption(self.waiting, self.residents, prefers_swap, max_host_blocks)
         self.admission = Admission(self.waiting, self.residents, self.preemption)
         self.num_copied = 0  # blocks, because several shared them
+        self.num_not_finite = 0  # requests that ended for their logits
         self.num_unfinished_full = 0
         self._moved: list[Request] = []  # beams whose slots' rows are out of date
 
@@ -197,6 +198,7 @@ class Scheduler:
             updated.append(request)
             if token < 0:
                 request.error = NO_TOKEN_ERRORS[token]
+                self.num_not_finite += token == NOT_FINITE
                 self.finish(request, "error")
                 continue
             if logprobs is not None and request.params.tracks_logprobs:

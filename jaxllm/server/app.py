@@ -92,8 +92,8 @@ def create_app(server: Server) -> App:
         "/detokenize": (DetokenizeRequest, _detokenize),
     }
     gets = {
-        "/": _page, "/stats": _stats, "/health": _health, "/ready": _ready, "/version": _version, "/metrics": _metrics, "/v1/models": _models,
-        "/tokenizer_info": _tokenizer_info, "/v1/models/{name:path}": _model,
+        "/": _page, "/stats": _stats, "/health": _health, "/ready": _ready, "/version": _version, "/metrics": _metrics,
+        "/v1/models": _models, "/tokenizer_info": _tokenizer_info, "/v1/models/{name:path}": _model,
     }  # fmt: skip
     routes = [Route(path, Post(server, *post), methods=["POST"]) for path, post in posts.items()]
     routes += [Route(path, get(handler), methods=["GET"]) for path, handler in gets.items()]

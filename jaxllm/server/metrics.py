@@ -4,39 +4,22 @@ import time
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
 
-from jaxllm.engine.stats import EngineStats
 from jaxllm.outputs import RequestOutput
 from jaxllm.server.client import EngineClient
+from jaxllm.server.engine_metrics import LABELS, PREFIX, EngineCollector
 from jaxllm.server.prepare import Job
 
-PREFIX = "jaxllm:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_LABELS = ("model_name", "engine")
 _FIRST = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 _BETWEEN = (.0005, .001, .002, .004, .006, .008, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5,
             10, 20, 40, 80)  # fmt: skip
 _WHOLE = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _N = (1, 2, 5, 10, 20)
 FINISHED = ("stop", "length", "abort", "error")
+SOURCES = ("local_compute", "local_cache_hit")
 REJECTED = ("max_num_queued_reqs",)
-
-_GAUGES = (  # of the engine: name, help, value
-    ("num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),
-    ("num_requests_waiting", "Sequences that wait for a place in it.", lambda s: s.num_waiting),
-    ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", lambda s: s.blocks_used / s.num_blocks),
-    ("kv_blocks_on_host", "KV blocks in host memory.", lambda s: s.blocks_on_host),
-    ("num_executables", "Executables in the compile plan.", lambda s: s.num_executables),
-    ("num_compiled", "Of those, compiled.", lambda s: s.num_compiled),
-)
-_COUNTERS = (
-    ("num_preemptions", "Sequences preempted.", lambda s: s.num_preemptions),
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.num_prompt_tokens),
-    ("prefix_cache_hits", "Of those, found.", lambda s: s.num_cached_tokens),
-    ("compile_seconds", "Seconds spent compiling.", lambda s: s.compile_s),
-)
 
 
 def _token_buckets(most: int) -> list[int]:
@@ -57,6 +40,7 @@ class Metrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ran.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens from the prefix cache.")
+        self._by_source = self._counter("prompt_tokens_by_source", "Where prompts' KV came from.", "source", SOURCES)
         self.aborted = self._counter("requests_aborted", "Requests whose client went away.")
         self._finished = self._counter("request_success", "Requests that ended.", "finished_reason", FINISHED)
         self._rejected = self._counter("admission_rejections", "Requests refused at the door.", "reason", REJECTED)
@@ -66,6 +50,16 @@ class Metrics:
             "request_time_per_output_token_seconds", "After the first, of a request.", _BETWEEN
         )
         self.whole_s = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
+        self.queue_s = self._histogram("request_queue_time_seconds", "From arrival to the first step.", _WHOLE)
+        self.prefill_s = self._histogram("request_prefill_time_seconds", "First step to first token.", _WHOLE)
+        self.decode_s = self._histogram("request_decode_time_seconds", "From the first token to the last.", _WHOLE)
+        self.inference_s = self._histogram("request_inference_time_seconds", "First step to last token.", _WHOLE)
+        self.num_computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache had.", tokens
+        )
+        self.most_generated = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest of a request's samples.", tokens
+        )
         self.num_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self.num_generated = self._histogram("request_generation_tokens", "Tokens generated for a request.", tokens)
         self.params_n = self._histogram("request_params_n", "The parameter n.", _N)
@@ -73,20 +67,29 @@ class Metrics:
         self.loop_lag_s = Gauge(
             f"{PREFIX}event_loop_lag_seconds", "How late the server's event loop runs.", registry=self._registry
         )
-        self._registry.register(_EngineCollector(client, self._labels))
+        self._registry.register(EngineCollector(client, self._labels))
 
     def _counter(self, name: str, help: str, label: str | None = None, values: tuple[str, ...] = ()) -> Any:
-        names = _LABELS if label is None else (*_LABELS, label)
+        names = LABELS if label is None else (*LABELS, label)
         counter = Counter(PREFIX + name, help, names, registry=self._registry)
         if label is None:
             return counter.labels(*self._labels)
         return {value: counter.labels(*self._labels, value) for value in values}
 
     def _histogram(self, name: str, help: str, buckets: Any) -> Histogram:
-        return Histogram(PREFIX + name, help, _LABELS, registry=self._registry, buckets=buckets).labels(*self._labels)
+        return Histogram(PREFIX + name, help, LABELS, registry=self._registry, buckets=buckets).labels(*self._labels)
 
     def finished(self, reason: str) -> None:
         self._finished[reason].inc()
+
+    def prompted(self, num_tokens: int, num_cached: int) -> None:
+        """A request ended that had so many tokens in its prompt, and found so many of them in the prefix cache."""
+        self.prompt_tokens.inc(num_tokens)
+        self.cached_tokens.inc(num_cached)
+        self._by_source["local_cache_hit"].inc(num_cached)
+        self._by_source["local_compute"].inc(num_tokens - num_cached)
+        self.num_prompt.observe(num_tokens)
+        self.num_computed.observe(num_tokens - num_cached)
 
     def rejected(self, reason: str = "max_num_queued_reqs") -> None:
         self._rejected[reason].inc()
@@ -94,21 +97,6 @@ class Metrics:
     def render(self) -> bytes:
         text = generate_latest(self._registry)
         return text + text.replace(PREFIX.encode(), b"vllm:") if self._vllm_names else text
-
-
-class _EngineCollector:
-    def __init__(self, client: EngineClient, labels: tuple[str, str]):
-        self._client, self._labels = client, labels
-
-    def collect(self) -> Any:
-        stats: EngineStats | None = self._client.stats()
-        tables = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
-        for kind, table in tables:
-            for name, help, value in table:
-                family = kind(PREFIX + name, help, labels=_LABELS)
-                if stats is not None:
-                    family.add_metric(self._labels, value(stats))
-                yield family
 
 
 class Rate:
@@ -136,38 +124,51 @@ class Outcome:
     def __init__(self, metrics: Metrics, job: Job):
         self._metrics, self._job = metrics, job
         self._start = time.monotonic()
-        self._first = self._last = 0.0
+        self._first = self._last = self._queued_s = 0.0
         self._num_tokens = self._num_cached = 0
+        self._lengths: dict[int, int] = {}  # tokens of each sample
         self.reason: str | None = None  # None: it was left before its end
 
     def saw(self, output: RequestOutput) -> None:
-        now, count = time.monotonic(), sum(len(completion.token_ids) for completion in output.outputs)
+        now, count = time.monotonic(), 0
+        for completion in output.outputs:
+            count += len(completion.token_ids)
+            self._lengths[completion.index] = self._lengths.get(completion.index, 0) + len(completion.token_ids)
         self._num_cached = output.num_cached_tokens
         if count:
-            self._metrics.generation_tokens.inc(count)
-            self._metrics.rate.add(count)
-            if not self._num_tokens:
-                self._first = now
-                self._metrics.first_token_s.observe(now - self._start)
-            elif self._job.params.stream_interval == 1:
-                for _ in range(count):  # several at once came together
-                    self._metrics.between_s.observe((now - self._last) / count)
-            self._num_tokens, self._last = self._num_tokens + count, now
+            self._tokens(now, count, output.queued_s)
         if output.finished:
             reasons = {completion.finish_reason for completion in output.outputs}
             self.reason = next((reason for reason in ("error", "abort", "length") if reason in reasons), "stop")
 
+    def _tokens(self, now: float, count: int, queued_s: float) -> None:
+        metrics = self._metrics
+        metrics.generation_tokens.inc(count)
+        metrics.rate.add(count)
+        if not self._num_tokens:
+            self._first, self._queued_s = now, min(queued_s, now - self._start)
+            metrics.first_token_s.observe(now - self._start)
+            metrics.queue_s.observe(self._queued_s)
+            metrics.prefill_s.observe(now - self._start - self._queued_s)
+        elif self._job.params.stream_interval == 1:
+            for _ in range(count):  # several at once came together
+                metrics.between_s.observe((now - self._last) / count)
+        self._num_tokens, self._last = self._num_tokens + count, now
+
     def end(self) -> None:
         metrics, params, now = self._metrics, self._job.params, time.monotonic()
+        num_prompt, num_generated = len(self._job.token_ids), self._num_tokens
         if self.reason is None:
             metrics.aborted.inc()
         metrics.finished(self.reason or "abort")
-        metrics.prompt_tokens.inc(len(self._job.token_ids))
-        metrics.cached_tokens.inc(self._num_cached)
-        metrics.num_prompt.observe(len(self._job.token_ids))
-        metrics.num_generated.observe(self._num_tokens)
+        metrics.prompted(num_prompt, self._num_cached)
+        metrics.num_generated.observe(num_generated)
+        metrics.most_generated.observe(max(self._lengths.values(), default=0))
         metrics.params_n.observe(params.n)
         metrics.params_max_tokens.observe(params.max_tokens or 0)
         metrics.whole_s.observe(now - self._start)
-        if self._num_tokens > 1:
-            metrics.per_token_s.observe((self._last - self._first) / (self._num_tokens - 1))
+        if num_generated:
+            metrics.decode_s.observe(self._last - self._first)
+            metrics.inference_s.observe(self._last - self._start - self._queued_s)
+        if num_generated > 1:
+            metrics.per_token_s.observe((self._last - self._first) / (num_generated - 1))

@@ -59,7 +59,8 @@ class Model:
     @property
     def has_chat(self) -> bool:
         """Whether it is known how to write a conversation for it."""
-        return self.chat_template is not None or self.tokenizer is not None and "default" in self.tokenizer.chat.templates
+        own = {} if self.tokenizer is None else self.tokenizer.chat.templates
+        return self.chat_template is not None or "default" in own
 
     def check_name(self, name: str | None) -> None:
         if name is not None and name not in self.names:
