@@ -194,7 +194,8 @@ def test_version(capsys, argv):
 
 def test_usage(capsys):
     assert main.main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in main.COMMANDS)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in main.COMMANDS)
     assert main.main([]) == 2 and main.main(["fly"]) == 2
     assert "there is no command 'fly'" in capsys.readouterr().err
 

@@ -135,7 +135,7 @@ def test_nothing_that_a_model_writes_becomes_markup(visit):
         v.page.click("#open-settings")
         v.page.fill("[name=max_tokens]", "")
         v.page.keyboard.press("Escape")
-        v.ask(ATTACKS)
+        v.ask('<img src=x onerror="window.hit = 1">')
         v.answered()
         v.page.reload()
         v.answered()
@@ -217,11 +217,13 @@ def test_conversations_are_renamed_deleted_and_brought_back(visit):
         v.answered()
         titles = v.page.locator(".chat-title")
         assert titles.all_inner_texts() == ["Second", "First"]
-        v.page.get_by_role("button", name="Rename First").click(force=True)
+        titles.nth(1).hover()
+        v.page.get_by_role("button", name="Rename First").click()
         v.page.keyboard.type("Renamed")
         v.page.keyboard.press("Enter")
         assert titles.all_inner_texts() == ["Second", "Renamed"]
-        v.page.get_by_role("button", name="Delete Second").click(force=True)
+        titles.nth(0).hover()
+        v.page.get_by_role("button", name="Delete Second").click()
         assert titles.all_inner_texts() == ["Renamed"]
         v.page.get_by_role("button", name="Undo").click()
         assert titles.all_inner_texts() == ["Second", "Renamed"]

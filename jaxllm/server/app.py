@@ -116,8 +116,8 @@ async def _completions(server: Server, request: CompletionRequest, exchange: Exc
         jobs = await server.in_thread(prepare.completion_jobs, server.model, info, request)
         answer_id = f"cmpl-{exchange.request_id}"
         answer = CompletionAnswer(request, jobs, answer_id=answer_id, model=server.model)
-        tells = exchange if schemas.wants_place(request) else None
-        run = server.run(jobs, request_id=answer_id, priority=request.priority, tells=tells)
+        tells_place = schemas.wants_place(request)
+        run = server.run(jobs, exchange, request_id=answer_id, priority=request.priority, tells_place=tells_place)
         async with aclosing(run) as news:
             await (answer.stream if request.stream else answer.unary)(exchange, news)
 

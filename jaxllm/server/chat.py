@@ -40,8 +40,9 @@ async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> No
         talk = await server.in_thread(prepare_talk, server, info, request)
         answer_id = f"chatcmpl-{exchange.request_id}"
         result = ChatAnswer(request, talk, answer_id=answer_id)
-        tells = exchange if wants_place(request) else None
-        run = server.run([talk.job], request_id=answer_id, priority=request.priority, tells=tells)
+        run = server.run(
+            [talk.job], exchange, request_id=answer_id, priority=request.priority, tells_place=wants_place(request)
+        )
         async with aclosing(run) as news:
             await (result.stream if request.stream else result.unary)(exchange, news)
 

@@ -28,6 +28,7 @@ class Exchange:
     """Answers once: with `json`, or with `events`."""
 
     def __init__(self, scope: Scope, send: Send, *, keep_alive_s: float):
+        self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.request_id: str = scope["state"]["request_id"]
         self.is_streaming = False
         self._send, self._keep_alive_s = send, keep_alive_s

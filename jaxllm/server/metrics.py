@@ -1,12 +1,13 @@
 """Prometheus metrics, by vLLM's names under a prefix of our own. Label values come from closed sets only."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
 from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.client import EngineClient
 from jaxllm.server.engine_metrics import LABELS, PREFIX, EngineCollector
 from jaxllm.server.prepare import Job
@@ -79,17 +80,25 @@ class Metrics:
     def _histogram(self, name: str, help: str, buckets: Any) -> Histogram:
         return Histogram(PREFIX + name, help, LABELS, registry=self._registry, buckets=buckets).labels(*self._labels)
 
-    def finished(self, reason: str) -> None:
-        self._finished[reason].inc()
-
-    def prompted(self, num_tokens: int, num_cached: int) -> None:
-        """A request ended that had so many tokens in its prompt, and found so many of them in the prefix cache."""
-        self.prompt_tokens.inc(num_tokens)
-        self.cached_tokens.inc(num_cached)
-        self._by_source["local_cache_hit"].inc(num_cached)
-        self._by_source["local_compute"].inc(num_tokens - num_cached)
-        self.num_prompt.observe(num_tokens)
-        self.num_computed.observe(num_tokens - num_cached)
+    def ended(self, course: "Course") -> None:
+        num_computed = course.num_prompt - course.num_cached
+        self._finished[course.reason].inc()
+        self.prompt_tokens.inc(course.num_prompt)
+        self.cached_tokens.inc(course.num_cached)
+        self._by_source["local_cache_hit"].inc(course.num_cached)
+        self._by_source["local_compute"].inc(num_computed)
+        self.num_prompt.observe(course.num_prompt)
+        self.num_computed.observe(num_computed)
+        self.num_generated.observe(course.num_generated)
+        self.most_generated.observe(course.most_generated)
+        self.params_n.observe(course.params.n)
+        self.params_max_tokens.observe(course.params.max_tokens or 0)
+        self.whole_s.observe(course.whole_s)
+        if course.decode_s is not None:
+            self.decode_s.observe(course.decode_s)
+            self.inference_s.observe(course.inference_s)
+            if course.num_generated > 1:
+                self.per_token_s.observe(course.decode_s / (course.num_generated - 1))
 
     def rejected(self, reason: str = "max_num_queued_reqs") -> None:
         self._rejected[reason].inc()
@@ -97,6 +106,30 @@ class Metrics:
     def render(self) -> bytes:
         text = generate_latest(self._registry)
         return text + text.replace(PREFIX.encode(), b"vllm:") if self._vllm_names else text
+
+
+class Course(NamedTuple):
+    """What became of a request to the engine; durations in seconds, None if it never had a token."""
+
+    params: SamplingParams
+    started_ns: int  # since 1970
+    reason: str  # of `FINISHED`
+    num_prompt: int
+    num_cached: int
+    num_generated: int  # of all samples
+    most_generated: int  # of the longest
+    whole_s: float
+    first_token_s: float | None
+    queued_s: float | None
+    decode_s: float | None  # from the first token to the last
+
+    @property
+    def prefill_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.queued_s
+
+    @property
+    def inference_s(self) -> float | None:
+        return None if self.first_token_s is None else self.prefill_s + self.decode_s
 
 
 class Rate:
@@ -123,7 +156,7 @@ class Outcome:
 
     def __init__(self, metrics: Metrics, job: Job):
         self._metrics, self._job = metrics, job
-        self._start = time.monotonic()
+        self._start, self._started_ns = time.monotonic(), time.time_ns()
         self._first = self._last = self._queued_s = 0.0
         self._num_tokens = self._num_cached = 0
         self._lengths: dict[int, int] = {}  # tokens of each sample
@@ -155,20 +188,18 @@ class Outcome:
                 metrics.between_s.observe((now - self._last) / count)
         self._num_tokens, self._last = self._num_tokens + count, now
 
-    def end(self) -> None:
-        metrics, params, now = self._metrics, self._job.params, time.monotonic()
-        num_prompt, num_generated = len(self._job.token_ids), self._num_tokens
+    def end(self) -> "Course":
+        """It is over, and the metrics learn of it."""
         if self.reason is None:
-            metrics.aborted.inc()
-        metrics.finished(self.reason or "abort")
-        metrics.prompted(num_prompt, self._num_cached)
-        metrics.num_generated.observe(num_generated)
-        metrics.most_generated.observe(max(self._lengths.values(), default=0))
-        metrics.params_n.observe(params.n)
-        metrics.params_max_tokens.observe(params.max_tokens or 0)
-        metrics.whole_s.observe(now - self._start)
-        if num_generated:
-            metrics.decode_s.observe(self._last - self._first)
-            metrics.inference_s.observe(self._last - self._start - self._queued_s)
-        if num_generated > 1:
-            metrics.per_token_s.observe((self._last - self._first) / (num_generated - 1))
+            self._metrics.aborted.inc()
+        has_tokens = self._num_tokens > 0
+        course = Course(
+            params=self._job.params, started_ns=self._started_ns, reason=self.reason or "abort",
+            num_prompt=len(self._job.token_ids), num_cached=self._num_cached, num_generated=self._num_tokens,
+            most_generated=max(self._lengths.values(), default=0), whole_s=time.monotonic() - self._start,
+            first_token_s=self._first - self._start if has_tokens else None,
+            queued_s=self._queued_s if has_tokens else None,
+            decode_s=self._last - self._first if has_tokens else None,
+        )  # fmt: skip
+        self._metrics.ended(course)
+        return course

@@ -6,7 +6,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.server.admission import Admission
 from jaxllm.server.client import EngineClient, EngineInfo
@@ -18,6 +19,9 @@ from jaxllm.server.line import Line
 from jaxllm.server.metrics import Metrics
 from jaxllm.server.prepare import Job, Model
 
+if TYPE_CHECKING:
+    from jaxllm.server.tracing import Tracing
+
 log = logging.getLogger(__name__)
 
 _TEXT_THREADS = 2
@@ -28,8 +32,9 @@ Result = TypeVar("Result")
 class Server:
     """The state of one server; `start` and `close` belong to its event loop."""
 
-    def __init__(self, config: ServerConfig, client: EngineClient, model: Model):
+    def __init__(self, config: ServerConfig, client: EngineClient, model: Model, *, tracing: "Tracing | None" = None):
         self.config, self.client, self.model = config, client, model
+        self._tracing = tracing
         self.admission = Admission(config.max_queued_requests)
         self.metrics = Metrics(model.name, client, vllm_names=config.vllm_metric_names)
         self.line = Line()
@@ -48,6 +53,8 @@ class Server:
             self._watchdog.cancel()
             await asyncio.gather(self._watchdog, return_exceptions=True)
         await self.client.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         self._texts.shutdown(wait=False, cancel_futures=True)
 
     # ---- how it is
@@ -96,13 +103,17 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._texts, work, *args)
 
     async def run(
-        self, jobs: list[Job], *, request_id: str, priority: int | None, tells: Exchange | None = None
+        self, jobs: list[Job], exchange: Exchange, *, request_id: str, priority: int | None, tells_place: bool = False
     ) -> AsyncIterator[News]:
-        """`tells`: whose client wants to know its place in the queue."""
-        stream = run(self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0)
+        record = None
+        if self._tracing is not None:
+            record = partial(self._tracing.record, headers=exchange.headers)
+        stream = run(
+            self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0, record=record
+        )  # fmt: skip
         with self.line.join(priority or 0) as place:
-            if tells is not None:
-                tells.ahead = lambda: place.ahead(self._num_waiting())
+            if tells_place:
+                exchange.ahead = lambda: place.ahead(self._num_waiting())
             async with aclosing(stream):
                 async for news in stream:
                     place.leave()

@@ -148,6 +148,7 @@ function askKey(wasWrong) {
   return asking;
 }
 
+byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
 for (const dialog of document.querySelectorAll("dialog")) {
   dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
 }
