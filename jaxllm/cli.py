@@ -29,6 +29,11 @@ EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (
 )  # the last two as a shell reports the signals
 
 
+def program(name: str) -> str:
+    """What a command calls itself: by how it was started."""
+    return f"jaxllm {name}" if Path(sys.argv[0]).name in ("jaxllm", "jaxllm.exe") else f"python -m jaxllm.{name}"
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of an engine; each left out means the engine's own default."""
     group = parser.add_argument_group("engine")

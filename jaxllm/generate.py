@@ -12,6 +12,7 @@ from jaxllm.cli import (
     EXIT_INTERRUPTED,
     add_engine_arguments,
     engine_kwargs,
+    program,
     run_command,
     setup_compilation_cache,
 )
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxllm.generate",
+        prog=program("generate"),
         description="Completes prompts. Without any, standard input is the prompt.",
         allow_abbrev=False,
     )

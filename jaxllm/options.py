@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
@@ -89,6 +89,21 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.logit_bias is not None:
         given["logit_bias"] = dict(arguments.logit_bias)
     return {name: value for name, value in given.items() if value is not None}
+
+
+def parse_field(name: str, value: str, *, forbidden: Sequence[str] = ()) -> dict[str, Any]:
+    """One field of `SamplingParams` that is a number, from text; an empty one is the default. Raises `ValueError`."""
+    kinds = {row[0]: row[1] for row in _NUMBERS if row[0] not in forbidden}
+    if name not in kinds:
+        raise ValueError(f"there is no {name!r} to set; there are {', '.join(kinds)}")
+    if not value:
+        defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | DEFAULTS
+        return {name: defaults[name]}
+    try:
+        return {name: kinds[name](value)}
+    except ValueError as error:
+        kind = "an integer" if kinds[name] is int else "a number"
+        raise ValueError(f"{name}={value!r} must be {kind}") from error
 
 
 def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # why a completion has finish_reason "error"
+    queued_s: float = 0.0  # seconds from its arrival in the engine to its first step
 
     def followed_by(self, newer: "RequestOutput") -> "RequestOutput":
         """Two deltas in one."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.cli import add_engine_arguments, engine_kwargs, run_command
+from jaxllm.cli import add_engine_arguments, engine_kwargs, program, run_command
 
 TOOL_PARSERS, REASONING_PARSERS = ("auto", "hermes", "llama", "none"), ("auto", "think", "none")
 KEY_VARIABLE = "JAXLLM_API_KEY"
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxllm.serve", description="Serves a model with OpenAI's API.", allow_abbrev=False
+        prog=program("serve"), description="Serves a model with OpenAI's API.", allow_abbrev=False
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
@@ -39,6 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
     add("--tool-call-parser", choices=TOOL_PARSERS, default="auto", help="how the model calls tools")
     add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how it marks its thoughts")
+    add("--otlp-traces-endpoint", metavar="URL",
+        help="where OpenTelemetry spans go, as in http://localhost:4318/v1/traces (extra: otel)")
     add("--vllm-metric-names", action="store_true", help="metrics under vLLM's names too")
     add_engine_arguments(parser)
     return parser
@@ -59,10 +61,10 @@ def _run(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # Requests without a seed get another text each time.
     options = engine_kwargs(arguments) | {"seed": secrets.randbits(63)}
-    return asyncio.run(_serve(config, arguments.model, options))
+    return asyncio.run(_serve(config, arguments.model, options, arguments.otlp_traces_endpoint))
 
 
-async def _serve(config: Any, model_dir: str | None, options: dict[str, Any]) -> int:
+async def _serve(config: Any, model_dir: str | None, options: dict[str, Any], traces: str | None) -> int:
     import prometheus_client
 
     from jaxllm.server import run
@@ -76,10 +78,15 @@ async def _serve(config: Any, model_dir: str | None, options: dict[str, Any]) ->
             "use this server",
             file=sys.stderr,
         )
+    tracing = None
+    if traces is not None:
+        from jaxllm.server.tracing import open_tracing
+
+        tracing = open_tracing(traces, config.served_model_names[0])
     prometheus_client.disable_created_metrics()  # a third of the page, that nobody reads
     listener = run.bind(config)
     model = read_model(config, model_dir, created=int(time.time()))
-    return await run.serve(Server(config, ProcessClient(options), model), listener)
+    return await run.serve(Server(config, ProcessClient(options), model, tracing=tracing), listener)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,11 @@ _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
+def clean(text: str) -> str:
+    """What a terminal may be shown of a model's text."""
+    return _CONTROL.sub("\ufffd", text)
+
+
 class Printer:
     """Writes completions in order: the first unfinished one as it grows, later ones when it is their turn."""
 
@@ -68,7 +73,7 @@ class Printer:
         return completion.finished
 
     def _clean(self, text: str) -> str:
-        return _CONTROL.sub("\ufffd", text) if self._is_terminal else text
+        return clean(text) if self._is_terminal else text
 
 
 class JsonPrinter:
@@ -119,14 +124,22 @@ class Meter:
             self._last = time.perf_counter(), total
             self._first = self._first or self._last
 
-    def summary(self, stats: Any) -> str:
-        """One line; `stats` are the engine's (`EngineStats`)."""
+    def _speed(self) -> list[str]:
         parts = [f"{self._last[1] if self._last else 0} tokens"]
         if self._first and self._last:
             seconds, num_decoded = (last - first for first, last in zip(self._first, self._last, strict=True))
             if num_decoded and seconds:
                 parts.append(f"{num_decoded / seconds:.1f} tokens/s")
             parts.append(f"first token after {self._first[0] - self._start_s:.2f} s")
+        return parts
+
+    def speed(self) -> str:
+        """One line."""
+        return f"[{', '.join(self._speed())}]"
+
+    def summary(self, stats: Any) -> str:
+        """One line; `stats` are the engine's (`EngineStats`)."""
+        parts = self._speed()
         share = stats.peak_blocks_used / stats.num_blocks
         parts.append(f"KV peak {stats.peak_blocks_used} of {stats.num_blocks} blocks ({share:.1%})")
         if stats.num_preemptions:

@@ -88,7 +88,9 @@ def test_no_module_takes_pickles():
             assert not {"pickle", "cloudpickle", "dill", "torch"} & imports(file), name
 
 
-@pytest.mark.parametrize("command", ["jaxllm.generate", "jaxllm.bench", "jaxllm.convert", "jaxllm.serve"])
+@pytest.mark.parametrize(
+    "command", ["jaxllm", "jaxllm.generate", "jaxllm.bench", "jaxllm.chat", "jaxllm.convert", "jaxllm.serve"]
+)
 def test_help_needs_no_jax(command):
     code = f"""
 import runpy, sys

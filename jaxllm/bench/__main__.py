@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.bench.options import add_model_arguments, check_at_least, model_options
 from jaxllm.bench.workload import KINDS, MAX_VOCAB, check_kinds
-from jaxllm.cli import run_command, setup_compilation_cache
+from jaxllm.cli import program, run_command, setup_compilation_cache
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m jaxllm.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("bench"), description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_throughput(commands)
     _add_latency(commands)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxllm.cli import run_command
+from jaxllm.cli import program, run_command
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxllm.convert",
+        prog=program("convert"),
         description="Writes SRC, a Hugging Face directory with pytorch_model*.bin or a slow tokenizer, to OUT with "
         "safetensors and tokenizer.json. Files are read in a process of their own, and no code in them is run.",
         epilog="Needs the extra: pip install 'jaxllm[convert]'",

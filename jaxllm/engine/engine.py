@@ -19,7 +19,7 @@ from jaxllm.engine.plan import Plan
 from jaxllm.engine.request import Request, SequenceGroup
 from jaxllm.engine.runner import Handle, Result, Runner
 from jaxllm.engine.scheduler import Scheduler
-from jaxllm.engine.stats import EngineStats, read_stats
+from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
 from jaxllm.engine.validation import bad_word_ids, check_params, check_prompt, check_room
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
@@ -54,6 +54,7 @@ class Engine:
         self._in_flight: Handle | None = None
         self._interrupted = True  # the device state is unknown: build one before the next step
         self._peak_blocks = 0
+        self._steps = StepCounter()
         self._dead: BaseException | None = None
 
     def set_preemption(self, kind: str) -> None:
@@ -192,6 +193,9 @@ class Engine:
         failed: tuple[Plan, Exception] | None = None
         over: list[Request] = []
         if plan is not None:
+            self._steps.count(plan.num_tokens)
+            for chunk in plan.chunks:
+                chunk.request.owner.scheduled()
             self._peak_blocks = max(self._peak_blocks, scheduler.pool.num_used)
             stuck = self._fill_masks(plan) if needs[1] else []
             try:
@@ -330,7 +334,7 @@ class Engine:
             self.runner.wait_all()
 
     def stats(self) -> EngineStats:
-        return read_stats(self.scheduler, self.runner.compile_plan, self._peak_blocks)
+        return read_stats(self.scheduler, self.runner.compile_plan, self._peak_blocks, self._steps)
 
     def close(self) -> None:
         """Stops compiling and frees the device's memory."""

@@ -1,6 +1,7 @@
 """From committed tokens to `RequestOutput`s: groups of samples, incremental text, stop strings, log-probabilities."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +43,8 @@ class Group:
     stream: bool
     samples: list[Request] = field(default_factory=list)
     error: str | None = None
+    arrived_at: float = field(default_factory=time.monotonic)
+    queued_s: float | None = None  # seconds; None until it is in a step
 
     def __post_init__(self) -> None:
         self._progress = [Progress() for _ in range(self.params.num_samples)]
@@ -57,6 +60,11 @@ class Group:
         """Its text can't be decoded: from now on it has none."""
         self.error = error
         self._decode = False
+
+    def scheduled(self) -> None:
+        """It is in a step."""
+        if self.queued_s is None:
+            self.queued_s = time.monotonic() - self.arrived_at
 
     @property
     def finished(self) -> bool:
@@ -120,6 +128,7 @@ class Group:
             finished=self.finished,
             num_cached_tokens=max(0, self.samples[0].num_cached),
             error=self.error or next((sample.error for _, sample in shown if sample.error), None),
+            queued_s=self.queued_s or 0.0,
         )
 
     def _completion(self, index: int, sample: Request, *, is_delta: bool) -> CompletionOutput:

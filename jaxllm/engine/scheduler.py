@@ -49,6 +49,7 @@ class Scheduler:
         self.admission = Admission(self.waiting, self.residents, self.preemption)
         self.num_copied = 0  # blocks, because several shared them
         self.num_unfinished_full = self.num_unfinished_masked = 0
+        self.num_not_finite = 0  # requests that ended for their logits
         self._moved: list[Request] = []  # beams whose slots' rows are out of date
 
     @property
@@ -200,6 +201,7 @@ class Scheduler:
             updated.append(request)
             if token < 0:
                 request.error = NO_TOKEN_ERRORS[token]
+                self.num_not_finite += token == NOT_FINITE
                 self.finish(request, "error")
                 continue
             if logprobs is not None and request.params.tracks_logprobs:

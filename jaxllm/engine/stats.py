@@ -1,9 +1,24 @@
 """What an engine tells of itself."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from jaxllm.engine.compiler import CompilePlan
 from jaxllm.engine.scheduler import Scheduler
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class StepCounter:
+    """How many steps had up to `STEP_TOKENS[i]` tokens, and more than the one before; the last: more than all."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(STEP_TOKENS) + 1)
+        self.num_tokens = 0
+
+    def count(self, num_tokens: int) -> None:
+        self.counts[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        self.num_tokens += num_tokens
 
 
 @dataclass(frozen=True)
@@ -27,12 +42,17 @@ class EngineStats:
     num_swapped: int  # of those, swapped to host memory; the others are recomputed
     num_prompt_tokens: int  # of requests admitted so far
     num_cached_tokens: int  # of those, found in the prefix cache
+    num_not_finite: int  # requests that ended as the model gave NaN or infinity
+    step_counts: list[int]  # steps by size, as `StepCounter` has them
+    num_step_tokens: int
     num_executables: int  # in the compile plan
     num_compiled: int
     compile_s: float
 
 
-def read_stats(scheduler: Scheduler, compile_plan: CompilePlan, peak_blocks_used: int) -> EngineStats:
+def read_stats(
+    scheduler: Scheduler, compile_plan: CompilePlan, peak_blocks_used: int, steps: StepCounter
+) -> EngineStats:
     """O(blocks + running)."""
     pool, preemption, admission = scheduler.pool, scheduler.preemption, scheduler.admission
     return EngineStats(
@@ -43,6 +63,7 @@ def read_stats(scheduler: Scheduler, compile_plan: CompilePlan, peak_blocks_used
         blocks_on_host=preemption.num_host_blocks, num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting), num_preemptions=preemption.num_swapped + preemption.num_recomputed,
         num_swapped=preemption.num_swapped, num_prompt_tokens=admission.num_prompt_tokens,
-        num_cached_tokens=admission.num_cached_tokens, num_executables=compile_plan.total,
+        num_cached_tokens=admission.num_cached_tokens, num_not_finite=scheduler.num_not_finite,
+        step_counts=steps.counts.copy(), num_step_tokens=steps.num_tokens, num_executables=compile_plan.total,
         num_compiled=compile_plan.num_done, compile_s=compile_plan.seconds,
     )  # fmt: skip

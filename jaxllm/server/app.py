@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from importlib import metadata
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,6 +18,8 @@ from jaxllm.server.errors import APIError, as_api_error, deadline_exceeded, inte
 from jaxllm.server.exchange import ClientGone, Exchange, Receive, Scope, Send, read_body, until_disconnect
 from jaxllm.server.metrics import CONTENT_TYPE
 from jaxllm.server.middleware import App, Guard
+from jaxllm.server.overview import overview, package_version
+from jaxllm.server.page import page
 from jaxllm.server.responses_schema import ResponsesRequest
 from jaxllm.server.schemas import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxllm.server.server import Server
@@ -90,8 +91,8 @@ def create_app(server: Server) -> App:
         "/detokenize": (DetokenizeRequest, _detokenize),
     }
     gets = {
-        "/health": _health, "/ready": _ready, "/version": _version, "/metrics": _metrics, "/v1/models": _models,
-        "/tokenizer_info": _tokenizer_info, "/v1/models/{name:path}": _model,
+        "/": _page, "/stats": _stats, "/health": _health, "/ready": _ready, "/version": _version, "/metrics": _metrics,
+        "/v1/models": _models, "/tokenizer_info": _tokenizer_info, "/v1/models/{name:path}": _model,
     }  # fmt: skip
     routes = [Route(path, Post(server, *post), methods=["POST"]) for path, post in posts.items()]
     routes += [Route(path, get(handler), methods=["GET"]) for path, handler in gets.items()]
@@ -113,7 +114,9 @@ async def _completions(server: Server, request: CompletionRequest, exchange: Exc
         jobs = await server.in_thread(prepare.completion_jobs, server.model, info, request)
         answer_id = f"cmpl-{exchange.request_id}"
         answer = CompletionAnswer(request, jobs, answer_id=answer_id, model=server.model)
-        async with aclosing(server.run(jobs, request_id=answer_id, priority=request.priority)) as news:
+        tells_place = schemas.wants_place(request)
+        run = server.run(jobs, exchange, request_id=answer_id, priority=request.priority, tells_place=tells_place)
+        async with aclosing(run) as news:
             await (answer.stream if request.stream else answer.unary)(exchange, news)
 
 
@@ -175,12 +178,16 @@ def _ready(server: Server, request: Request) -> Response:
     return _json({"status": "ready" if server.is_ready else "not ready"}, 200 if server.is_ready else 503)
 
 
+def _page(server: Server, request: Request) -> Response:
+    return Response(page().body, headers=page().headers)
+
+
+def _stats(server: Server, request: Request) -> Response:
+    return _json(overview(server), headers={"cache-control": "no-store"})
+
+
 def _version(server: Server, request: Request) -> Response:
-    try:
-        version = metadata.version("jaxllm")
-    except metadata.PackageNotFoundError:
-        version = "unknown"  # a checkout that is not installed
-    return _json({"version": version})
+    return _json({"version": package_version()})
 
 
 def _tokenizer_info(server: Server, request: Request) -> Response:

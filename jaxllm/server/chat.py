@@ -16,7 +16,7 @@ from jaxllm.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxllm.server.parsing.choose import make_parser, thinks, tool_format
 from jaxllm.server.parsing.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
 from jaxllm.server.prepare import Job
-from jaxllm.server.schemas import ChatRequest, Tool, check_stream
+from jaxllm.server.schemas import ChatRequest, Tool, check_stream, wants_place
 from jaxllm.server.server import Server
 
 
@@ -40,7 +40,10 @@ async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> No
         talk = await server.in_thread(prepare_talk, server, info, request)
         answer_id = f"chatcmpl-{exchange.request_id}"
         result = ChatAnswer(request, talk, answer_id=answer_id)
-        async with aclosing(server.run([talk.job], request_id=answer_id, priority=request.priority)) as news:
+        run = server.run(
+            [talk.job], exchange, request_id=answer_id, priority=request.priority, tells_place=wants_place(request)
+        )
+        async with aclosing(run) as news:
             await (result.stream if request.stream else result.unary)(exchange, news)
 
 

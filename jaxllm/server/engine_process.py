@@ -94,7 +94,11 @@ class EngineLoop:
     def _take(self, *, wait: bool) -> bool:
         """Does what has been asked for; with `wait`, at least one thing. False if there is no server any more."""
         while wait or not self._inbox.empty():
-            message = self._inbox.get()
+            try:
+                message = self._inbox.get(timeout=None if self._is_compiled else STATS_S)
+            except queue.Empty:
+                self._tell_stats(now=True)  # what compiles meanwhile
+                continue
             if message is None:
                 return False
             wait = False
@@ -164,6 +168,11 @@ class EngineLoop:
         if output.finished:
             self._has_prompt_logprobs.discard(output.request_id)
         return dataclasses.replace(output, prompt=None, prompt_token_ids=[], prompt_logprobs=scores)
+
+    @property
+    def _is_compiled(self) -> bool:
+        stats = self._pulse.stats
+        return stats is not None and stats.num_compiled >= stats.num_executables
 
     def _tell_stats(self, *, now: bool) -> None:
         if now or time.monotonic() - self._stats_at > STATS_S:

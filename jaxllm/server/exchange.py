@@ -16,6 +16,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 _encode = msgspec.json.Encoder().encode
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
+_PLACE_S = 0.5  # between two looks at the place in the queue
 _LAST_WORDS_S = 5.0  # for a client that doesn't read to take an error
 
 
@@ -27,11 +28,14 @@ class Exchange:
     """Answers once: with `json`, or with `events`."""
 
     def __init__(self, scope: Scope, send: Send, *, keep_alive_s: float):
+        self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.request_id: str = scope["state"]["request_id"]
         self.is_streaming = False
         self._send, self._keep_alive_s = send, keep_alive_s
         self.error_events: Callable[[APIError], list[dict[str, Any]]] = lambda error: [error.body()]
+        self.ahead: Callable[[], int] | None = None  # requests before this one, for a stream that wants to know
         self._spoke = False  # since the last tick of the keep-alive
+        self._has_events = False
 
     async def json(self, answer: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         body = answer if isinstance(answer, bytes) else _encode(answer)
@@ -44,11 +48,12 @@ class Exchange:
         head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no")]  # fmt: skip
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
-        ping = asyncio.create_task(self._ping())
+        asides = [asyncio.create_task(self._ping()), asyncio.create_task(self._tell_place())]
         try:
             yield
         finally:
-            ping.cancel()
+            for aside in asides:
+                aside.cancel()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def event(self, data: Any, *, name: str | None = None) -> None:
@@ -56,7 +61,7 @@ class Exchange:
         await self.write(head + b"data: " + _encode(data) + b"\n\n")
 
     async def write(self, data: bytes) -> None:
-        self._spoke = True
+        self._spoke = self._has_events = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def error(self, error: APIError) -> None:
@@ -75,6 +80,16 @@ class Exchange:
             if not self._spoke:
                 await self._send({"type": "http.response.body", "body": PING, "more_body": True})
             self._spoke = False
+
+    async def _tell_place(self) -> None:
+        """Comments like `: queue 3` while nothing else is said; other clients skip comments."""
+        told = 0
+        while not self._has_events:
+            ahead = 0 if self.ahead is None else self.ahead()
+            if ahead != told:
+                await self._send({"type": "http.response.body", "body": b": queue %d\n\n" % ahead, "more_body": True})
+                told = ahead
+            await asyncio.sleep(_PLACE_S)
 
 
 async def send_body(

@@ -1,15 +1,17 @@
 """Runs the prompts of a request, and tells what they were."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.server.client import EngineClient
 from jaxllm.server.errors import APIError, internal, invalid
-from jaxllm.server.metrics import Metrics, Outcome
+from jaxllm.server.metrics import Course, Metrics, Outcome
 from jaxllm.server.prepare import Job
+
+Record = Callable[[Course, str], None]  # its id too
 
 
 class News(NamedTuple):
@@ -47,12 +49,13 @@ class Usage:
 
 
 async def run(
-    client: EngineClient, metrics: Metrics, jobs: Sequence[Job], *, request_id: str, priority: int
-) -> AsyncIterator[News]:
+    client: EngineClient, metrics: Metrics, jobs: Sequence[Job], *, request_id: str, priority: int,
+    record: Record | None = None,
+) -> AsyncIterator[News]:  # fmt: skip
     """All jobs at once; their deltas as they come. Closing the iterator aborts what is left, and the end of one job
-    in an error is the end of all. Raises `APIError`, `EngineDeadError`."""
+    in an error is the end of all. `record` is told of each that is over. Raises `APIError`, `EngineDeadError`."""
     streams = [
-        _run_one(client, metrics, job, f"{request_id}-{i}", i, priority) for i, job in enumerate(jobs)
+        _run_one(client, metrics, job, f"{request_id}-{i}", i, priority, record) for i, job in enumerate(jobs)
     ]  # fmt: skip
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
@@ -88,7 +91,7 @@ async def _forward(stream: AsyncIterator[News], queue: asyncio.Queue) -> None:
 
 
 async def _run_one(
-    client: EngineClient, metrics: Metrics, job: Job, request_id: str, index: int, priority: int
+    client: EngineClient, metrics: Metrics, job: Job, request_id: str, index: int, priority: int, record: Record | None
 ) -> AsyncIterator[News]:
     outcome = Outcome(metrics, job)
     try:
@@ -105,7 +108,9 @@ async def _run_one(
         outcome.reason = "error"
         raise
     finally:
-        outcome.end()
+        course = outcome.end()
+        if record is not None:
+            record(course, request_id)
 
 
 def _check(output: RequestOutput, request_id: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from jaxllm.server.config import LOOPBACK
 from jaxllm.server.errors import APIError, as_api_error, unauthorized
 from jaxllm.server.exchange import Receive, Scope, Send, send_body
+from jaxllm.server.page import page
 
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -49,7 +50,9 @@ class Guard:
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 - the last resort: a client is told nothing of a bug but its id
             failure = as_api_error(error, request_id)
-            if not started:
+            if not started and failure.status == 401 and _is_browser(scope):
+                await send_body(send_with_id, 401, page().body, headers=page().headers | failure.headers)
+            elif not started:
                 await send_body(send_with_id, failure.status, failure.encode(), headers=failure.headers)
 
     def _check(self, scope: Scope) -> None:
@@ -71,6 +74,13 @@ class Guard:
         for known in self._keys:  # all of them, so that the time says nothing
             found |= hmac.compare_digest(digest, known)
         return found and kind.lower() == b"bearer"
+
+
+def _is_browser(scope: Scope) -> bool:
+    """Whether the page is asked for: without a key too it comes, as it holds nothing of this server and is where the
+    key is typed in. The answer's status stays 401."""
+    accepted = next((value for name, value in scope["headers"] if name == b"accept"), b"")
+    return scope["path"] == "/" and scope["method"] in ("GET", "HEAD") and b"text/html" in accepted
 
 
 def _digest(key: bytes) -> bytes:

@@ -63,6 +63,12 @@ class Model:
             return self.chat_template
         return "" if self.tokenizer is None else "\n".join(self.tokenizer.chat.templates.values())
 
+    @property
+    def has_chat(self) -> bool:
+        """Whether it is known how to write a conversation for it."""
+        own = {} if self.tokenizer is None else self.tokenizer.chat.templates
+        return self.chat_template is not None or "default" in own
+
     def check_name(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise unknown_model(name, list(self.names))

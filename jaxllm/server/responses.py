@@ -29,7 +29,7 @@ async def answer(server: Server, request: ResponsesRequest, exchange: Exchange) 
     with server.admit(1):
         talk = await server.in_thread(prepare_talk, server, info, chat)
         response = Response(request, talk, f"resp_{exchange.request_id.removeprefix('req_')}")
-        async with aclosing(server.run([talk.job], request_id=response.id, priority=0)) as news:
+        async with aclosing(server.run([talk.job], exchange, request_id=response.id, priority=0)) as news:
             await (response.stream if request.stream else response.unary)(exchange, news)
 
 

@@ -164,11 +164,11 @@ def banner(server: Server, listener: socket.socket, seconds: float) -> str:
     config, engine = server.config, server.client.info.config
     url = address(config, listener)
     key = ' -H "Authorization: Bearer $KEY"' if config.api_keys else ""
-    tokens = engine.num_blocks * engine.block_size
+    tokens, most = engine.num_blocks * engine.block_size, engine.max_model_len
     lines = [
         f"jaxllm serves {server.model.name} at {url}, ready in {seconds:.1f} s",
-        f"KV cache: {tokens:,} tokens in {engine.num_blocks:,} blocks; "
-        f"{tokens // engine.max_model_len} sequences of {engine.max_model_len:,} tokens, {engine.max_num_seqs} at once",
+        f"A page to chat on: {url}/",
+        f"KV cache: {tokens:,} tokens, or {tokens // most:,} requests of {most:,}; {engine.max_num_seqs:,} at once",
         "",
         f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' \\",
         f"""  -d '{{"model": "{server.model.name}", "prompt": "def read_lines(path", "max_tokens": 32}}'""",

@@ -32,6 +32,7 @@ FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-
 class StreamOptions(Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    queue_position: bool | None = None  # comments in the stream while it waits: `: queue N`, N requests before it
 
 
 class Sampling(Struct, kw_only=True):
@@ -229,6 +230,10 @@ def _explain(message: str) -> APIError:
 def check_stream(request: Sampling) -> None:
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options is for streams; set stream: true, or leave it out", "stream_options")
+
+
+def wants_place(request: Sampling) -> bool:
+    return request.stream_options is not None and bool(request.stream_options.queue_position)
 
 
 def check_depth(value: Any, param: str) -> None:

@@ -6,15 +6,21 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.server.admission import Admission
 from jaxllm.server.client import EngineClient, EngineInfo
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.errors import APIError, engine_dead, unavailable
+from jaxllm.server.exchange import Exchange
 from jaxllm.server.generation import News, run
+from jaxllm.server.line import Line
 from jaxllm.server.metrics import Metrics
 from jaxllm.server.prepare import Job, Model
+
+if TYPE_CHECKING:
+    from jaxllm.server.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +32,12 @@ Result = TypeVar("Result")
 class Server:
     """The state of one server; `start` and `close` belong to its event loop."""
 
-    def __init__(self, config: ServerConfig, client: EngineClient, model: Model):
+    def __init__(self, config: ServerConfig, client: EngineClient, model: Model, *, tracing: "Tracing | None" = None):
         self.config, self.client, self.model = config, client, model
+        self._tracing = tracing
         self.admission = Admission(config.max_queued_requests)
         self.metrics = Metrics(model.name, client, vllm_names=config.vllm_metric_names)
+        self.line = Line()
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-text")
         self._is_hung = False
         self._watchdog: asyncio.Task | None = None
@@ -45,6 +53,8 @@ class Server:
             self._watchdog.cancel()
             await asyncio.gather(self._watchdog, return_exceptions=True)
         await self.client.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         self._texts.shutdown(wait=False, cancel_futures=True)
 
     # ---- how it is
@@ -92,11 +102,26 @@ class Server:
         """Templates and tokenizers, away from the event loop, a few at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, work, *args)
 
-    async def run(self, jobs: list[Job], *, request_id: str, priority: int | None) -> AsyncIterator[News]:
-        stream = run(self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0)
-        async with aclosing(stream):
-            async for news in stream:
-                yield news
+    async def run(
+        self, jobs: list[Job], exchange: Exchange, *, request_id: str, priority: int | None, tells_place: bool = False
+    ) -> AsyncIterator[News]:
+        record = None
+        if self._tracing is not None:
+            record = partial(self._tracing.record, headers=exchange.headers)
+        stream = run(
+            self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0, record=record
+        )  # fmt: skip
+        with self.line.join(priority or 0) as place:
+            if tells_place:
+                exchange.ahead = lambda: place.ahead(self._num_waiting())
+            async with aclosing(stream):
+                async for news in stream:
+                    place.leave()
+                    yield news
+
+    def _num_waiting(self) -> int:
+        stats = self.client.stats()
+        return 0 if stats is None else stats.num_waiting
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:

@@ -1,0 +1,8 @@
+"""`python -m jaxllm COMMAND`."""
+
+import sys
+
+from jaxllm.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""The page at `/`: one document, put together from the files of this folder, that loads nothing from anywhere."""
+
+import base64
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+_FOLDER = Path(__file__).parent
+_SCRIPTS = (
+    "common.js", "markdown.js", "highlight.js", "store.js", "api.js", "chat.js", "complete.js", "main.js",
+)  # fmt: skip
+
+
+class Page(NamedTuple):
+    """The document, and the headers that belong to it."""
+
+    body: bytes
+    headers: dict[str, str]
+
+
+@cache
+def page() -> Page:
+    """The browser may run this script and no other, ask this server and no other, and never takes text for HTML."""
+    style = (_FOLDER / "page.css").read_text()
+    script = '"use strict";\n' + "\n".join((_FOLDER / name).read_text() for name in _SCRIPTS)
+    body = (_FOLDER / "index.html").read_text().replace("{{style}}", style, 1).replace("{{script}}", script, 1)
+    policy = {
+        "default-src": "'none'", "script-src": _hash(script), "style-src": _hash(style), "connect-src": "'self'",
+        "img-src": "data:", "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'", "trusted-types": "'none'",
+    }  # fmt: skip
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "cache-control": "no-cache", "cross-origin-opener-policy": "same-origin", "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff", "x-frame-options": "DENY",
+    }  # fmt: skip
+    return Page(body.encode(), headers)
+
+
+def _hash(source: str) -> str:
+    digest = hashlib.sha256(source.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
