@@ -1,5 +1,5 @@
-"""Requests that schemathesis makes up from OpenAI's own specification, sound and unsound: none is answered with a 5xx or
-a closed connection, and what is accepted is answered as the specification says."""
+"""Requests that schemathesis makes up from OpenAI's own specification, sound and unsound: none is answered with a 5xx
+or a closed connection, and what is accepted is answered as the specification says."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ def web():
 
 @schema.parametrize()
 @settings(
-    max_examples=25, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+    max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 def test_made_up_requests(case, web):
