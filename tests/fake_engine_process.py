@@ -29,6 +29,7 @@ class FakeEngine:
     def __post_init__(self):
         self.compile_plan = types.SimpleNamespace(waited_at=0.0)
         self.runner = types.SimpleNamespace(compile_plan=self.compile_plan)
+        self.scheduler = types.SimpleNamespace(check=lambda: None)
 
     def has_work(self):
         return bool(self.requests)

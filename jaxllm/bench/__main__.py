@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.bench.options import add_model_arguments, check_at_least, model_options
 from jaxllm.bench.workload import KINDS, MAX_VOCAB, check_kinds
-from jaxllm.cli import program, run_command, setup_compilation_cache
+from jaxllm.cli import add_engine_arguments, engine_kwargs, program, run_command, setup_compilation_cache
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "seconds from the command to the first token, with an empty and with a full compilation cache"
     add_model_arguments(commands.add_parser("startup", help=text, description=text, allow_abbrev=False))
     _add_preemption(commands)
+    _add_serve(commands)
     steps = commands.add_parser("steps", help="host time of a decode step by number of running requests")
     steps.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 128, 256], metavar="N")
     steps.add_argument("--steps", type=int, default=200, help="decode steps measured for each N (default 200)")
@@ -90,6 +91,25 @@ def _add_preemption(commands: Any) -> None:
     add_model_arguments(parser)
 
 
+def _add_serve(commands: Any) -> None:
+    text = "a server under load: streams over HTTP, latencies, memory, and what is left behind"
+    parser = commands.add_parser("serve", help=text, description=text, allow_abbrev=False)
+    for name, kind, default, what in (
+        ("--streams", int, 256, "clients at once"),
+        ("--seconds", float, 60.0, "that they go on for"),
+        ("--input-len", int, 16, "tokens of each prompt"),
+        ("--output-len", int, 32, "tokens of each output"),
+        ("--seed", int, 0, "of the prompts"),
+    ):
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
+    parser.add_argument(
+        "--compare", action="store_true", help="instead: one request for each client, over HTTP and by LLM.generate"
+    )
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds of --compare (default: 3)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    add_engine_arguments(parser)
+
+
 def _throughput(arguments: argparse.Namespace) -> int:
     check_kinds(arguments.kinds)
     check_at_least(1, repeats=arguments.repeats)
@@ -134,6 +154,21 @@ def _startup(arguments: argparse.Namespace) -> int:
     return _print(startup.run(model, repeats=arguments.repeats), startup.table, arguments)
 
 
+def _serve(arguments: argparse.Namespace) -> int:
+    sizes = {name: getattr(arguments, name) for name in ("streams", "input_len", "output_len")}
+    check_at_least(1, **sizes, repeats=arguments.repeats)
+    check_at_least(0, seconds=arguments.seconds)
+    from jaxllm.bench import serve
+
+    engine = engine_kwargs(arguments)
+    if arguments.compare:
+        setup_compilation_cache()
+        report = serve.compare(engine, **sizes, repeats=arguments.repeats, seed=arguments.seed)
+    else:
+        report = serve.run(engine, **sizes, seconds=arguments.seconds, seed=arguments.seed)
+    return _print(report, serve.table, arguments)
+
+
 def _steps(arguments: argparse.Namespace) -> int:
     setup_compilation_cache()
     from jaxllm.bench.steps import measure, table
@@ -169,7 +204,7 @@ def _print(report: dict[str, Any], table: Callable[[dict[str, Any]], str], argum
 
 _COMMANDS = {
     "throughput": _throughput, "latency": _latency, "startup": _startup,
-    "preemption": _preemption, "steps": _steps, "memory": _memory,
+    "preemption": _preemption, "serve": _serve, "steps": _steps, "memory": _memory,
 }  # fmt: skip
 
 

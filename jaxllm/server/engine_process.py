@@ -14,7 +14,9 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jaxllm.errors import JaxLLMError
+import msgspec
+
+from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server import wire
@@ -26,6 +28,7 @@ BEAT_S = 0.25
 STATS_S = 0.25
 _PATIENCE, _MOST_PATIENCE_S = 5, 120.0  # times the longest of the last steps; a step that hung once is no measure
 _GRAMMAR_THREADS = 2
+_MOST_UNSENT = 64  # messages to the server, above which heartbeats are left out
 _EXIT_S = 5.0  # for a step that runs when the server goes away
 
 
@@ -74,14 +77,14 @@ class EngineLoop:
         self._threads = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
 
     def run(self) -> None:
-        """Until the server is gone. Raises what kills the engine."""
+        """Until the server is gone; then the log says whether all blocks came back. Raises what kills the engine."""
         while True:
             is_busy = self._engine.has_work()
             if not is_busy:
                 self._tell_stats(now=True)
                 self._pulse.progress(is_busy=False)
             if not self._take(wait=not is_busy):
-                return
+                break
             if self._engine.has_work():
                 start = time.monotonic()
                 self._pulse.progress(is_busy=True)
@@ -90,6 +93,11 @@ class EngineLoop:
                 self._tell_stats(now=False)
                 if news:
                     self._send(wire.Outputs([self._lean(output) for output in news]))
+
+        self._engine.scheduler.check()
+        stats = self._engine.stats()
+        log.info("the server has gone; %d of %d blocks are used, and the books are in order",
+                 stats.blocks_used, stats.num_blocks)  # fmt: skip
 
     def _take(self, *, wait: bool) -> bool:
         """Does what has been asked for; with `wait`, at least one thing. False if there is no server any more."""
@@ -148,6 +156,11 @@ class EngineLoop:
             )  # fmt: skip
         except ValueError as error:
             self._send(wire.Refused(message.request_id, str(error)))
+        except EngineDeadError:
+            raise
+        except Exception:  # noqa: BLE001 - whatever is wrong with one request is no reason to end the others
+            log.exception("request %s failed when it came in", message.request_id)
+            self._send(wire.Refused(message.request_id, None))
 
     def _abort(self, message: wire.Abort) -> None:
         if message.request_id in self._compiling:
@@ -184,7 +197,7 @@ def _read(connection: socket.socket, inbox: queue.SimpleQueue) -> None:
     try:
         while (data := wire.read_frame(connection)) is not None:
             inbox.put(wire.from_server.decode(data))
-    except OSError:
+    except (OSError, msgspec.MsgspecError):
         log.debug("the server's connection broke", exc_info=True)
     inbox.put(None)
     time.sleep(_EXIT_S)
@@ -197,11 +210,15 @@ def _write(connection: socket.socket, outbox: queue.SimpleQueue) -> None:
             connection.sendall(wire.frame(message))
     except OSError:  # the reader's thread ends the process
         log.debug("the server's connection broke", exc_info=True)
+    except Exception:  # noqa: BLE001 - an engine that nobody hears is of no use
+        log.exception("the engine can't say what it has to")
+        os._exit(1)
 
 
 def _beat(pulse: Pulse, outbox: queue.SimpleQueue) -> None:
     while True:
-        outbox.put(pulse.beat())
+        if outbox.qsize() < _MOST_UNSENT:  # a suspended server doesn't read, and beats would pile up
+            outbox.put(pulse.beat())
         time.sleep(BEAT_S)
 
 

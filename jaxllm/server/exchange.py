@@ -1,8 +1,8 @@
 """One HTTP exchange: its body within limits, its answer or stream of events, its end when the client goes."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -41,7 +41,7 @@ class Exchange:
         body = answer if isinstance(answer, bytes) else _encode(answer)
         await send_body(self._send, status, body, headers=headers)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def events(self) -> AsyncIterator[None]:
         """A stream of server-sent events, which ends with this; comments keep it alive while there is nothing."""
         self.is_streaming = True
@@ -69,10 +69,11 @@ class Exchange:
         if not self.is_streaming:
             await self.json(error.encode(), status=error.status, headers=error.headers)
             return
-        async with asyncio.timeout(_LAST_WORDS_S):
-            for event in self.error_events(error):
-                await self.event(event, name=event.get("type"))
-            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        with contextlib.suppress(TimeoutError):  # a client that doesn't read gets no end either
+            async with asyncio.timeout(_LAST_WORDS_S):
+                for event in self.error_events(error):
+                    await self.event(event, name=event.get("type"))
+                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self) -> None:
         while True:

@@ -67,7 +67,7 @@ class ProcessClient:
             listener.setblocking(False)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self._module, str(path)], stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(folder or os.getcwd() for folder in sys.path)},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
                 start_new_session=True,  # the terminal's Ctrl-C is for the server, which drains
             )  # fmt: skip
             accepting = asyncio.ensure_future(loop.sock_accept(listener))
@@ -134,6 +134,9 @@ class ProcessClient:
                 self._take(message)
         except (asyncio.IncompleteReadError, OSError):
             log.debug("the engine's connection ended", exc_info=True)
+        except Exception:  # noqa: BLE001 - without this task nobody would learn anything any more
+            log.exception("what the engine says can't be read")
+            reason = EngineDeadError("the engine's process says what can't be read")
         self._die(reason)
 
     def _take(self, message: wire.FromEngine) -> None:
@@ -145,12 +148,13 @@ class ProcessClient:
                         mailbox.put(output)
             case wire.Refused(request_id=request_id, message=text):
                 if (mailbox := self._streams.pop(request_id, None)) is not None:
-                    mailbox.fail(ValueError(text))
+                    mailbox.fail(RuntimeError("the engine failed to take it") if text is None else ValueError(text))
             case wire.Beat():
                 self._beat, self._stats = message, message.stats or self._stats
             case wire.Ready(info=info, stats=stats):
                 self._info, self._stats = info, stats
-                self._ready.set_result(None)
+                if not self._ready.done():  # it may be cancelled
+                    self._ready.set_result(None)
 
     def _die(self, reason: Exception) -> None:
         self._dead = reason
@@ -171,6 +175,7 @@ class ProcessClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._ready is not None and self._dead is None:
+            self._ready.cancel()  # nobody waits for it any more
             self._die(EngineDeadError("the engine was closed"))
         if self._writer is not None:
             self._writer.close()

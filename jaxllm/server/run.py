@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.server.app import create_app
 from jaxllm.server.config import ServerConfig
+from jaxllm.server.errors import invalid
 from jaxllm.server.server import Server
 
 log = logging.getLogger(__name__)
@@ -25,22 +27,45 @@ _KEEP_ALIVE_S = 5
 
 
 def protocol_of(config: ServerConfig) -> type[H11Protocol]:
-    """uvicorn's HTTP/1.1, which has no bound on connections, nor on the time that a request's head may take."""
+    """uvicorn's HTTP/1.1, which has no bound on connections, nor on the time that a request's head or the last bytes
+    of an answer may take."""
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._head_timer = self.loop.call_later(config.header_timeout_s, self._check_head)
+            self._seen: Any = None  # at the last look: what was waited for, if that was the client's to do
+            self._look()
             if len(self.connections) > config.max_connections:
                 transport.abort()
 
-        def _check_head(self) -> None:
-            if self.cycle is None:
-                self.transport.abort()
+        def _look(self) -> None:
+            """Drops a client that was waited for all the time since the last look: for the rest of a head, or to take
+            what is left of an answer."""
+            is_answered = self.cycle is None or self.cycle.response_complete
+            seen = None
+            if is_answered or self.transport.is_closing():
+                seen = (self.cycle, self.transport.get_write_buffer_size())
+                if seen == self._seen:
+                    self.transport.abort()
+                    return
+            self._seen = seen
+            self._timer = self.loop.call_later(config.header_timeout_s, self._look)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._head_timer.cancel()
+            self._timer.cancel()
             super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            """As all our errors are."""
+            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of an answer
+                self.transport.abort()
+                return
+            body = invalid("this is no HTTP/1.1 request, or its head is too long", code=None).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
+                       (b"connection", b"close")]  # fmt: skip
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+            self.transport.close()
 
     return Protocol
 

@@ -51,7 +51,7 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
     request_id: str
-    message: str
+    message: str | None  # None: it is the engine's fault, and its log says what
 
 
 class Beat(msgspec.Struct, tag=True, array_like=True):
