@@ -32,6 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--served-model-name", nargs="+", metavar="NAME", help="what requests call the model (default: as its folder)")
     add("--api-key", action="append", metavar="KEY",
         help=f"what requests must show; may be given more than once (default: ${KEY_VARIABLE}, none if that is unset)")
+    add("--prefix-cache-isolation", choices=("per-key", "none"), default="per-key",
+        help="whether requests with different keys share cached prompts, which lets each find out by time what another "
+        "has asked (none) or not (per-key) (default: per-key)")
     add("--max-queued-requests", type=int, default=256, metavar="N", help="that wait for a place (default: 256)")
     add("--request-timeout", type=float, default=600.0, metavar="S", help="most seconds for a request (default: 600)")
     add("--shutdown-timeout", type=float, default=30.0, metavar="S",
@@ -53,6 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
         host=arguments.host, port=arguments.port,
         served_model_names=model_names(arguments.model, arguments.served_model_name),
         api_keys=tuple(arguments.api_key or filter(None, [os.environ.get(KEY_VARIABLE)])),
+        isolates_keys=arguments.prefix_cache_isolation == "per-key",
         max_queued_requests=arguments.max_queued_requests, request_timeout_s=arguments.request_timeout,
         shutdown_timeout_s=arguments.shutdown_timeout, chat_template=arguments.chat_template,
         tool_call_parser=arguments.tool_call_parser, reasoning_parser=arguments.reasoning_parser,

@@ -13,6 +13,7 @@ def web():
         yield web
 
 
+HI = {"role": "user", "content": "Hi"}
 KEYS = dict(api_keys=("key-one", "key-two"))
 PATHS = [
     "/", "/v1/models", "/v1/completions", "/metrics", "/version", "/tokenize", "//v1/models", "/v1/../v1/models",
@@ -93,3 +94,27 @@ def test_no_cross_origin_requests(web):
     assert answer.status == 405
     answer = web.complete(headers=None)
     assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_each_key_has_its_own_part_of_the_prefix_cache(locked):
+    def salt(key, **fields):
+        body = {"model": "fake", "prompt": "Hi", "max_tokens": 1} | fields
+        assert locked.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"}).status == 200
+        return locked.client.seen[-1][1].cache_salt
+
+    salts = [salt(key, **fields) for fields in ({}, {"cache_salt": "a"}) for key in ("key-one", "key-two")]
+    assert len(set(salts)) == 4 and all(len(salt) == 64 for salt in salts)
+    assert salt("key-one", cache_salt="a") == salts[2]
+
+
+@pytest.mark.parametrize("settings", [{}, KEYS | {"isolates_keys": False}])
+def test_without_isolation_a_request_s_own_salt_counts(settings):
+    headers = {"Authorization": "Bearer key-two"}
+    with running(**settings) as web:
+        for path, more in (("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": [HI]})):
+            body = {"model": "fake", "max_tokens": 1} | more
+            for salt in (None, "mine"):
+                assert web.post(path, body | {"cache_salt": salt}, headers=headers).status == 200
+                assert web.client.seen[-1][1].cache_salt == salt
+        body = {"model": "fake", "prompt": "Hi", "cache_salt": ""}
+        refused(web.post("/v1/completions", body, headers=headers), 400, code="invalid_value", param="cache_salt")

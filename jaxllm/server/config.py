@@ -15,6 +15,7 @@ class ServerConfig:
     port: int = 8000
     served_model_names: tuple[str, ...] = ("default",)  # the first is the one that answers name
     api_keys: tuple[str, ...] = ()
+    isolates_keys: bool = True  # whoever has one API key finds no prompts cached that came with another
     max_queued_requests: int = 256  # that wait, besides those that the engine runs at once
     request_timeout_s: float = 600.0
     shutdown_timeout_s: float = 30.0  # for requests to finish after SIGTERM

@@ -30,6 +30,7 @@ class Exchange:
     def __init__(self, scope: Scope, send: Send, *, keep_alive_s: float):
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.request_id: str = scope["state"]["request_id"]
+        self.tenant: bytes | None = scope["state"]["tenant"]  # whose key was shown
         self.is_streaming = False
         self._send, self._keep_alive_s = send, keep_alive_s
         self.error_events: Callable[[APIError], list[dict[str, Any]]] = lambda error: [error.body()]

@@ -46,7 +46,7 @@ class Guard:
             await send(message)
 
         try:
-            self._check(scope)
+            scope["state"]["tenant"] = self._check(scope)
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 - the last resort: a client is told nothing of a bug but its id
             failure = as_api_error(error, request_id)
@@ -55,25 +55,28 @@ class Guard:
             elif not started:
                 await send_body(send_with_id, failure.status, failure.encode(), headers=failure.headers)
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope) -> bytes | None:
+        """The digest of the key that was shown, if one is wanted."""
         if scope["path"] in PUBLIC_PATHS:
-            return
+            return None
         headers = scope["headers"]
-        if self._keys and not self._has_key(headers):
+        digest = self._known_key(headers) if self._keys else None
+        if self._keys and digest is None:
             raise unauthorized()
         if self._hosts is not None and not any(_hostname(v) in self._hosts for n, v in headers if n == b"host"):
             raise APIError(
                 403, "this server answers to loopback names only; use http://localhost, or start it with --host",
                 type="permission_error", code="host_not_allowed",
             )  # fmt: skip
+        return digest
 
-    def _has_key(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    def _known_key(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
         given = [value for name, value in headers if name == b"authorization"]
         kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         digest, found = _digest(key.strip()), False
         for known in self._keys:  # all of them, so that the time says nothing
             found |= hmac.compare_digest(digest, known)
-        return found and kind.lower() == b"bearer"
+        return digest if found and kind.lower() == b"bearer" else None
 
 
 def _is_browser(scope: Scope) -> bool:

@@ -2,6 +2,7 @@
 every route. Nothing here is asynchronous; it runs in threads, as templates and tokenizers take their time."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +31,7 @@ from jaxllm.text.tokenizer import Tokenizer
 _PASSED = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
-    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "skip_reading_prefix_cache",
+    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "skip_reading_prefix_cache", "cache_salt",
     "beam_width", "length_penalty", "early_stopping", "prompt_logprobs",
 )  # fmt: skip
 _FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) | {"logprobs"}
@@ -85,6 +86,13 @@ class Job(NamedTuple):
     token_ids: list[int]
     params: SamplingParams
     text: str | None = None  # to echo
+
+    def salted(self, tenant: bytes) -> "Job":
+        """The same with a part of the prefix cache that only this tenant reads: how soon an answer comes would tell
+        others what was asked before."""
+        own = (self.params.cache_salt or "").encode("utf-8", "surrogatepass")
+        salt = hashlib.sha256(tenant + own).hexdigest()  # of a digest, whose length is fixed
+        return self._replace(params=dataclasses.replace(self.params, cache_salt=salt))
 
 
 def count_prompts(request: CompletionRequest) -> int:

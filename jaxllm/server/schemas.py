@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from jaxllm.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_N
+from jaxllm.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_N, MAX_SALT_LEN
 from jaxllm.server.errors import APIError, invalid, unsupported
 
 log = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ class Sampling(Struct, kw_only=True):
     guided_grammar: Any = None
     guided_decoding_backend: Any = None
     grammar: Any = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LEN)] | None = None
     # What is refused rather than ignored.
-    cache_salt: Any = None
     kv_transfer_params: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
@@ -175,7 +175,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 _REFUSED = {
     "suffix": "text can't be inserted before a suffix; leave it out",
-    "cache_salt": "this engine's prefix cache takes no salt; leave it out, or run a server for each tenant",
     "kv_transfer_params": "keys and values can't be moved between servers; leave it out",
     "thinking_token_budget": "thinking can't be limited by itself; use max_completion_tokens",
     "repetition_detection": "repetitions don't end a text here; use frequency_penalty",

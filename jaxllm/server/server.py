@@ -108,6 +108,8 @@ class Server:
         record = None
         if self._tracing is not None:
             record = partial(self._tracing.record, headers=exchange.headers)
+        if self.config.isolates_keys and exchange.tenant is not None:
+            jobs = [job.salted(exchange.tenant) for job in jobs]
         stream = run(
             self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0, record=record
         )  # fmt: skip
