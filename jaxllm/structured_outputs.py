@@ -26,7 +26,7 @@ class StructuredOutputs:
     grammar: Any = None  # str: Lark as llguidance has it, GBNF ("root ::= ..."), or llguidance's own JSON
     json_object: Any = None  # True: any JSON object
     disable_any_whitespace: Any = False  # True: none at all in JSON
-    disable_additional_properties: Any = False  # True: as if each object of the schema forbade further properties
+    disable_additional_properties: Any = False  # True: objects have but the properties that the schema names
     whitespace_pattern: Any = None  # str, an expression for what may stand between JSON's tokens
 
     def __post_init__(self) -> None:

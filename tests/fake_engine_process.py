@@ -37,6 +37,9 @@ class FakeEngine:
     def stats(self):
         return replace(STATS, num_running=len(self.requests), blocks_used=len(self.requests))
 
+    def warm_up_grammars(self):
+        raise ValueError("there is no tokenizer")
+
     def compile_grammar(self, params):
         match params.structured_outputs.regex:
             case "slow":

@@ -27,7 +27,7 @@ def test_alone_and_in_a_batch_of_32(llm, tiny):
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 7, 11, 24])
 def test_chunked_at_any_size(llm, tiny, monkeypatch, chunk):
-    monkeypatch.setattr(llm.engine.runner, "max_tokens", lambda full: chunk)
+    monkeypatch.setattr(llm.engine.runner, "max_tokens", lambda *needs: chunk)
     prompts = prompts_of([3, 17, 40], seed=chunk)
     for prompt, output in zip(prompts, tokens(llm.generate(ids(*prompts), greedy(8))), strict=True):
         tiny.assert_greedy(prompt, output)

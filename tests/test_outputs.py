@@ -52,7 +52,7 @@ def assert_logprobs(found, exact, token, count) -> None:
 
 @pytest.mark.parametrize("chunk", [24, 7])
 def test_logprobs_of_prompt_and_output(text_llm, tiny, monkeypatch, chunk):
-    monkeypatch.setattr(text_llm.engine.runner, "max_tokens", lambda full: chunk)
+    monkeypatch.setattr(text_llm.engine.runner, "max_tokens", lambda *needs: chunk)
     text_llm.generate(ids(PROMPT), greedy(1))  # the cached blocks must not hide the prompt's
     params = SamplingParams(temperature=0.9, seed=5, max_tokens=6, ignore_eos=True, logprobs=4, prompt_logprobs=2, n=2)
     (out,) = text_llm.generate(ids(PROMPT), params)

@@ -100,6 +100,11 @@ class Engine:
         one that can't be used."""
         return None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
 
+    def warm_up_grammars(self) -> None:
+        """Prepares for the first grammar, in any thread. With a large vocabulary this holds the interpreter's lock for
+        a second, so that it had better be done before anyone waits for a step. ValueError if there can be none."""
+        self._grammars.warm_up()
+
     def _siblings(self, group: Group, priority: int, grammar: Grammar | None) -> SequenceGroup:
         """The sequences of a request, of which `group` gets those whose ends it tells."""
         params = group.params

@@ -256,10 +256,19 @@ def _serve(options: dict[str, Any], pulse: Pulse, inbox: queue.SimpleQueue, send
     from jaxllm.build import build_engine  # imports jax, while heartbeats are sent already
 
     engine = build_engine(**options)
+    threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
     pulse.progress(is_busy=False)
     pulse.engine, pulse.stats = engine, engine.stats()
     send(wire.Ready(EngineInfo(engine.config, engine.vocab), pulse.stats))
     EngineLoop(engine, pulse, inbox, send).run()
+
+
+def _warm_up(engine: Any) -> None:
+    """Beside the first compilations, as it would hold up steps later."""
+    try:
+        engine.warm_up_grammars()
+    except ValueError as error:  # who sends a grammar will be told
+        log.info("%s", error)
 
 
 if __name__ == "__main__":
