@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm.engine.stats import STEP_TOKENS, StepCounter
+from jaxllm.sampling_params import SamplingParams
 from jaxllm.server import tracing
 from tests.fake_server import STATS, FakeClient, running
 
@@ -39,11 +40,11 @@ def value(found: dict, name: str, suffix: str = "", **labels: str) -> float:
 
 
 class Queued(FakeClient):
-    """Its requests have waited for a quarter of a millisecond in the engine, and found two tokens in the cache."""
+    """Its requests have waited for a microsecond in the engine, and found two tokens in the cache."""
 
     async def generate(self, *args, **kwargs):
         async for output in super().generate(*args, **kwargs):
-            yield dataclasses.replace(output, queued_s=2.5e-4, num_cached_tokens=2)
+            yield dataclasses.replace(output, queued_s=1e-6, num_cached_tokens=2)
 
 
 @pytest.mark.parametrize("vllm_names", [False, True])
@@ -57,7 +58,7 @@ def test_names_and_phases(vllm_names):
     for phase in PHASES:
         assert value(found, f"request_{phase}_time_seconds", "_count") == 2
     sums = {phase: value(found, f"request_{phase}_time_seconds", "_sum") for phase in PHASES}
-    assert sums["queue"] == pytest.approx(5e-4)
+    assert sums["queue"] == pytest.approx(2e-6)
     assert sums["inference"] == pytest.approx(sums["prefill"] + sums["decode"])
     first = value(found, "time_to_first_token_seconds", "_sum")
     assert first == pytest.approx(sums["queue"] + sums["prefill"])
@@ -148,7 +149,7 @@ def test_a_span_for_each_request(spans):
     assert (told["gen_ai.request.temperature"], told["gen_ai.request.seed"]) == (0.5, 4)
     assert told["gen_ai.request.max_tokens"] == 16 and told["gen_ai.response.finish_reasons"] == ("stop",)
     assert told["gen_ai.usage.completion_tokens"] == told["gen_ai.usage.output_tokens"] == 12
-    assert told["gen_ai.usage.cache_read.input_tokens"] == 2 and told["gen_ai.latency.time_in_queue"] == 2.5e-4
+    assert told["gen_ai.usage.cache_read.input_tokens"] == 2 and told["gen_ai.latency.time_in_queue"] == 1e-6
     assert told["gen_ai.latency.e2e"] >= told["gen_ai.latency.time_to_first_token"] > 0
     assert (first.end_time - first.start_time) / 1e9 == pytest.approx(told["gen_ai.latency.e2e"], abs=1e-6)
     assert chat.attributes["gen_ai.response.finish_reasons"] == ("length",) and chat.status.is_unset
@@ -202,3 +203,17 @@ def test_without_the_extra_the_remedy_is_told():
 def test_nothing_of_it_is_imported_when_it_is_off():
     code = "import sys, jaxllm.server.app; print(any(name.startswith('opentelemetry') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+# ---- where the numbers come from
+
+
+def test_the_engine_counts_steps_and_times_the_queue(llm):
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    before = llm.stats()
+    prompts = [{"prompt_token_ids": [5 + i, 6, 7]} for i in range(2 * llm.engine.config.max_num_seqs)]
+    outputs = llm.generate(prompts, params)
+    after = llm.stats()
+    assert sum(after.step_counts) > sum(before.step_counts)
+    assert after.num_step_tokens - before.num_step_tokens == len(prompts) * (3 + 3), "the last token is not computed"
+    assert 0 < outputs[0].queued_s < outputs[-1].queued_s, "the last ones wait until the first have finished"

@@ -2,10 +2,13 @@
 
 import importlib.util
 import shutil
+import signal
+from types import SimpleNamespace
 
 import pytest
 
 from tests.fake_server import FakeClient, running
+from tests.test_server_serve import serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -308,3 +311,21 @@ def test_on_a_phone_by_keyboard_and_in_the_dark(visit):
         assert v.page.locator("#complete").is_visible()
         assert v.page.evaluate("document.activeElement.id") == "tab-complete"
         assert v.page.locator("#speed").is_visible() and v.page.locator("#kv").is_visible()
+
+
+def test_with_the_embedded_model(visit):
+    sizes = ["--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--num-blocks", "64"]
+    code = "import sys; from jaxllm.serve import main; sys.exit(main(sys.argv[1:]))"
+    with serving(*sizes, code=code) as command:
+        assert "A page to chat on" in command.shown
+        v = visit(SimpleNamespace(url=f"http://127.0.0.1:{command.port}"))
+        v.page.get_by_role("button", name="reverses a string").click()
+        v.page.get_by_role("button", name="Answer anew").wait_for(timeout=120_000)
+        assert v.answered().strip() and "tokens" in v.page.locator(".assistant footer").inner_text()
+        v.page.click("#tab-complete")
+        v.page.get_by_role("button", name="Read a file").click()
+        v.page.locator("#complete-more").wait_for(timeout=120_000)
+        assert v.page.locator("#output").inner_text().startswith("def read_lines(path")
+        assert not v.complaints
+        command.process.send_signal(signal.SIGTERM)
+        assert command.end() == 0, "an open page holds up no end"

@@ -160,6 +160,7 @@ async function answer(chat, again) {
   const controller = new AbortController();
   running.set(chat.id, controller);
   if (chat === chats.current) showChat();
+  look();
   const saver = setInterval(() => chats.save(), 2000);
   try {
     await writeAnswer(message, messages, controller.signal);

@@ -38,6 +38,7 @@ async function complete() {
   const state = byId("complete-state");
   Object.assign(completion, { controller: new AbortController(), prompt: promptInput.value, text: "" });
   showCompleteControls();
+  look();
   state.className = "";
   const draw = oncePerFrame(showCompletion);
   draw();

@@ -49,6 +49,7 @@ document.addEventListener("keydown", (event) => {
 
 async function look() {
   clearTimeout(look.timer);
+  const isBusy = running.size > 0 || completion.controller !== null;
   if (!document.hidden) {
     try {
       showServer(await (await request("/stats", { isQuiet: !isFirstLook })).json());
@@ -58,7 +59,7 @@ async function look() {
     }
   }
   clearTimeout(look.timer);
-  look.timer = setTimeout(look, running.size || completion.controller ? POLL_BUSY_MS : POLL_IDLE_MS);
+  look.timer = setTimeout(look, isBusy ? POLL_BUSY_MS : POLL_IDLE_MS);
 }
 
 function showServer(stats) {
