@@ -91,7 +91,8 @@ def serve() -> tuple[subprocess.Popen, str]:
 
 def run(python: Path, source: Path, url: str, *, everything: bool) -> int:
     (source / "given_input.py").write_text(PLUGIN)
-    pytest = [python, "-m", "pytest", "-p", "given_input", "-o", "addopts=", "-o", "asyncio_mode=auto", "--tb=short", "-q"]
+    options = ["-o", "addopts=", "-o", "asyncio_mode=auto", "--tb=short", "-q"]
+    pytest = [python, "-m", "pytest", "-p", "given_input", *options]
     if not everything:
         pytest += ["-k", " and ".join(f"not ({part})" for part in LEFT_OUT)]
         for part, reason in LEFT_OUT.items():

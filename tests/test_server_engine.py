@@ -180,6 +180,23 @@ def test_leaving_frees_the_blocks(web, llm):
     assert llm.stats().num_running == llm.stats().num_waiting == 0
 
 
+def test_a_storm_of_clients_that_go(web, llm, monkeypatch):
+    """Their blocks are free two steps after the engine was told of the last one."""
+    engine, steps, aborts = llm._engine, [], []
+    step, abort = engine.step, engine.abort
+    monkeypatch.setattr(engine, "step", lambda: [step(), steps.append(engine.stats().blocks_used)][0])
+    monkeypatch.setattr(engine, "abort", lambda request_id: [abort(request_id), aborts.append(len(steps))][0])
+    connections = [web.open_stream(prompt=f"{i}", max_tokens=100, ignore_eos=True) for i in range(64)]
+    web.wait(lambda: llm.stats().num_running == 4 and llm.stats().num_waiting == 60)
+    connections[0].recv(100)
+    for connection in connections:
+        connection.close()
+    web.wait(lambda: len(aborts) == 64 and llm.stats().blocks_used == 0)
+    assert len(steps) <= aborts[-1] + 2 and not any(steps[aborts[-1] + 1 :])
+    engine.scheduler.check()
+    assert web.complete(max_tokens=3).status == 200
+
+
 def test_many_at_once(web, llm):
     """More than fit the pool at once: they wait, are preempted, and all finish alike."""
 
