@@ -75,6 +75,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None  # no other token is generated
     bad_words: list[str] | None = None  # words that are not generated
     skip_reading_prefix_cache: bool | None = None  # None: if prompt_logprobs are wanted
+    cache_salt: str | None = None  # cached beginnings are shared only with requests of the same
     stops: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -95,6 +96,8 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "skip_reading_prefix_cache" and value is None):
                 raise ValueError(f"{name}={value!r} must be True or False")
+        if not isinstance(self.cache_salt, str | None):
+            raise ValueError(f"cache_salt={self.cache_salt!r} must be a string")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.cli import add_engine_arguments, engine_kwargs, run_command
+from jaxllm.server.config import ISOLATIONS
 
 TOOL_PARSERS, REASONING_PARSERS = ("auto", "hermes", "llama", "none"), ("auto", "think", "none")
 KEY_VARIABLE = "JAXLLM_API_KEY"
@@ -39,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
     add("--tool-call-parser", choices=TOOL_PARSERS, default="auto", help="how the model calls tools")
     add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how it marks its thoughts")
+    add("--prefix-cache-isolation", choices=ISOLATIONS, default="none",
+        help="per-key: what was said under one API key is cached for that key alone (default: none)")
     add("--vllm-metric-names", action="store_true", help="metrics under vLLM's names too")
     add_engine_arguments(parser)
     return parser
@@ -54,7 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
         max_queued_requests=arguments.max_queued_requests, request_timeout_s=arguments.request_timeout,
         shutdown_timeout_s=arguments.shutdown_timeout, chat_template=arguments.chat_template,
         tool_call_parser=arguments.tool_call_parser, reasoning_parser=arguments.reasoning_parser,
-        vllm_metric_names=arguments.vllm_metric_names,
+        vllm_metric_names=arguments.vllm_metric_names, prefix_cache_isolation=arguments.prefix_cache_isolation,
     )  # fmt: skip
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # Requests without a seed get another text each time.

@@ -100,6 +100,22 @@ def test_echoed_logprobs_are_the_engines(client, llm):
     assert all(1 <= len(top) <= 4 for top in scores.top_logprobs[1:])
 
 
+def test_a_salt_keeps_the_prefix_cache_apart(llm, web):
+    """A prompt that was cached is found by the same salt alone; keys are salts where the server is told so."""
+
+    def num_cached(web, salt=None, key="k") -> int:
+        body = {"model": "fake", "prompt": "a prompt of several blocks", "max_tokens": 1, "cache_salt": salt}
+        answer = web.post("/v1/completions", body, [("Authorization", f"Bearer {key}")])
+        return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    for salt in ("salt-a", "salt-b"):
+        assert num_cached(web, salt) == 0 and num_cached(web, salt) > 0
+    with running(InProcessClient(llm), api_keys=("k", "l"), prefix_cache_isolation="per-key") as isolated:
+        for key in ("k", "l"):
+            assert num_cached(isolated, key=key) == 0 and num_cached(isolated, key=key) > 0
+        assert num_cached(isolated, "salt-a", key="l") == 0
+
+
 def test_chat(client):
     messages = [{"role": "user", "content": "Hi"}]
     fields = dict(model="fake", messages=messages, max_completion_tokens=8, temperature=0)

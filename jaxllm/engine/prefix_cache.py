@@ -61,9 +61,10 @@ class PrefixCache:
 
     def _extend(self, request: Request, num_tokens: int) -> None:
         block_size, keys = self.pool.block_size, request.keys
+        salt = (request.params.cache_salt or "").encode()
         for i in range(len(keys), num_tokens // block_size):
             tokens = request.token_ids(i * block_size, (i + 1) * block_size)
-            keys.append(self.pool.key(keys[-1] if keys else b"", tokens))
+            keys.append(self.pool.key(keys[-1] if keys else b"", tokens, salt))
 
     def check(self, running: list[Request]) -> None:
         assert set(self._writing.values()) <= set(running)

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+ISOLATIONS = ("none", "per-key")
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -24,6 +25,7 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     vllm_metric_names: bool = False
+    prefix_cache_isolation: str = "none"  # "per-key": what one API key's requests said helps no other's
     max_body_bytes: int = 8 << 20
     max_header_bytes: int = 64 << 10
     max_connections: int = 4096
@@ -40,6 +42,8 @@ class ServerConfig:
         for field in dataclasses.fields(self):
             if field.name.endswith("_s") and not 0 <= getattr(self, field.name) < 1e9:
                 raise ValueError(f"{field.name}={getattr(self, field.name)} must be a number of seconds, not negative")
+        if self.prefix_cache_isolation not in ISOLATIONS:
+            raise ValueError(f"prefix_cache_isolation={self.prefix_cache_isolation!r} must be one of {ISOLATIONS}")
         if self.max_queued_requests < 0:
             raise ValueError(f"max_queued_requests={self.max_queued_requests} must not be negative")
 

@@ -56,8 +56,10 @@ class Guard:
         if scope["path"] in PUBLIC_PATHS:
             return
         headers = scope["headers"]
-        if self._keys and not self._has_key(headers):
-            raise unauthorized()
+        if self._keys:
+            if not self._has_key(headers):
+                raise unauthorized()
+            scope["state"]["key"] = _digest(_key(headers)[1]).hex()
         if self._hosts is not None and not any(_hostname(v) in self._hosts for n, v in headers if n == b"host"):
             raise APIError(
                 403, "this server answers to loopback names only; use http://localhost, or start it with --host",
@@ -65,12 +67,18 @@ class Guard:
             )  # fmt: skip
 
     def _has_key(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        given = [value for name, value in headers if name == b"authorization"]
-        kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        digest, found = _digest(key.strip()), False
+        kind, key = _key(headers)
+        digest, found = _digest(key), False
         for known in self._keys:  # all of them, so that the time says nothing
             found |= hmac.compare_digest(digest, known)
         return found and kind.lower() == b"bearer"
+
+
+def _key(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
+    """How it is shown, and the key."""
+    given = [value for name, value in headers if name == b"authorization"]
+    kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+    return kind, key.strip()
 
 
 def _digest(key: bytes) -> bytes:

@@ -76,6 +76,7 @@ class ResponsesRequest(Struct, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     include: list[str] | None = None
+    cache_salt: Name | None = None
 
 
 _STATE = "this server keeps no responses: send the whole conversation as input"
@@ -119,6 +120,7 @@ def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
         parallel_tool_calls=request.parallel_tool_calls, stream=request.stream,
         logprobs=None if request.top_logprobs is None else True, top_logprobs=request.top_logprobs,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        cache_salt=request.cache_salt,
     )  # fmt: skip
 
 

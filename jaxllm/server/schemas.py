@@ -60,6 +60,7 @@ class Sampling(Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_reading_prefix_cache: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_NAME_LEN)] | None = None
     beam_width: Annotated[int, Meta(ge=1, le=MAX_BEAM_WIDTH)] | None = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -78,7 +79,6 @@ class Sampling(Struct, kw_only=True):
     guided_decoding_backend: Any = None
     grammar: Any = None
     # What is refused rather than ignored.
-    cache_salt: Any = None
     kv_transfer_params: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
@@ -174,7 +174,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 _REFUSED = {
     "suffix": "text can't be inserted before a suffix; leave it out",
-    "cache_salt": "this engine's prefix cache takes no salt; leave it out, or run a server for each tenant",
     "kv_transfer_params": "keys and values can't be moved between servers; leave it out",
     "thinking_token_budget": "thinking can't be limited by itself; use max_completion_tokens",
     "repetition_detection": "repetitions don't end a text here; use frequency_penalty",
