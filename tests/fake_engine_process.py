@@ -1,7 +1,8 @@
 """The engine's process with an engine that is none: `jaxllm.server.engine_process` as it is, but for `build_engine`.
 
 Every request gets the letters of the alphabet, one a step. What its first token id is can happen to it: 1 is refused,
-2 kills the process's engine, 3 makes a step that takes long, 4 fails alone, 5 waits for a compilation.
+2 kills the process's engine, 3 makes a step that takes long, 4 fails alone, 5 waits for a compilation, 6 is a bug when
+it comes in, 7 makes the process say what can't be read.
 """
 
 import os
@@ -15,7 +16,7 @@ from jaxllm.server import engine_process
 from tests.fake_server import CONFIG, STATS
 
 STEP_S = 0.01
-REFUSED, DEADLY, SLOW, POISON, COMPILING = 1, 2, 3, 4, 5
+REFUSED, DEADLY, SLOW, POISON, COMPILING, BUG, GARBLED = 1, 2, 3, 4, 5, 6, 7
 
 MODES = []  # of the socket's folder and the socket, while it can still be seen
 
@@ -35,6 +36,8 @@ class FakeEngine:
         return bool(self.requests)
 
     def stats(self):
+        if any(token_ids[0] == GARBLED for _, _, token_ids in self.requests.values()):
+            return "nonsense"
         return replace(STATS, num_running=len(self.requests), blocks_used=len(self.requests))
 
     def warm_up_grammars(self):
@@ -54,6 +57,8 @@ class FakeEngine:
         assert stream and grammar == (params.structured_outputs and params.structured_outputs.regex)
         if token_ids[0] == REFUSED:
             raise ValueError("there is no place for this")
+        if token_ids[0] == BUG:
+            raise TypeError("a bug")
         self.requests[request_id] = [params, 0, token_ids]
 
     def abort(self, request_id):

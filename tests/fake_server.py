@@ -125,6 +125,7 @@ class FakeClient:
             if self.running[request_id] is not None:
                 raise self.running[request_id]
             if self.gate.is_set():
+                await asyncio.sleep(0)  # as an engine that others get their turn beside
                 return
             await asyncio.sleep(0.005)
 
@@ -135,6 +136,7 @@ class Web:
     def __init__(self, server: Server, port: int, loop: asyncio.AbstractEventLoop):
         self.server, self.port, self.loop = server, port, loop
         self.client = server.client
+        self.connections: set = set()  # that are open
 
     @property
     def url(self) -> str:
@@ -251,6 +253,7 @@ def running(client=None, *, template=TEMPLATE, defaults=None, **settings):
         serving = asyncio.create_task(web.serve(sockets=[listener]))
         while not web.started:
             await asyncio.sleep(0.001)
+        box["web"].connections = web.server_state.connections
         started.set()
         await serving
         await server.close()

@@ -34,7 +34,7 @@ def test_every_sampling_parameter_has_an_option():
         "--no-detokenize",
     )  # fmt: skip
     fields = {field.name for field in dataclasses.fields(SamplingParams) if field.init}
-    assert set(given) == fields - NOT_SAMPLING - {"cache_salt"}  # which parts those who share an engine
+    assert set(given) == fields - NOT_SAMPLING
     assert given == {
         "n": 2, "best_of": 3, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "never",
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1.0,

@@ -1,12 +1,15 @@
 """Clients that go, that don't read, and streams that have nothing to say."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
 
 import pytest
 
+from jaxllm.server import exchange
+from tests import fake_server
 from tests.fake_server import FakeClient, read_answer, request, running
 
 BODY = {"model": "fake", "prompt": "Hi"}
@@ -107,6 +110,33 @@ def test_a_client_that_does_not_read_holds_up_nobody():
                 assert web.complete(max_tokens=5).status == 200
             assert client.running, "it waits for its reader"
         web.wait(lambda: not client.running)
+
+
+def test_a_client_that_never_reads_is_dropped_at_its_deadline(monkeypatch):
+    """What it was sent by then fits the buffers; nothing of it is left in the server."""
+    monkeypatch.setattr(exchange, "_LAST_WORDS_S", 0.2)
+    bind = fake_server.bind
+
+    def narrow(config) -> socket.socket:
+        listener = bind(config)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # or the system takes all of it
+        return listener
+
+    monkeypatch.setattr(fake_server, "bind", narrow)
+    client = FakeClient(reply="x" * 10_000)
+    with running(client, request_timeout_s=5.0, header_timeout_s=0.3) as web:
+        with web.connect() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.sendall(request("POST", "/v1/completions", BODY | {"stream": True, "max_tokens": 10_000}))
+            web.wait(lambda: client.running)
+            gone(web)
+            web.wait(lambda: not web.connections)
+            seen = b""
+            with contextlib.suppress(ConnectionResetError):
+                while part := slow.recv(1 << 16):
+                    seen += part
+        assert seen.count(b"data: ") < 5000 and b"[DONE]" not in seen and b"deadline" not in seen
+        assert web.complete(max_tokens=5).status == 200
 
 
 def test_big_bodies_do_not_hold_up_others():

@@ -100,6 +100,22 @@ def test_echoed_logprobs_are_the_engines(client, llm):
     assert all(1 <= len(top) <= 4 for top in scores.top_logprobs[1:])
 
 
+def test_a_salt_keeps_the_prefix_cache_apart(llm, web):
+    """A prompt that was cached is found by the same salt alone; keys are salts where the server is told so."""
+
+    def num_cached(web, salt=None, key="k") -> int:
+        body = {"model": "fake", "prompt": "a prompt of several blocks", "max_tokens": 1, "cache_salt": salt}
+        answer = web.post("/v1/completions", body, [("Authorization", f"Bearer {key}")])
+        return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    for salt in ("salt-a", "salt-b"):
+        assert num_cached(web, salt) == 0 and num_cached(web, salt) > 0
+    with running(InProcessClient(llm), api_keys=("k", "l")) as isolated:
+        for key in ("k", "l"):
+            assert num_cached(isolated, key=key) == 0 and num_cached(isolated, key=key) > 0
+        assert num_cached(isolated, "salt-a", key="l") == 0
+
+
 def test_chat(client):
     messages = [{"role": "user", "content": "Hi"}]
     fields = dict(model="fake", messages=messages, max_completion_tokens=8, temperature=0)
@@ -178,6 +194,23 @@ def test_leaving_frees_the_blocks(web, llm):
             web.wait(lambda: llm.stats().blocks_used > 0)
         web.wait(lambda: llm.stats().blocks_used == 0)
     assert llm.stats().num_running == llm.stats().num_waiting == 0
+
+
+def test_a_storm_of_clients_that_go(web, llm, monkeypatch):
+    """Their blocks are free two steps after the engine was told of the last one."""
+    engine, steps, aborts = llm._engine, [], []
+    step, abort = engine.step, engine.abort
+    monkeypatch.setattr(engine, "step", lambda: [step(), steps.append(engine.stats().blocks_used)][0])
+    monkeypatch.setattr(engine, "abort", lambda request_id: [abort(request_id), aborts.append(len(steps))][0])
+    connections = [web.open_stream(prompt=f"{i}", max_tokens=100, ignore_eos=True) for i in range(64)]
+    web.wait(lambda: llm.stats().num_running == 4 and llm.stats().num_waiting == 60)
+    connections[0].recv(100)
+    for connection in connections:
+        connection.close()
+    web.wait(lambda: len(aborts) == 64 and llm.stats().blocks_used == 0)
+    assert len(steps) <= aborts[-1] + 2 and not any(steps[aborts[-1] + 1 :])
+    engine.scheduler.check()
+    assert web.complete(max_tokens=3).status == 200
 
 
 def test_many_at_once(web, llm):

@@ -215,6 +215,29 @@ def test_headers_that_are_too_big(web):
     assert web.send("GET", "/health").status == 200
 
 
+@pytest.mark.parametrize("data", [b"\x16\x03\x01\x00\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"], ids=range(3))
+def test_what_is_no_http(web, data):
+    answer = web.raw(data)
+    assert answer.status == 400 and answer.error["type"] == "invalid_request_error"
+    with web.connect() as connection:  # in the middle of a request
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\nnonsense\r\n")
+        assert read_answer(connection).status == 400
+    assert web.send("GET", "/health").status == 200
+
+
+def test_the_second_head_of_a_connection_is_given_up_too():
+    with running(header_timeout_s=0.3) as web, web.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" in connection.recv(1000)
+        connection.sendall(b"GET /health HT")
+        try:
+            while connection.recv(1000):
+                pass
+        except ConnectionResetError:
+            pass
+
+
 def test_slow_bodies_and_heads_are_given_up():
     with running(body_timeout_s=0.2, header_timeout_s=0.3) as web:
         with web.connect() as connection:

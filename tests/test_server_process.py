@@ -16,7 +16,7 @@ from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.server import wire
 from jaxllm.server.process_client import ProcessClient
-from tests.fake_engine_process import COMPILING, POISON, REFUSED, SLOW
+from tests.fake_engine_process import BUG, COMPILING, GARBLED, POISON, REFUSED, SLOW
 
 ROOT = Path(__file__).parents[1]
 MODULE = "tests.fake_engine_process"
@@ -124,6 +124,8 @@ def test_a_refused_and_a_poisoned_request_are_alone():
         good = asyncio.create_task(collect(client, request_id="good", max_tokens=50))
         with pytest.raises(ValueError, match="no place"):
             await collect(client, REFUSED, "bad")
+        with pytest.raises(RuntimeError, match="failed to take it"):
+            await collect(client, BUG, "bug")
         (output,) = await collect(client, POISON, "poison")
         assert output.error == "it failed"
         assert (await good)[-1].finished
@@ -194,6 +196,15 @@ def test_an_engine_that_dies_says_why():
             await collect(client, token=2, request_id="bad")
         with pytest.raises(EngineDeadError):
             await good
+
+    run(test)
+
+
+def test_an_engine_that_talks_nonsense_is_dead():
+    async def test(client):
+        with pytest.raises(EngineDeadError, match="can't be read"):
+            await collect(client, GARBLED, max_tokens=100_000)
+        assert not client.health().is_alive
 
     run(test)
 

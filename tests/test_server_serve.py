@@ -1,8 +1,10 @@
 """`python -m jaxllm.serve` as a process: its start, its signals, its exit codes; with an engine that is none."""
 
 import contextlib
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +142,68 @@ def test_a_killed_engine():
         assert time.monotonic() - start < 10
         assert command.end(30) == 1
         assert "the engine has stopped" in command.shown
+
+
+HUNG = CODE.replace("sys.exit", """
+from jaxllm.server import config
+config.ServerConfig = partial(config.ServerConfig, watchdog_s=2.0)
+sys.exit""")
+
+
+def test_a_hung_engine_and_its_return():
+    with serving(code=HUNG) as command:
+        connections = [command.stream() for _ in range(4)]
+        engine = command.engine
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            assert all('"code":"engine_dead"' in rest_of(connection) for connection in connections)
+            assert command.send("GET", "/health").status == command.send("GET", "/ready").status == 503
+            answer = command.send("POST", "/v1/completions", BODY)
+            assert answer.status == 503 and answer.headers["retry-after"]
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        end = time.monotonic() + 30
+        while command.send("GET", "/health").status != 200:
+            assert time.monotonic() < end
+        answer = command.send("POST", "/v1/completions", BODY | {"stream": False, "max_tokens": 3})
+        assert answer.json["choices"][0]["text"] == "abc"
+
+
+def test_a_hung_engine_is_no_reason_to_stay():
+    with serving(code=HUNG) as command:
+        engine, connection = command.engine, command.stream()
+        os.kill(engine, signal.SIGSTOP)
+        command.process.send_signal(signal.SIGTERM)
+        assert '"error"' in rest_of(connection)
+        assert command.end() == 0 and not is_running(engine)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_curl_lines_work_as_written():
+    """That of the banner, and those of vLLM's guides with the address changed."""
+    name = "Qwen/Qwen2.5-1.5B-Instruct"
+    with serving("--served-model-name", name) as command:
+        lines = [line.strip("│ ") for line in command.shown.splitlines() if line.startswith("│")]
+        first = next(i for i, line in enumerate(lines) if line.startswith("curl"))
+        url = f"http://localhost:{command.port}/v1"
+        given = [
+            "\n".join(lines[first:]),
+            f"curl {url}/models",
+            f"""curl {url}/completions \\
+                -H "Content-Type: application/json" \\
+                -d '{{
+                    "model": "{name}",
+                    "prompt": "San Francisco is a",
+                    "max_tokens": 7,
+                    "temperature": 0
+                }}'""",
+        ]
+        answers = [
+            subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60).stdout for line in given
+        ]
+    assert json.loads(answers[0])["choices"][0]["text"] == "abcdefghijklmnopqrstuvwxyzabcdef"
+    assert json.loads(answers[1])["data"][0]["id"] == name
+    assert json.loads(answers[2])["choices"][0]["text"] == "abcdefg"
 
 
 def test_bad_models_and_options(tmp_path):

@@ -15,7 +15,7 @@ MAX_LINE_BYTES = 2**26
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _IDS = ("id", "custom_id")
 _CHAT_FIELDS = ("tools", "chat_template_kwargs")
-NOT_SAMPLING = {"output_kind", "stream_interval"}  # of streams
+NOT_SAMPLING = {"output_kind", "stream_interval", "cache_salt"}  # of streams, and of servers with several users
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams) if field.init} - NOT_SAMPLING
 
 

@@ -54,7 +54,8 @@ class Post:
             limit_s = _timeout_s(scope, self._server.config.request_timeout_s)
             try:
                 async with asyncio.timeout(limit_s) as timer:
-                    await self._handler(self._server, schemas.decode(self._kind, body), exchange)
+                    request = schemas.decode(self._kind, body)
+                    await self._handler(self._server, request, exchange)
             except TimeoutError as error:
                 raise (deadline_exceeded(limit_s) if timer.expired() else error) from error
         except Exception as error:  # noqa: BLE001 - one request's failure, whatever it is, is that request's

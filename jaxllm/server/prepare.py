@@ -31,8 +31,8 @@ from jaxllm.text.tokenizer import Tokenizer
 _PASSED = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
-    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "skip_reading_prefix_cache", "cache_salt",
-    "beam_width", "length_penalty", "early_stopping", "prompt_logprobs",
+    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "skip_reading_prefix_cache",
+    "cache_salt", "beam_width", "length_penalty", "early_stopping", "prompt_logprobs",
 )  # fmt: skip
 _FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) | {"logprobs"}
 _UNARY_INTERVAL = 16  # tokens between two deltas that nobody sees

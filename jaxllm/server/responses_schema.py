@@ -75,6 +75,7 @@ class ResponsesRequest(Struct, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     include: list[str] | None = None
+    cache_salt: Name | None = None
 
 
 _STATE = "this server keeps no responses: send the whole conversation as input"
@@ -118,6 +119,7 @@ def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
         logprobs=None if request.top_logprobs is None else True, top_logprobs=request.top_logprobs,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         response_format=_response_format(request),
+        cache_salt=request.cache_salt,
     )  # fmt: skip
 
 
