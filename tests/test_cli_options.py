@@ -31,7 +31,7 @@ def test_every_sampling_parameter_has_an_option():
         "--allowed-token-ids", "6", "--logprob-token-ids", "7", "--logprob-token-ids", "8", "--logprob-token-ids", "9",
         "--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--ignore-eos", "--include-stop-str-in-output",
         "--skip-reading-prefix-cache", "--no-skip-special-tokens", "--no-spaces-between-special-tokens",
-        "--no-detokenize",
+        "--no-detokenize", "--structured-outputs", '{"regex": "a+"}',
     )  # fmt: skip
     fields = {field.name for field in dataclasses.fields(SamplingParams) if field.init}
     assert set(given) == fields - NOT_SAMPLING
@@ -43,6 +43,7 @@ def test_every_sampling_parameter_has_an_option():
         "allowed_token_ids": [5, 6], "logprob_token_ids": [7, 8, 9], "logit_bias": {5: -1.5, 6: 2.0},
         "ignore_eos": True, "include_stop_str_in_output": True, "skip_reading_prefix_cache": True,
         "skip_special_tokens": False, "spaces_between_special_tokens": False, "detokenize": False,
+        "structured_outputs": {"regex": "a+"},
     }  # fmt: skip
     together = given.keys() - {"stop", "beam_width", "length_penalty", "early_stopping"}  # others exclude them
     assert SamplingParams(**{name: given[name] for name in together}).num_samples == 3
