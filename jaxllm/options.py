@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,6 +60,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--logit-bias", type=_bias, action="append", metavar="ID=X",
         help="add X, -100 to 100, to the token's logit; may be given more than once",
     )  # fmt: skip
+    add(
+        "--structured-outputs", type=_form, metavar="JSON",
+        help="the form of the text: json (a schema), regex, choice, grammar or json_object, as in "
+        """'{"choice": ["yes", "no"]}'""",
+    )  # fmt: skip
     for name, text in _FLAGS:
         add(_option(name), action="store_const", const=True, help=text)
     for name, text in _NEGATIONS:
@@ -86,6 +92,7 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     tables = (_NUMBERS, _BEAMS, _LISTS, _FLAGS, _NEGATIONS)
     given = {row[0]: getattr(arguments, row[0]) for table in tables for row in table}
     given["early_stopping"] = _EARLY_STOPPING.get(arguments.early_stopping)
+    given["structured_outputs"] = arguments.structured_outputs
     if arguments.logit_bias is not None:
         given["logit_bias"] = dict(arguments.logit_bias)
     return {name: value for name, value in given.items() if value is not None}
@@ -99,6 +106,16 @@ def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _form(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a JSON object, such as one with regex")
+    return value
 
 
 def _bias(text: str) -> tuple[int, float]:

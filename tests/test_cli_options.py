@@ -31,9 +31,10 @@ def test_every_sampling_parameter_has_an_option():
         "--allowed-token-ids", "6", "--logprob-token-ids", "7", "--logprob-token-ids", "8", "--logprob-token-ids", "9",
         "--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--ignore-eos", "--include-stop-str-in-output",
         "--skip-reading-prefix-cache", "--no-skip-special-tokens", "--no-spaces-between-special-tokens",
-        "--no-detokenize",
+        "--no-detokenize", "--structured-outputs", '{"regex": "a+"}',
     )  # fmt: skip
     assert set(given) == {field.name for field in dataclasses.fields(SamplingParams) if field.init} - NOT_SAMPLING
+    assert given.pop("structured_outputs") == {"regex": "a+"}
     assert given == {
         "n": 2, "best_of": 3, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "never",
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1.0,
