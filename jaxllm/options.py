@@ -61,9 +61,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="add X, -100 to 100, to the token's logit; may be given more than once",
     )  # fmt: skip
     add(
-        "--structured-outputs", type=_object, metavar="JSON",
-        help='the form that the text must have: {"regex": "[0-9]+"}, {"json": SCHEMA}, {"choice": ["a", "b"]}, '
-        '{"grammar": TEXT} or {"json_object": true}',
+        "--structured-outputs", type=_form, metavar="JSON",
+        help="the form of the text: json (a schema), regex, choice, grammar or json_object, as in "
+        """'{"choice": ["yes", "no"]}'""",
     )  # fmt: skip
     for name, text in _FLAGS:
         add(_option(name), action="store_const", const=True, help=text)
@@ -123,13 +123,13 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _object(text: str) -> dict[str, Any]:
+def _form(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not JSON: {error}") from None
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a JSON object, such as one with regex")
     return value
 
 

@@ -2,7 +2,6 @@
 token. A mask says which tokens may come next, one bit each, in words of 32."""
 
 import json
-import logging
 import re
 import threading
 import time
@@ -13,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.engine.batch import mask_words
 from jaxllm.structured_outputs import StructuredOutputs
-
-log = logging.getLogger(__name__)
 
 MAX_COMPILE_S = 2.0  # of a processor
 MAX_MASK_S = 0.1  # of a processor, for one of the first masks: no step waits longer for a grammar
@@ -146,7 +144,7 @@ class GrammarCompiler:
     def fill(self, matchers: Sequence[tuple[Matcher, int]], masks: np.ndarray) -> None:
         """Writes the mask of each matcher into its row of `masks`, int32 `[rows, mask_words(vocab)]`. Rows of matchers
         with an `error` are left to no use."""
-        words = -(-self._trie.vocab_size // 32)
+        words = mask_words(self._trie.vocab_size)
         is_exact = words == masks.shape[1]
         into = masks if is_exact else np.zeros((len(matchers), words), np.int32)
         rows = [(matcher.inner, row if is_exact else i) for i, (matcher, row) in enumerate(matchers)]
