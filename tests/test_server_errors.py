@@ -167,7 +167,9 @@ def test_what_the_engine_refuses(web):
 # ---- 404, 405, 408, 413, 415, 431
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "/", "/v1", "/v1/completions/", "/v1/../v1/models", "//v1/models"])
+@pytest.mark.parametrize(
+    "path", ["/nowhere", "/index.html", "/v1", "/v1/completions/", "/v1/../v1/models", "//v1/models"]
+)
 def test_unknown_urls(web, path):
     refused(web.send("GET", path), 404)
 
