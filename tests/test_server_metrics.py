@@ -209,7 +209,7 @@ def test_nothing_of_it_is_imported_when_it_is_off():
 
 
 def test_the_engine_counts_steps_and_times_the_queue(llm):
-    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     before = llm.stats()
     prompts = [{"prompt_token_ids": [5 + i, 6, 7]} for i in range(2 * llm.engine.config.max_num_seqs)]
     outputs = llm.generate(prompts, params)

@@ -234,6 +234,25 @@ def test_conversations_are_renamed_deleted_and_brought_back(visit):
         assert titles.all_inner_texts() == ["Second", "Renamed"]
 
 
+def test_two_tabs_have_the_same_conversations(visit):
+    with running() as web:
+        v = visit(web)
+        v.ask("First")
+        v.answered()
+        other = v.context.new_page()
+        other.goto(web.url)
+        other.click("#new-chat")
+        other.fill("#chat-input", "Second")
+        other.press("#chat-input", "Enter")
+        other.get_by_role("button", name="Answer anew").wait_for()
+        v.page.locator(".chat-title", has_text="Second").wait_for()
+        assert v.page.locator(".bubble").all_inner_texts() == ["First"], "it shows what it did"
+        v.ask("Third")
+        v.page.get_by_role("button", name="Answer anew").wait_for()
+        other.reload()
+        assert sorted(other.locator(".chat-title").all_inner_texts()) == ["First", "Second"]
+
+
 def test_a_key_is_asked_for(visit):
     with running(api_keys=("the-key",)) as web:
         v = visit(web)

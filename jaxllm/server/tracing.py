@@ -7,6 +7,7 @@ from typing import Any
 from jaxllm.server.metrics import Course
 
 SPAN = "llm_request"
+_EXPORT_S = 3  # for a batch to be sent, retries included; the end of the server waits for the last one
 
 
 class Tracing:
@@ -74,5 +75,5 @@ def open_tracing(endpoint: str, model_name: str) -> Tracing:
     except ImportError as error:
         raise ValueError(f"traces need an extra ({error}): pip install 'jaxllm[otel]'") from error
     provider = TracerProvider(resource=Resource.create({"service.name": "jaxllm"}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_S)))
     return Tracing(provider, model_name)

@@ -156,9 +156,13 @@ for (const dialog of document.querySelectorAll("dialog")) {
 
 applyTheme();
 chats.load();
-for (const chat of chats.all) for (const message of chat.messages) delete message.isOpen;
 showChat();
 showCompleteControls();
 fitHeight(chatInput);
 document.addEventListener("visibilitychange", look);
+window.addEventListener("storage", (event) => {
+  if (event.key !== "jaxllm.chats" || running.size) return; // of another tab
+  chats.load(chats.current.id);
+  showChat();
+});
 look();

@@ -39,10 +39,11 @@ const chats = {
   all: [],
   current: null,
 
-  load() {
+  load(id = local.read("current")) {
     const stored = local.read("chats", []);
     this.all = Array.isArray(stored) ? stored.filter((chat) => chat && Array.isArray(chat.messages)) : [];
-    this.current = this.all.find((chat) => chat.id === local.read("current")) ?? this.all[0] ?? this.create();
+    for (const chat of this.all) for (const message of chat.messages) delete message.isOpen;
+    this.current = this.all.find((chat) => chat.id === id) ?? this.all[0] ?? this.create();
   },
 
   create() {
