@@ -310,7 +310,7 @@ def test_bad_grammars_are_refused_at_the_door(llm, name):
     [
         ({}, "exactly one"), ({"regex": "a", "json": {}}, "exactly one"), ({"json": [1]}, "JSON schema"),
         ({"json": "{"}, "not JSON"), ({"json": {"enum": [float("nan")]}}, "JSON schema"), ({"regex": ""}, "non-empty"),
-        ({"json": {"a": object()}}, "JSON schema"), ({"choice": []}, "at least one"), ({"choice": [1]}, "strings"),
+        ({"json": {"a": object()}}, "JSON schema"), ({"choice": []}, "at least one"), ({"choice": [1]}, "one string"),
         ({"choice": "yes"}, "list"), ({"choice": ["x"] * 50_001}, "at most"), ({"grammar": 7}, "non-empty"),
         ({"regex": "a" * (1 << 20) + "a"}, "characters"), ({"json_object": 1}, "True or False"),
         ({"json_object": False}, "exactly one"), ({"regex": "a", "disable_any_whitespace": True}, "is for json"),
