@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 
 from jaxllm.build import _model_shape
-from jaxllm.engine.batch import AdmitLayout, StepLayout
+from jaxllm.engine.batch import AdmitLayout, StepLayout, mask_words
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.executables import Lowering, admit, sample_full_step, sample_step, score, step
+from jaxllm.engine.sampler import mask_logits
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.paged_attention import api
 from jaxllm.sharding.mesh import make_mesh
@@ -47,5 +48,6 @@ def test_executables_lower(tiny, monkeypatch, platform):
     lower(partial(admit, layout=rows), slots, sampling, ints(16, rows.size))
     text = lower(sample_step, slots.last_token, slots.length, sampling, logits, ints(4))
     assert "stablehlo.sort" not in text
-    lower(sample_full_step, slots.last_token, extras, slots.length, sampling, logits, ints(4))
+    lower(sample_full_step, slots.last_token, extras, slots.length, sampling, logits, logits, ints(4))
+    lower(mask_logits, logits, ints(4, mask_words(tiny.cfg.vocab)))
     lower(partial(score, model_shape=shape), leaves, hidden, ints(2, 4))

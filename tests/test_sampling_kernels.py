@@ -285,7 +285,7 @@ def test_no_lowered_sampler_sorts(monkeypatch, platform):
             return traced.lower(lowering_platforms=(platform,)).as_text()
 
     plain = lower(sample_step, slots.last_token, slots.length, table, logits, ints)
-    full = lower(sample_full_step, slots.last_token, extras, slots.length, table, logits, ints)
+    full = lower(sample_full_step, slots.last_token, extras, slots.length, table, logits, logits, ints)
     assert "stablehlo.sort" not in plain + full
     assert ("chlo.top_k" in full) == (platform == "tpu")
     if platform == "cuda":

@@ -30,7 +30,7 @@ def lower(chip: str, *, full: bool, rows: int, vocab: int, devices: int = 1) -> 
     logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32, sharding=sharding((None, "vocab"), mesh))
     ints = jax.ShapeDtypeStruct((rows,), jnp.int32)
     before = slots.last_token, *([extras] if full else []), slots.length, table
-    arguments = *jax.tree.map(place, before), logits, place(ints)
+    arguments = *jax.tree.map(place, before), *[logits] * (1 + full), place(ints)  # before and after a grammar's masks
     fn = partial(sample_full_step if full else sample_step, mesh=mesh)
     with jax.set_mesh(mesh):
         return jax.jit(fn, donate_argnums=(0, 1) if full else 0).lower(*arguments)
