@@ -226,6 +226,7 @@ def main(path: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # what it looked for and did not find is no news
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
     start = wire.from_server.decode(wire.read_frame(connection) or b"")
