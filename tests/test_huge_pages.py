@@ -30,7 +30,8 @@ def huge_bytes(address):
 def test_arrays_move():
     host = np.arange(SIZE, dtype=np.float32)
     sharded = jax.device_put(host, NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x")))
-    arrays = [jnp.asarray(host) + 1, sharded, jnp.zeros(3)]
+    arrays = [jnp.asarray(host) + 1, sharded, jnp.zeros(3), jnp.zeros(SIZE)]
+    arrays[-1].delete()
     thread = huge_pages.collapse_soon(arrays)
     thread.join()
     middle = arrays[0].unsafe_buffer_pointer() + 2 * SIZE

@@ -4,6 +4,7 @@ memory several percent, more in a virtual machine. Linux; anywhere else, and whe
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,22 +27,31 @@ def wanted() -> bool:
 def collapse_soon(arrays: Sequence[jax.Array]) -> threading.Thread | None:
     """Moves the CPU's arrays to huge pages where they lie, in a thread of its own: a gigabyte takes about a second.
     Other devices' arrays stay as they are. What the kernel can't move stays in small pages."""
-    on_cpu = [array for array in arrays if all(device.platform == "cpu" for device in array.devices())]
-    if not on_cpu or not wanted():
+    # Nothing is kept for this alone.
+    refs = [weakref.ref(x) for x in arrays if all(device.platform == "cpu" for device in x.sharding.device_set)]
+    if not refs or not wanted():
         return None
-    thread = threading.Thread(target=_collapse, args=(on_cpu,), name="huge-pages", daemon=True)
+    thread = threading.Thread(target=_collapse, args=(refs,), name="huge-pages", daemon=True)
     thread.start()
     return thread
 
 
-def _collapse(arrays: list[jax.Array]) -> None:
+def _collapse(refs: list[weakref.ref]) -> None:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    while arrays:  # each is let go of once it is done
-        for shard in arrays.pop().addressable_shards:
-            start, size = shard.data.unsafe_buffer_pointer(), shard.data.nbytes
-            if size < LEAST:
-                continue
+    for ref in refs:
+        for start, size in _ranges(ref()):
             for page in range(start // PAGE * PAGE, start + size, PAGE):  # neighbours in a page move along
-                madvise(page, PAGE, MADV_HUGEPAGE)
+                madvise(page, PAGE, MADV_HUGEPAGE)  # on memory that is gone by now, they do nothing
                 madvise(page, PAGE, MADV_COLLAPSE)
+
+
+def _ranges(array: jax.Array | None) -> list[tuple[int, int]]:
+    """Address and bytes of each large part; none of an array that has been deleted or donated meanwhile."""
+    if array is None:
+        return []
+    try:
+        parts = [(shard.data.unsafe_buffer_pointer(), shard.data.nbytes) for shard in array.addressable_shards]
+    except RuntimeError:
+        return []
+    return [part for part in parts if part[1] >= LEAST]
