@@ -34,11 +34,12 @@ def block_bytes(shape: ModelShape, block_size: int, mesh: Mesh) -> int:
 
 
 def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
-    """A bound on a step's temporary bytes on each device: activations of one layer twice over, and the logits."""
+    """A bound on a step's temporary bytes on each device: activations of one layer more than twice over, and the logits."""
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     tensor = mesh.shape.get("tensor", 1)
     widest = max(shape.token_widths)
-    wide = 4 * shape.token_widths[0] + 4 * widest // tensor  # residuals whole, the wide middle in shards
+    # Residuals whole, the wide middle in shards; as many as tests/compile_only finds enough on every chip.
+    wide = 4 * shape.token_widths[0] + 5 * widest // tensor
     activations = tokens * wide * max(4, jnp.dtype(shape.dtype).itemsize)  # kernels and norms work in float32
     platform = mesh.devices.flat[0].platform
     block = kv_shape(1, config.block_size, shape.kv_heads // tensor, shape.head_dim, platform=platform)
