@@ -34,7 +34,7 @@ def block_bytes(shape: ModelShape, block_size: int, mesh: Mesh) -> int:
 
 
 def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
-    """A bound on a step's temporary bytes on each device: activations of one layer more than twice over, and the logits."""
+    """A bound on a step's temporary bytes on each device: activations of one layer, over twice, and the logits."""
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     tensor = mesh.shape.get("tensor", 1)
     widest = max(shape.token_widths)
