@@ -412,7 +412,7 @@ def test_an_abort_is_no_success():
 
 def test_a_bug_in_a_route_is_told_like_any_other(monkeypatch):
     def broken():
-        raise RuntimeError("a secret at /root/x.py")
+        raise RuntimeError("a secret at /srv/x.py")
 
     with running() as web:
         monkeypatch.setattr(web.server.metrics, "render", broken)
