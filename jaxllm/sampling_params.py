@@ -2,10 +2,11 @@
 
 import enum
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-from jaxllm.structured_outputs import StructuredOutputs
+from jaxllm.checks import as_bias, as_ids, as_list, check_float, check_int, check_words
+from jaxllm.structured_outputs import StructuredOutputs, as_form
 
 MAX_N = 128
 MAX_STOPS = 32
@@ -89,12 +90,12 @@ class SamplingParams:
         self._check_best_of()
         self._check_beams()
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        self._set("stops", tuple(_as_list("stop", stop)))
+        self._set("stops", tuple(as_list("stop", stop)))
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-            self._set(name, _as_ids(name, getattr(self, name)))
+            self._set(name, as_ids(name, getattr(self, name)))
         self._set("stop_token_ids", self.stop_token_ids or [])
-        self._set("bad_words", _as_list("bad_words", self.bad_words))
-        self._set("logit_bias", _as_bias(self.logit_bias))
+        self._set("bad_words", as_list("bad_words", self.bad_words))
+        self._set("logit_bias", as_bias(self.logit_bias))
         self._check_stops()
         self._check_words_and_ids()
         for name in _FLAGS:
@@ -106,7 +107,7 @@ class SamplingParams:
             raise ValueError(f"cache_salt={salt!r:.100} must be a string of 1 to {MAX_SALT_LEN} characters")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
-        self._set("structured_outputs", _as_form(self.structured_outputs))
+        self._set("structured_outputs", as_form(self.structured_outputs))
 
     @property
     def needs_full_sampler(self) -> bool:
@@ -150,35 +151,35 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _check_numbers(self) -> None:
-        _check_int("n", self.n, 1, MAX_N)
-        _check_float("temperature", self.temperature, 0.0, 2.0)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
+        check_int("n", self.n, 1, MAX_N)
+        check_float("temperature", self.temperature, 0.0, 2.0)
+        check_int("top_k", self.top_k, -1, 2**31 - 1)
+        check_float("top_p", self.top_p, 0.0, 1.0)
+        check_float("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+            check_int("seed", self.seed, -(2**63), 2**64 - 1)
             self._set("seed", None if self.seed == -1 else self.seed)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+            check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower one or raise the other"
             )
-        _check_int("stream_interval", self.stream_interval, 1, 2**31 - 1)
+        check_int("stream_interval", self.stream_interval, 1, 2**31 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
 
     def _check_penalties(self) -> None:
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
 
     def _check_best_of(self) -> None:
         if self.best_of is None:
             return
-        _check_int("best_of", self.best_of, 1, MAX_N)
+        check_int("best_of", self.best_of, 1, MAX_N)
         if self.best_of < self.n:
             raise ValueError(f"best_of={self.best_of} is less than n={self.n}; raise it, or lower n")
         if self.beam_width is not None:
@@ -193,7 +194,7 @@ class SamplingParams:
             )
 
     def _check_beams(self) -> None:
-        _check_float("length_penalty", self.length_penalty, -10.0, 10.0)
+        check_float("length_penalty", self.length_penalty, -10.0, 10.0)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
         if self.beam_width is None:
@@ -201,7 +202,7 @@ class SamplingParams:
                 if (value := getattr(self, name)) != default:
                     raise ValueError(f"{name}={value!r} is for beam search; give beam_width, or leave it out")
             return
-        _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         if self.n > self.beam_width:
             raise ValueError(f"n={self.n} is more than beam_width={self.beam_width}; lower it, or raise beam_width")
         for name, allowed in _NEUTRAL.items():
@@ -212,7 +213,7 @@ class SamplingParams:
                 )
 
     def _check_stops(self) -> None:
-        _check_words("stop", self.stop, self.stops, MAX_STOPS)
+        check_words("stop", self.stop, self.stops, MAX_STOPS)
         if self.stops and not self.detokenize:
             raise ValueError("stop strings need detokenize=True; use stop_token_ids instead")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -221,7 +222,7 @@ class SamplingParams:
             )
 
     def _check_words_and_ids(self) -> None:
-        _check_words("bad_words", self.bad_words, self.bad_words, MAX_BAD_WORDS)
+        check_words("bad_words", self.bad_words, self.bad_words, MAX_BAD_WORDS)
         if self.allowed_token_ids == []:
             raise ValueError("allowed_token_ids is empty, so that no token could be generated; give some, or None")
         ids = self.logprob_token_ids
@@ -255,7 +256,7 @@ class BeamSearchParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         if isinstance(self.temperature, bool) or self.temperature != 0:
             raise ValueError(
                 f"temperature={self.temperature!r} has no effect, as beam search draws nothing at random; leave it out"
@@ -272,59 +273,3 @@ class BeamSearchParams:
             allowed_token_ids=self.allowed_token_ids, logprobs=min(MAX_LOGPROBS, 2 * self.beam_width),
             structured_outputs=self.structured_outputs,
         )  # fmt: skip
-
-
-def _as_list(name: str, value: Any) -> list:
-    if not isinstance(value, list | tuple | None):
-        raise ValueError(f"{name}={value!r} must be a list")
-    return list(value or ())
-
-
-def _as_ids(name: str, value: Any) -> list[int] | None:
-    """Token ids without repeats; the engine, which knows the vocabulary, checks how large they may be."""
-    if value is None:
-        return None
-    for token in (ids := _as_list(name, value)):
-        _check_int(name, token, 0, 2**31 - 1)
-    return list(dict.fromkeys(ids))
-
-
-def _as_form(value: Any) -> StructuredOutputs | None:
-    if isinstance(value, StructuredOutputs | None):
-        return value
-    if not isinstance(value, Mapping):
-        raise ValueError(f"structured_outputs is a {type(value).__name__}; give StructuredOutputs(json=...), say")
-    known = [field.name for field in fields(StructuredOutputs)]
-    if unknown := [name for name in value if name not in known]:
-        raise ValueError(f"structured_outputs has no {unknown[0]!r:.100}; it has {', '.join(known)}")
-    return StructuredOutputs(**value)
-
-
-def _as_bias(value: Any) -> dict[int, float]:
-    """Keys may be strings of digits, as JSON has them."""
-    if not isinstance(value, Mapping | None):
-        raise ValueError(f"logit_bias={value!r} must be a dict of token ids and numbers")
-    bias = {}
-    for key, number in (value or {}).items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() else key
-        _check_int("logit_bias key", token, 0, 2**31 - 1)
-        _check_float(f"logit_bias[{token}]", number, -100.0, 100.0)
-        bias[token] = float(number)
-    return bias
-
-
-def _check_words(name: str, given: Any, words: Any, most: int) -> None:
-    if len(words) > most:
-        raise ValueError(f"{name} has {len(words)} strings; at most {most} are allowed")
-    if not all(isinstance(word, str) and word for word in words):
-        raise ValueError(f"{name}={given!r} must hold non-empty strings")
-
-
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r} must be an integer in [{low}, {high}]")
-
-
-def _check_float(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is not
-        raise ValueError(f"{name}={value!r} must be a finite number in [{low:g}, {high:g}]")

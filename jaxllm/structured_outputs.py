@@ -1,7 +1,8 @@
 """`StructuredOutputs`: the form that a generated text must have. Checked here for what needs no grammar library."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 MAX_GRAMMAR_CHARS = 1 << 20  # of a schema, an expression, a grammar, or all choices together
@@ -128,3 +129,15 @@ def _closed(schema: Any) -> Any:
     if closed.get("type") == "object" or isinstance(closed.get("properties"), dict):
         closed.setdefault("additionalProperties", False)
     return closed
+
+
+def as_form(value: Any) -> StructuredOutputs | None:
+    """`value`, or what a dict of its fields says. ValueError for anything else."""
+    if isinstance(value, StructuredOutputs | None):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"structured_outputs is a {type(value).__name__}; give StructuredOutputs(json=...), say")
+    known = [field.name for field in fields(StructuredOutputs)]
+    if unknown := [name for name in value if name not in known]:
+        raise ValueError(f"structured_outputs has no {unknown[0]!r:.100}; it has {', '.join(known)}")
+    return StructuredOutputs(**value)

@@ -32,18 +32,24 @@ class BeamRow(NamedTuple):
 
 
 def candidate_rows(
-    scores: Float[Array, "rows vocab"], logits: Float[Array, "rows vocab"], *, mesh: Mesh | None = None
+    scores: Float[Array, "rows vocab"],
+    logits: Float[Array, "rows vocab"],
+    *,
+    normalizer: Float[Array, " rows"] | None = None,
+    mesh: Mesh | None = None,
 ) -> Int[Array, "rows width"]:
     """What `read_candidates` reads: the `NUM_CANDIDATES` best tokens of each row by `scores`, best first and the
     smaller id first among equals; with the scores, and log-probabilities (nats) and ranks in the softmax of `logits`
     as they are. Floats as their bits.
 
     `scores`, float32, are log-probabilities after masks, bias and penalties, minus infinity where a token may not be.
-    `mesh` holds the devices that they are on, if known.
+    `normalizer` is the softmax's, if it was computed before; `mesh` holds the devices that they are on, if known.
     """
     count = min(NUM_CANDIDATES, scores.shape[1])
     best = sampling.best(scores, logits, count, mesh=mesh)
-    logprobs = jnp.maximum(best.logits - sampling.normalize(logits, mesh=mesh).normalizer[:, None], LEAST)
+    if normalizer is None:
+        normalizer = sampling.normalize(logits, mesh=mesh).normalizer
+    logprobs = jnp.maximum(best.logits - normalizer[:, None], LEAST)
     columns = []
     for values, padding in ((best.ids, 0), (best.scores, -jnp.inf), (logprobs, 0.0), (best.ranks, 0)):
         values = jnp.pad(values, ((0, 0), (0, NUM_CANDIDATES - count)), constant_values=padding)

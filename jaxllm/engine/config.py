@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass
 
-from jaxllm.sampling_params import _check_float, _check_int
+from jaxllm.checks import check_float, check_int
 
 PREEMPTIONS = ("auto", "swap", "recompute")
 
@@ -28,18 +28,18 @@ class EngineConfig:
     seed: int = 0  # of requests that bring none
 
     def __post_init__(self) -> None:
-        _check_int("max_model_len", self.max_model_len, 2, 2**24)
-        _check_int("max_num_seqs", self.max_num_seqs, 1, 2**16)
-        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs, 2**20)
-        _check_int("block_size", self.block_size, 1, 2**12)
-        _check_int("num_blocks", self.num_blocks, 1, 2**30)
+        check_int("max_model_len", self.max_model_len, 2, 2**24)
+        check_int("max_num_seqs", self.max_num_seqs, 1, 2**16)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs, 2**20)
+        check_int("block_size", self.block_size, 1, 2**12)
+        check_int("num_blocks", self.num_blocks, 1, 2**30)
         if self.gpu_memory_utilization is not None:
-            _check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+            check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         if self.preemption not in PREEMPTIONS:
             raise ValueError(f"preemption={self.preemption!r} must be one of {', '.join(PREEMPTIONS)}")
         if self.swap_space is not None:
-            _check_float("swap_space", self.swap_space, 0.0, 2.0**20)
-        _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+            check_float("swap_space", self.swap_space, 0.0, 2.0**20)
+        check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_model_len > self.num_blocks * self.block_size:
             raise ValueError(
                 f"max_model_len={self.max_model_len} tokens don't fit the KV pool of {self.num_blocks} blocks "

@@ -23,16 +23,18 @@ def logprob_rows(
     tokens: Int[Array, " rows"],
     watched: Int[Array, "rows watched"] | None = None,
     *,
+    normalizer: Float[Array, " rows"] | None = None,
     mesh: Mesh | None = None,
 ) -> Int[Array, "rows width"]:
-    """What `compact` reads, of the softmax of `logits` as they are; floats as their bits. `mesh` holds the
-    devices that they are on, if known."""
-    normalizer = sampling.normalize(logits, mesh=mesh).normalizer[:, None]
+    """What `compact` reads, of the softmax of `logits` as they are; floats as their bits. `normalizer` is the
+    softmax's, if it was computed before; `mesh` holds the devices that the logits are on, if known."""
+    if normalizer is None:
+        normalizer = sampling.normalize(logits, mesh=mesh).normalizer
     count = min(MAX_LOGPROBS, logits.shape[1])
     best = sampling.best(logits, logits, count, tokens[:, None], mesh=mesh)
 
     def bits(values: Array) -> Array:
-        return jax.lax.bitcast_convert_type(jnp.maximum(values - normalizer, LEAST), jnp.int32)
+        return jax.lax.bitcast_convert_type(jnp.maximum(values - normalizer[:, None], LEAST), jnp.int32)
 
     columns = [bits(best.logits[:, count:]), best.ranks[:, count:]]
     for values in (best.ids, bits(best.logits[:, :count])):

@@ -63,13 +63,13 @@ def sample_full(
     tokens = jnp.where(jnp.isfinite(largest), tokens, NOT_FINITE)
     rows = jax.lax.cond(
         jnp.any(row.wants_logprobs > 0),
-        lambda x: logprob_rows(x, tokens, extras.watched.at[slots].get(mode="clip"), mesh=mesh),
+        lambda x: logprob_rows(x, tokens, extras.watched.at[slots].get(mode="clip"), normalizer=normalizer, mesh=mesh),
         lambda x: jnp.zeros((x.shape[0], WATCHED_WIDTH), jnp.int32),
         logits,
     )
     candidates = jax.lax.cond(
         has_beams,
-        lambda x: candidate_rows(x, logits, mesh=mesh),
+        lambda x: candidate_rows(x, logits, normalizer=normalizer, mesh=mesh),
         lambda x: jnp.zeros((x.shape[0], CANDIDATES_WIDTH), jnp.int32),
         altered,
     )

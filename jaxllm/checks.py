@@ -1,0 +1,49 @@
+"""Checks of what users give, which say the field, its value and what it may be. All raise `ValueError`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def as_list(name: str, value: Any) -> list:
+    if not isinstance(value, list | tuple | None):
+        raise ValueError(f"{name}={value!r} must be a list")
+    return list(value or ())
+
+
+def as_ids(name: str, value: Any) -> list[int] | None:
+    """Token ids without repeats; the engine, which knows the vocabulary, checks how large they may be."""
+    if value is None:
+        return None
+    for token in (ids := as_list(name, value)):
+        check_int(name, token, 0, 2**31 - 1)
+    return list(dict.fromkeys(ids))
+
+
+def as_bias(value: Any) -> dict[int, float]:
+    """Keys may be strings of digits, as JSON has them."""
+    if not isinstance(value, Mapping | None):
+        raise ValueError(f"logit_bias={value!r} must be a dict of token ids and numbers")
+    bias = {}
+    for key, number in (value or {}).items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        check_int("logit_bias key", token, 0, 2**31 - 1)
+        check_float(f"logit_bias[{token}]", number, -100.0, 100.0)
+        bias[token] = float(number)
+    return bias
+
+
+def check_words(name: str, given: Any, words: Any, most: int) -> None:
+    if len(words) > most:
+        raise ValueError(f"{name} has {len(words)} strings; at most {most} are allowed")
+    if not all(isinstance(word, str) and word for word in words):
+        raise ValueError(f"{name}={given!r} must hold non-empty strings")
+
+
+def check_int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r} must be an integer in [{low}, {high}]")
+
+
+def check_float(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is not
+        raise ValueError(f"{name}={value!r} must be a finite number in [{low:g}, {high:g}]")
