@@ -18,9 +18,19 @@ if TYPE_CHECKING:
     from jaxllm.structured_outputs import StructuredOutputs
 
 __all__ = [
-    "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput", "Logprob", "RequestOutput",
-    "RequestOutputKind", "SamplingParams", "StructuredOutputs", "TextPrompt", "TokensPrompt",
-]  # fmt: skip
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputs",
+    "TextPrompt",
+    "TokensPrompt",
+]
 
 _HOMES = {
     "LLM": "llm",

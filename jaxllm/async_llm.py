@@ -176,9 +176,14 @@ class AsyncLLM:
     ) -> None:
         try:
             self._engine.add(
-                prompt.token_ids, params,
-                request_id=request_id, prompt=prompt.text, priority=priority, stream=True, grammar=grammar,
-            )  # fmt: skip
+                prompt.token_ids,
+                params,
+                request_id=request_id,
+                prompt=prompt.text,
+                priority=priority,
+                stream=True,
+                grammar=grammar,
+            )
         except (ValueError, EngineDeadError) as error:  # an id in use, say
             self._call(stream.loop, stream.put, error)
         else:

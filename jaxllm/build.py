@@ -146,10 +146,16 @@ def _model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> Mo
     state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     leaves, treedef = jax.tree.flatten(state)
     return ModelShape(
-        graph=graph, treedef=treedef, leaves=tuple(leaves), num_layers=cfg.num_layers, kv_heads=cfg.kv_heads,
-        head_dim=cfg.head_dim, vocab=cfg.vocab, dtype=cfg.dtype,
+        graph=graph,
+        treedef=treedef,
+        leaves=tuple(leaves),
+        num_layers=cfg.num_layers,
+        kv_heads=cfg.kv_heads,
+        head_dim=cfg.head_dim,
+        vocab=cfg.vocab,
+        dtype=cfg.dtype,
         token_widths=(cfg.embed, 2 * cfg.mlp, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim),
-    )  # fmt: skip
+    )
 
 
 def _check_len(max_model_len: int, limit: int) -> None:

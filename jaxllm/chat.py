@@ -42,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=program("chat"), allow_abbrev=False,
+        prog=program("chat"),
+        allow_abbrev=False,
         description="A conversation with a model. From a pipe, each line is a message.",
-    )  # fmt: skip
+    )
     add = parser.add_argument
     add("--system", metavar="TEXT", help="what the conversation begins with")
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
@@ -66,9 +67,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
     with LLM(**engine_kwargs(arguments), seed=secrets.randbits(63)) as llm, LineInput() as lines:
         conversation = Conversation(
-            llm.chat_prompt, most_tokens=llm.engine.config.max_model_len, system=arguments.system,
+            llm.chat_prompt,
+            most_tokens=llm.engine.config.max_model_len,
+            system=arguments.system,
             chat_template=arguments.chat_template,
-        )  # fmt: skip
+        )
         conversation.check()
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"

@@ -59,10 +59,13 @@ class Child:
         # What can be imported here can be imported there. -P: the folder of the script itself is none for modules.
         path = os.pathsep.join(folder for folder in sys.path if folder)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(self._script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path},
+            [sys.executable, "-P", str(self._script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
             start_new_session=True,  # the terminal's Ctrl-C is not for it
-        )  # fmt: skip
+        )
         self._stop = weakref.finalize(self, _stop, self._process)
         return self._process
 

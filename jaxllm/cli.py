@@ -18,15 +18,21 @@ from jaxllm.errors import JaxLLMError
 log = logging.getLogger(__name__)
 
 _ENGINE_OPTIONS = (
-    "model", "dtype", "mesh", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "num_blocks", "tensor_parallel_size", "gpu_memory_utilization", "preemption", "swap_space",
-)  # fmt: skip
+    "model",
+    "dtype",
+    "mesh",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_blocks",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "preemption",
+    "swap_space",
+)
 CACHE_BYTES = 2 * 2**30
-EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (
-    2,
-    130,
-    141,
-)  # the last two as a shell reports the signals
+EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (2, 130, 141)  # the last two as a shell reports the signals
 
 
 def program(name: str) -> str:

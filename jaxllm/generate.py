@@ -36,11 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a text to complete")
-    add(
-        "--file",
-        metavar="FILE",
-        help="a file that is one prompt, but for a newline at its end; - is standard input",
-    )
+    add("--file", metavar="FILE", help="a file that is one prompt, but for a newline at its end; - is standard input")
     add("--json", action="store_true", help="an object a line for each prompt, instead of text as it grows")
     add("--token-ids", action="store_true", help="token ids in JSON")
     add("--no-echo", action="store_true", help="leave out the prompt before its completion")
@@ -88,16 +84,22 @@ def _run_batch(arguments: argparse.Namespace) -> int:
     if arguments.resume and arguments.output is None:
         raise ValueError("--resume needs to know the results so far; give their file with --output")
     settings = Settings(
-        fields=sampling_fields(arguments), chat=arguments.chat, system=arguments.system,
-        chat_template=arguments.chat_template, model=Path(arguments.model or "").name,
-    )  # fmt: skip
+        fields=sampling_fields(arguments),
+        chat=arguments.chat,
+        system=arguments.system,
+        chat_template=arguments.chat_template,
+        model=Path(arguments.model or "").name,
+    )
     SamplingParams(**with_defaults(settings.fields))  # a bad option is no line's fault
     job = Job(
         input=None if arguments.input == "-" else Path(arguments.input),
-        output=None if arguments.output in (None, "-") else Path(arguments.output), settings=settings,
-        resume=arguments.resume, skip_invalid=arguments.skip_invalid, token_ids=arguments.token_ids,
+        output=None if arguments.output in (None, "-") else Path(arguments.output),
+        settings=settings,
+        resume=arguments.resume,
+        skip_invalid=arguments.skip_invalid,
+        token_ids=arguments.token_ids,
         quiet=arguments.quiet,
-    )  # fmt: skip
+    )
     return run_job(job, lambda: _open_llm(arguments))
 
 

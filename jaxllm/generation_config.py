@@ -8,9 +8,13 @@ from jaxllm.sampling_params import SamplingParams
 
 FILE = "generation_config.json"
 _NAMES = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
-}  # fmt: skip
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 def default_sampling_params(model_dir: Path) -> SamplingParams:

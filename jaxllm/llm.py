@@ -58,11 +58,22 @@ class LLM:
         seed: int = 0,
     ):
         self.engine = build_engine(
-            model, tokenizer=tokenizer, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens, block_size=block_size, num_blocks=num_blocks,
-            enable_prefix_caching=enable_prefix_caching, mesh=mesh, tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=gpu_memory_utilization, preemption=preemption, swap_space=swap_space, seed=seed,
-        )  # fmt: skip
+            model,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            mesh=mesh,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            preemption=preemption,
+            swap_space=swap_space,
+            seed=seed,
+        )
         self._model_dir = DEFAULT_MODEL if model is None else Path(model) if isinstance(model, str | Path) else None
         self._user_tokenizer = tokenizer
         self._ids = itertools.count()
@@ -148,9 +159,12 @@ class LLM:
         `tools` (JSON schemas) and `chat_template_kwargs` are for the template. The rest is as in `generate`.
         """
         options = dict(
-            chat_template=chat_template, add_generation_prompt=add_generation_prompt, tools=tools,
-            continue_final_message=continue_final_message, chat_template_kwargs=chat_template_kwargs,
-        )  # fmt: skip
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         conversations = [messages] if is_conversation(messages) else messages
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, priority=priority, use_tqdm=use_tqdm)
@@ -247,9 +261,13 @@ class LLM:
         try:
             for request_id, prompt, sampling, priority in requests:
                 self.engine.add(
-                    prompt.token_ids, sampling,
-                    request_id=request_id, prompt=prompt.text, priority=priority, stream=stream,
-                )  # fmt: skip
+                    prompt.token_ids,
+                    sampling,
+                    request_id=request_id,
+                    prompt=prompt.text,
+                    priority=priority,
+                    stream=stream,
+                )
             unfinished = set(index)
             while unfinished:
                 for output in self.engine.step():

@@ -57,14 +57,19 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     for name, kind, metavar, text in _LISTS:
         add(_option(name), type=kind, action="append", metavar=metavar, help=f"{text}; may be given more than once")
     add(
-        "--logit-bias", type=_bias, action="append", metavar="ID=X",
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        metavar="ID=X",
         help="add X, -100 to 100, to the token's logit; may be given more than once",
-    )  # fmt: skip
+    )
     add(
-        "--structured-outputs", type=_form, metavar="JSON",
+        "--structured-outputs",
+        type=_form,
+        metavar="JSON",
         help="the form of the text: json (a schema), regex, choice, grammar or json_object, as in "
         """'{"choice": ["yes", "no"]}'""",
-    )  # fmt: skip
+    )
     for name, text in _FLAGS:
         add(_option(name), action="store_const", const=True, help=text)
     for name, text in _NEGATIONS:
@@ -75,10 +80,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     ).add_argument
     _add_numbers(add, _BEAMS, fields)
     add(
-        "--early-stopping", choices=tuple(_EARLY_STOPPING), metavar="WHEN",
+        "--early-stopping",
+        choices=tuple(_EARLY_STOPPING),
+        metavar="WHEN",
         help="end when as many as the beam width have finished (true), when no better completion is likely (false) or "
         "possible (never) (default: false)",
-    )  # fmt: skip
+    )
 
 
 def _add_numbers(add: Callable, table: tuple, fields: Mapping[str, Any]) -> None:

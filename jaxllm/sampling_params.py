@@ -19,9 +19,13 @@ MAX_BAD_WORDS = 128
 MAX_SALT_LEN = 256  # characters
 
 _FLAGS = (
-    "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
     "skip_reading_prefix_cache",
-)  # fmt: skip
+)
 _NEUTRAL = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # all that beam search takes
 
 
@@ -267,9 +271,16 @@ class BeamSearchParams:
     def sampling_params(self) -> SamplingParams:
         """The same for `generate`. It asks for the log-probabilities that `BeamSearchOutput` has."""
         return SamplingParams(
-            n=self.beam_width, beam_width=self.beam_width, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos,
-            temperature=0.0, length_penalty=self.length_penalty, early_stopping=self.early_stopping,
-            include_stop_str_in_output=self.include_stop_str_in_output, skip_special_tokens=self.skip_special_tokens,
-            allowed_token_ids=self.allowed_token_ids, logprobs=min(MAX_LOGPROBS, 2 * self.beam_width),
+            n=self.beam_width,
+            beam_width=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=0.0,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            allowed_token_ids=self.allowed_token_ids,
+            logprobs=min(MAX_LOGPROBS, 2 * self.beam_width),
             structured_outputs=self.structured_outputs,
-        )  # fmt: skip
+        )

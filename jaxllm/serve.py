@@ -30,20 +30,36 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
     add("--served-model-name", nargs="+", metavar="NAME", help="what requests call the model (default: as its folder)")
-    add("--api-key", action="append", metavar="KEY",
-        help=f"what requests must show; may be given more than once (default: ${KEY_VARIABLE}, none if that is unset)")
-    add("--prefix-cache-isolation", choices=("per-key", "none"), default="per-key",
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help=f"what requests must show; may be given more than once (default: ${KEY_VARIABLE}, none if that is unset)",
+    )
+    add(
+        "--prefix-cache-isolation",
+        choices=("per-key", "none"),
+        default="per-key",
         help="whether requests with different keys share cached prompts, which lets each find out by time what another "
-        "has asked (none) or not (per-key) (default: per-key)")
+        "has asked (none) or not (per-key) (default: per-key)",
+    )
     add("--max-queued-requests", type=int, default=256, metavar="N", help="that wait for a place (default: 256)")
     add("--request-timeout", type=float, default=600.0, metavar="S", help="most seconds for a request (default: 600)")
-    add("--shutdown-timeout", type=float, default=30.0, metavar="S",
-        help="seconds for requests to finish after SIGTERM; 0 ends them at once (default: 30)")
+    add(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds for requests to finish after SIGTERM; 0 ends them at once (default: 30)",
+    )
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
     add("--tool-call-parser", choices=TOOL_PARSERS, default="auto", help="how the model calls tools")
     add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how it marks its thoughts")
-    add("--otlp-traces-endpoint", metavar="URL",
-        help="where OpenTelemetry spans go, as in http://localhost:4318/v1/traces (extra: otel)")
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="where OpenTelemetry spans go, as in http://localhost:4318/v1/traces (extra: otel)",
+    )
     add("--vllm-metric-names", action="store_true", help="metrics under vLLM's names too")
     add_engine_arguments(parser)
     return parser
@@ -53,15 +69,19 @@ def _run(arguments: argparse.Namespace) -> int:
     from jaxllm.server.config import ServerConfig, model_names
 
     config = ServerConfig(
-        host=arguments.host, port=arguments.port,
+        host=arguments.host,
+        port=arguments.port,
         served_model_names=model_names(arguments.model, arguments.served_model_name),
         api_keys=tuple(arguments.api_key or filter(None, [os.environ.get(KEY_VARIABLE)])),
         isolates_keys=arguments.prefix_cache_isolation == "per-key",
-        max_queued_requests=arguments.max_queued_requests, request_timeout_s=arguments.request_timeout,
-        shutdown_timeout_s=arguments.shutdown_timeout, chat_template=arguments.chat_template,
-        tool_call_parser=arguments.tool_call_parser, reasoning_parser=arguments.reasoning_parser,
+        max_queued_requests=arguments.max_queued_requests,
+        request_timeout_s=arguments.request_timeout,
+        shutdown_timeout_s=arguments.shutdown_timeout,
+        chat_template=arguments.chat_template,
+        tool_call_parser=arguments.tool_call_parser,
+        reasoning_parser=arguments.reasoning_parser,
         vllm_metric_names=arguments.vllm_metric_names,
-    )  # fmt: skip
+    )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # Requests without a seed get another text each time.
     options = engine_kwargs(arguments) | {"seed": secrets.randbits(63)}

@@ -45,9 +45,12 @@ class Paged:
         """Writes `k`, `v` `[tokens, kv_heads, head_dim]`, attends `q` `[tokens, heads, head_dim]`."""
         heads, kv = (None, "heads", None), (None, "kv_heads", None)
         op = partial(
-            ragged_paged_attention, platform=self.mesh.devices.flat[0].platform,
-            scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
-        )  # fmt: skip
+            ragged_paged_attention,
+            platform=self.mesh.devices.flat[0].platform,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+        )
         op = shard_map(
             op,
             self.mesh,

@@ -27,11 +27,13 @@ class Config(transformer.Config):
         """`pattern` repeats where the file has no `layer_types`."""
         types = hf.get("layer_types") or tuple(islice(cycle(pattern), hf["num_hidden_layers"]))
         options = transformer.attention_biases(hf) | {
-            "head_dim": hf.get("head_dim") or 256, "query_scale": hf["query_pre_attn_scalar"] ** -0.5,
+            "head_dim": hf.get("head_dim") or 256,
+            "query_scale": hf["query_pre_attn_scalar"] ** -0.5,
             "activation": hf.get("hidden_activation") or cls.activation,
-            "attn_soft_cap": hf["attn_logit_softcapping"], "logit_soft_cap": hf["final_logit_softcapping"],
+            "attn_soft_cap": hf["attn_logit_softcapping"],
+            "logit_soft_cap": hf["final_logit_softcapping"],
             "windows": transformer.windows_of(types, hf["sliding_window"]),
-        }  # fmt: skip
+        }
         return super().from_hf(hf, **(options | fields))
 
 

@@ -20,8 +20,9 @@ class Config(gemma2.Config):
         ropes = _ropes(hf)
         options = {
             "pattern": ("sliding_attention",) * num_local + ("full_attention",),
-            "rope": ropes["full_attention"], "local_rope": ropes["sliding_attention"],
-        }  # fmt: skip
+            "rope": ropes["full_attention"],
+            "local_rope": ropes["sliding_attention"],
+        }
         defaults = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
         return super().from_hf(defaults | hf, **(options | fields))
 
@@ -36,10 +37,11 @@ def _ropes(hf: dict) -> dict[str, Rope]:
     return {
         "full_attention": rope_from_hf(hf, full, theta=1e6),
         "sliding_attention": rope_from_hf(
-            {"max_position_embeddings": hf["max_position_embeddings"]}, given.get("sliding_attention") or {},
+            {"max_position_embeddings": hf["max_position_embeddings"]},
+            given.get("sliding_attention") or {},
             theta=hf.get("rope_local_base_freq", 1e4),
         ),
-    }  # fmt: skip
+    }
 
 
 class Model(gemma2.Model):

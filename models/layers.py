@@ -14,9 +14,13 @@ from jaxllm.models.rope import rotate
 from jaxllm.pallas_kernels import matmul
 
 ACTIVATIONS = {  # by their names in `config.json`
-    "silu": nnx.silu, "swish": nnx.silu, "gelu": partial(nnx.gelu, approximate=False), "relu": nnx.relu,
-    "gelu_pytorch_tanh": partial(nnx.gelu, approximate=True), "gelu_new": partial(nnx.gelu, approximate=True),
-}  # fmt: skip
+    "silu": nnx.silu,
+    "swish": nnx.silu,
+    "gelu": partial(nnx.gelu, approximate=False),
+    "relu": nnx.relu,
+    "gelu_pytorch_tanh": partial(nnx.gelu, approximate=True),
+    "gelu_new": partial(nnx.gelu, approximate=True),
+}
 
 
 def param(rngs: nnx.Rngs, dtype: Any, *, fan_in: int, **dims: int) -> nnx.Param:
@@ -75,9 +79,11 @@ class LayerNorm(nnx.Module):
 
 
 NORMS = {
-    "rms": RMSNorm, "rms_unit_offset": partial(RMSNorm, unit_offset=True), "layer": LayerNorm,
+    "rms": RMSNorm,
+    "rms_unit_offset": partial(RMSNorm, unit_offset=True),
+    "layer": LayerNorm,
     "layer_plain": partial(LayerNorm, affine=False),
-}  # fmt: skip
+}
 
 
 def make_norm(cfg: Any, dim: int) -> nnx.Module:

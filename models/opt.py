@@ -41,15 +41,30 @@ class Config(transformer.Config):
         embed, heads = hf["hidden_size"], hf["num_attention_heads"]
         bias, pre_norm = flag(hf, "enable_bias", True), flag(hf, "do_layer_norm_before", True)
         affine = flag(hf, "layer_norm_elementwise_affine", True)
-        return cls(**(dict(
-            vocab=hf["vocab_size"], embed=embed, word_embed=hf.get("word_embed_proj_dim") or embed,
-            num_layers=hf["num_hidden_layers"], heads=heads, kv_heads=heads, head_dim=embed // heads,
-            mlp=hf["ffn_dim"], max_len=hf["max_position_embeddings"], post_norm=not pre_norm,
-            final_norm=pre_norm and not flag(hf, "_remove_final_layer_norm"),
-            norm="layer" if affine else "layer_plain",
-            qkv_bias=bias, o_bias=bias, mlp_bias=bias, activation=hf.get("activation_function") or cls.activation,
-            tie_embeddings=flag(hf, "tie_word_embeddings", cls.tie_embeddings),
-        ) | fields))  # fmt: skip
+        return cls(
+            **(
+                dict(
+                    vocab=hf["vocab_size"],
+                    embed=embed,
+                    word_embed=hf.get("word_embed_proj_dim") or embed,
+                    num_layers=hf["num_hidden_layers"],
+                    heads=heads,
+                    kv_heads=heads,
+                    head_dim=embed // heads,
+                    mlp=hf["ffn_dim"],
+                    max_len=hf["max_position_embeddings"],
+                    post_norm=not pre_norm,
+                    final_norm=pre_norm and not flag(hf, "_remove_final_layer_norm"),
+                    norm="layer" if affine else "layer_plain",
+                    qkv_bias=bias,
+                    o_bias=bias,
+                    mlp_bias=bias,
+                    activation=hf.get("activation_function") or cls.activation,
+                    tie_embeddings=flag(hf, "tie_word_embeddings", cls.tie_embeddings),
+                )
+                | fields
+            )
+        )
 
 
 class DecoderLayer(transformer.DecoderLayer):

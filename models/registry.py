@@ -4,13 +4,18 @@ from importlib import import_module
 from types import ModuleType
 
 ARCHITECTURES = {
-    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3",
-    "OPTForCausalLM": "opt", "Phi3ForCausalLM": "phi3",
-}  # fmt: skip
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "OPTForCausalLM": "opt",
+    "Phi3ForCausalLM": "phi3",
+}
 REFUSED = {
     "Gemma3ForConditionalGeneration": "only text models are; take a Gemma3ForCausalLM checkpoint, such as "
-    "gemma-3-1b, or save the text part of this one as such",
+    "gemma-3-1b, or save the text part of this one as such"
 }
 
 

@@ -128,9 +128,12 @@ class Llama3(Rope):
     @classmethod
     def parse(cls, p: dict, max_len: int, **common: Any) -> "Llama3":
         return cls(
-            factor=p["factor"], low_freq_factor=p["low_freq_factor"], high_freq_factor=p["high_freq_factor"],
-            original_max_len=p["original_max_position_embeddings"], **common,
-        )  # fmt: skip
+            factor=p["factor"],
+            low_freq_factor=p["low_freq_factor"],
+            high_freq_factor=p["high_freq_factor"],
+            original_max_len=p["original_max_position_embeddings"],
+            **common,
+        )
 
     def inv_freq(self, head_dim: int, max_len: int) -> np.ndarray:
         freq = super().inv_freq(head_dim, max_len)
@@ -162,9 +165,14 @@ class Yarn(Rope):
         if amplitude is None and p.get("mscale") and p.get("mscale_all_dim"):
             amplitude = _mscale(factor, p["mscale"]) / _mscale(factor, p["mscale_all_dim"])
         return cls(
-            factor=factor, original_max_len=original, beta_fast=p.get("beta_fast") or 32.0,
-            beta_slow=p.get("beta_slow") or 1.0, truncate=p.get("truncate", True), attention_factor=amplitude, **common,
-        )  # fmt: skip
+            factor=factor,
+            original_max_len=original,
+            beta_fast=p.get("beta_fast") or 32.0,
+            beta_slow=p.get("beta_slow") or 1.0,
+            truncate=p.get("truncate", True),
+            attention_factor=amplitude,
+            **common,
+        )
 
     @property
     def amplitude(self) -> float:
@@ -209,9 +217,13 @@ class LongRope(Rope):
     def parse(cls, p: dict, max_len: int, **common: Any) -> "LongRope":
         original = p["original_max_position_embeddings"]
         return cls(
-            short_factors=tuple(p["short_factor"]), long_factors=tuple(p["long_factor"]), original_max_len=original,
-            factor=p.get("factor") or max_len / original, attention_factor=p.get("attention_factor"), **common,
-        )  # fmt: skip
+            short_factors=tuple(p["short_factor"]),
+            long_factors=tuple(p["long_factor"]),
+            original_max_len=original,
+            factor=p.get("factor") or max_len / original,
+            attention_factor=p.get("attention_factor"),
+            **common,
+        )
 
     @property
     def amplitude(self) -> float:
@@ -233,8 +245,13 @@ class LongRope(Rope):
 
 
 KINDS: dict[str, type[Rope]] = {
-    "default": Rope, "linear": Linear, "dynamic": Dynamic, "llama3": Llama3, "yarn": Yarn, "longrope": LongRope,
-}  # fmt: skip
+    "default": Rope,
+    "linear": Linear,
+    "dynamic": Dynamic,
+    "llama3": Llama3,
+    "yarn": Yarn,
+    "longrope": LongRope,
+}
 
 
 def rope_from_hf(hf: dict, params: dict | None = None, *, theta: float = 10000.0) -> Rope:

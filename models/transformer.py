@@ -81,14 +81,19 @@ class Config:
         if rope.fraction != 1 and not cls.PARTIAL_ROPE:
             raise ValueError(f"partial_rotary_factor={rope.fraction} is not supported for this family, only 1")
         shared = dict(
-            vocab=hf["vocab_size"], embed=hf["hidden_size"], num_layers=hf["num_hidden_layers"],
+            vocab=hf["vocab_size"],
+            embed=hf["hidden_size"],
+            num_layers=hf["num_hidden_layers"],
             heads=hf["num_attention_heads"],
             kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
             head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            mlp=hf["intermediate_size"], rope=rope, max_len=rope.reach(hf["max_position_embeddings"]),
-            eps=hf.get("rms_norm_eps", cls.eps), activation=hf.get("hidden_act") or cls.activation,
+            mlp=hf["intermediate_size"],
+            rope=rope,
+            max_len=rope.reach(hf["max_position_embeddings"]),
+            eps=hf.get("rms_norm_eps", cls.eps),
+            activation=hf.get("hidden_act") or cls.activation,
             tie_embeddings=flag(hf, "tie_word_embeddings", cls.tie_embeddings),
-        )  # fmt: skip
+        )
         return cls(**(shared | fields))
 
 

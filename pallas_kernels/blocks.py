@@ -9,9 +9,12 @@ from jaxllm.pallas_kernels import dispatch, native
 
 
 def copy_blocks(
-    pool: Shaped[Array, "blocks ..."], moves: Int[Array, "2 n"], *,
-    implementation: str = "auto", platform: str | None = None,
-) -> Shaped[Array, "blocks ..."]:  # fmt: skip
+    pool: Shaped[Array, "blocks ..."],
+    moves: Int[Array, "2 n"],
+    *,
+    implementation: str = "auto",
+    platform: str | None = None,
+) -> Shaped[Array, "blocks ..."]:
     """The pool with what its blocks `moves[0]` hold also at `moves[1]`, which has none twice; in place if donated.
 
     All are read before one is written. Ids past the pool are padding, each another. `platform` is that of the one

@@ -124,9 +124,14 @@ def bytes_of_decode(model: Model, implementation: str, q_lens: list[int], kv_len
         return sum(kv_lens) * model.token_bytes
     itemsize = jnp.dtype(model.dtype).itemsize
     return module.bytes_moved(
-        q_lens, kv_lens, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
-        block_size=model.block_size, itemsize=itemsize,
-    )  # fmt: skip
+        q_lens,
+        kv_lens,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        block_size=model.block_size,
+        itemsize=itemsize,
+    )
 
 
 def run_checks(model: Model, implementation: str, quick: bool) -> None:
@@ -160,8 +165,9 @@ def run_decodes(model: Model, implementation: str, quick: bool, timing: Timing, 
             rate = moved / taken
             print(
                 f"{batch:4} x {context:<38} {taken * 1e6:10.1f} {moved / 1e6:10.1f} {rate / 1e12:8.3f} "
-                f"{rate / bandwidth:8.2f}", flush=True,
-            )  # fmt: skip
+                f"{rate / bandwidth:8.2f}",
+                flush=True,
+            )
 
 
 def run_prompts(model: Model, implementation: str, quick: bool, timing: Timing, most_bytes: float) -> None:

@@ -1,6 +1,6 @@
 """Native CPU kernels against XLA's: milliseconds of each op and their ratio, both measured in turns in one run.
 
-    PYTHONPATH=. python scripts/bench_native.py
+PYTHONPATH=. python scripts/bench_native.py
 """
 
 import argparse

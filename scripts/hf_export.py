@@ -31,15 +31,28 @@ CHAT_TEMPLATE = (
 def hf_config(options: Namespace, tokenizer: Tokenizer) -> dict:
     """A `config.json` for transformers 5 (`rope_parameters`, `dtype`) and 4 (`rope_theta`, `torch_dtype`)."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": tokenizer.get_vocab_size(),
-        "hidden_size": options.embed, "intermediate_size": options.mlp, "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads,
-        "head_dim": options.head_dim, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
-        "max_position_embeddings": MAX_LEN, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-        "rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS),
-        "dtype": "bfloat16", "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": options.embed,
+        "intermediate_size": options.mlp,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "head_dim": options.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": MAX_LEN,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "bos_token_id": tokenizer.token_to_id(BOS),
+        "eos_token_id": tokenizer.token_to_id(EOS),
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
 
 
 def hf_tensors(model: llama.Model) -> dict[str, jax.Array]:
@@ -64,9 +77,13 @@ def export(out: Path, model: llama.Model, config: dict, tokenizer: Tokenizer) ->
     out.mkdir(parents=True, exist_ok=True)
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
     text = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS,
-        "clean_up_tokenization_spaces": False, "model_max_length": MAX_LEN, "chat_template": CHAT_TEMPLATE,
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": MAX_LEN,
+        "chat_template": CHAT_TEMPLATE,
+    }
     for kind, value in {"config": config, "generation_config": generation, "tokenizer_config": text}.items():
         (out / f"{kind}.json").write_text(json.dumps(value, indent=2) + "\n")
     tokenizer.save(str(out / "tokenizer.json"))

@@ -75,8 +75,13 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory to write")
-    add("--source", nargs="+", default=["stdlib"], metavar="NAME[:SHARE]",
-        help='"stdlib", installed packages or folders, each with how often its files are repeated')  # fmt: skip
+    add(
+        "--source",
+        nargs="+",
+        default=["stdlib"],
+        metavar="NAME[:SHARE]",
+        help='"stdlib", installed packages or folders, each with how often its files are repeated',
+    )
     add("--start", type=Path, help="model directory to go on from; layers that it lacks begin as identities")
     add("--holdout", type=float, default=0.02, help="share of the files kept for validation")
     add("--chat", type=float, default=0.12, help="share of the text that is requests and answers")
@@ -161,8 +166,15 @@ def matrices(params: Any) -> Any:
 def optimizer(kind: str) -> optax.GradientTransformation:
     """AdamW (arXiv 1711.05101), or Muon (arXiv 2502.16982) for the layers' matrices; `train_step` scales the rate."""
     if kind == "muon":
-        rule = muon(1.0, consistent_rms=0.2, weight_decay=0.1, weight_decay_mask=matrix_mask, adam_b1=0.9, adam_b2=0.98,
-                    muon_weight_dimension_numbers=matrices)  # fmt: skip
+        rule = muon(
+            1.0,
+            consistent_rms=0.2,
+            weight_decay=0.1,
+            weight_decay_mask=matrix_mask,
+            adam_b1=0.9,
+            adam_b2=0.98,
+            muon_weight_dimension_numbers=matrices,
+        )
     else:
         rule = optax.adamw(1.0, b1=0.9, b2=0.98, weight_decay=0.1, mask=matrix_mask)
     return optax.chain(optax.clip_by_global_norm(1.0), rule)

@@ -17,14 +17,20 @@ LEFT_OUT = {"site-packages", "test", "tests", "testing", "idlelib", "encodings",
 MAX_ANSWER = 1200  # characters, so that most examples fit into one row
 REQUESTS = {
     "function": (
-        "Write a function {name} that does this: {does}", "Write a Python function called {name}. {does}",
-        "Implement {name}: {does}", "I need a function. {does}", "{does} Call it {name}.", "Write a function: {does}",
+        "Write a function {name} that does this: {does}",
+        "Write a Python function called {name}. {does}",
+        "Implement {name}: {does}",
+        "I need a function. {does}",
+        "{does} Call it {name}.",
+        "Write a function: {does}",
     ),
     "class": (
-        "Write a class {name}. {does}", "Write a Python class called {name}: {does}", "Implement the class {name}.",
+        "Write a class {name}. {does}",
+        "Write a Python class called {name}: {does}",
+        "Implement the class {name}.",
         "I need a class. {does}",
     ),
-}  # fmt: skip
+}
 
 
 class Texts(NamedTuple):

@@ -12,10 +12,16 @@ from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.sharding.mesh import make_mesh
 
 HF = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4, "intermediate_size": 20,
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "intermediate_size": 20,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 FUSED = {"architectures": ["Phi3ForCausalLM"]}  # the changes that make it a checkpoint of fused tensors
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -25,15 +31,23 @@ def shapes(hf=HF):
     d, f, h = hf["hidden_size"], hf["intermediate_size"], hf["head_dim"]
     q, kv = hf["num_attention_heads"] * h, hf["num_key_value_heads"] * h
     layer = {
-        "self_attn.o_proj": (d, q), "mlp.down_proj": (d, f), "input_layernorm": (d,), "post_attention_layernorm": (d,),
-    }  # fmt: skip
+        "self_attn.o_proj": (d, q),
+        "mlp.down_proj": (d, f),
+        "input_layernorm": (d,),
+        "post_attention_layernorm": (d,),
+    }
     if hf["architectures"] == FUSED["architectures"]:
         layer |= {"self_attn.qkv_proj": (q + 2 * kv, d), "mlp.gate_up_proj": (2 * f, d)}
     else:
         layer |= {
-            "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
-            "self_attn.q_norm": (h,), "self_attn.k_norm": (h,), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d),
-        }  # fmt: skip
+            "self_attn.q_proj": (q, d),
+            "self_attn.k_proj": (kv, d),
+            "self_attn.v_proj": (kv, d),
+            "self_attn.q_norm": (h,),
+            "self_attn.k_norm": (h,),
+            "mlp.gate_proj": (f, d),
+            "mlp.up_proj": (f, d),
+        }
     layers = {
         f"model.layers.{i}.{name}.weight": shape
         for i in range(hf["num_hidden_layers"])

@@ -34,9 +34,14 @@ def save_bin(torch, file: Path, tensors: dict, **options) -> None:
 
 
 OPT_TOKENIZER = {
-    "tokenizer_class": "GPT2Tokenizer", "bos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>",
-    "add_bos_token": True, "add_prefix_space": False, "errors": "replace",
-}  # fmt: skip
+    "tokenizer_class": "GPT2Tokenizer",
+    "bos_token": "</s>",
+    "unk_token": "</s>",
+    "pad_token": "<pad>",
+    "add_bos_token": True,
+    "add_prefix_space": False,
+    "errors": "replace",
+}
 
 
 def write_gpt2(folder: Path, config: dict | None, specials=("<s>", "<pad>", "</s>", "<unk>"), without="") -> None:
@@ -51,18 +56,30 @@ def write_gpt2(folder: Path, config: dict | None, specials=("<s>", "<pad>", "</s
         write_json(folder / "special_tokens_map.json", {"eos_token": {"content": "</s>"}})
 
 
-BPE = dict(model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
-           split_digits=True)  # fmt: skip
+BPE = dict(
+    model_type="bpe",
+    byte_fallback=True,
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    split_digits=True,
+)
 MODELS = {
     "llama": BPE,
-    "gemma": BPE | dict(
-        add_dummy_prefix=False, pad_id=0, eos_id=1, bos_id=2, unk_id=3, eos_piece="</s>", bos_piece="<s>",
+    "gemma": BPE
+    | dict(
+        add_dummy_prefix=False,
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        eos_piece="</s>",
+        bos_piece="<s>",
         user_defined_symbols=["<mask>", "\n", "\n\n", "▁▁", "▁▁▁▁", "<table>"],
     ),
     "unigram": dict(model_type="unigram"),  # NFKC, spaces removed, unknown characters
     "unigram_bytes": dict(model_type="unigram", byte_fallback=True),
     "prefix and symbols": BPE | dict(user_defined_symbols=["<table>"]),
-}  # fmt: skip
+}
 
 
 def train_sentencepiece(folder: Path) -> dict[str, Path]:
@@ -73,7 +90,11 @@ def train_sentencepiece(folder: Path) -> dict[str, Path]:
         files[name] = folder / f"{name}.model"
         with files[name].open("wb") as file:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(CORPUS), model_writer=file, num_threads=1, minloglevel=2,
-                vocab_size=400 if "byte_fallback" in options else 120, **options,
-            )  # fmt: skip
+                sentence_iterator=iter(CORPUS),
+                model_writer=file,
+                num_threads=1,
+                minloglevel=2,
+                vocab_size=400 if "byte_fallback" in options else 120,
+                **options,
+            )
     return files

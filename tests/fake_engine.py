@@ -36,9 +36,12 @@ def expected_beams(group: SequenceGroup) -> list[tuple[list[int], str]]:
     first = group.members[0]
     params = first.params
     search = BeamSearch(
-        width=params.beam_width, length_penalty=params.length_penalty, early_stopping=params.early_stopping,
-        max_new_tokens=first.max_total_len - len(first.prompt_token_ids), num_stop_ids=len(first.stop_ids),
-    )  # fmt: skip
+        width=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        max_new_tokens=first.max_total_len - len(first.prompt_token_ids),
+        num_stop_ids=len(first.stop_ids),
+    )
     beams: list[list[int]] = [[]]
 
     def ends(beam, token):
@@ -65,9 +68,12 @@ class FakeEngine:
     ):
         self.pool = BlockPool(num_blocks, block_size)
         self.scheduler = Scheduler(
-            self.pool, max_num_seqs=max_num_seqs, prefix_caching=prefix_caching, max_host_blocks=swap_blocks,
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            prefix_caching=prefix_caching,
+            max_host_blocks=swap_blocks,
             prefers_swap=lambda num_blocks, num_tokens: True,
-        )  # fmt: skip
+        )
         self.device = Device(num_blocks, block_size)
         self.max_tokens = max_tokens
         self.capacity = num_blocks * block_size
@@ -80,10 +86,15 @@ class FakeEngine:
 
     def _request(self, prompt, max_new, *, seed=0, eos=False, stop_ids=(), params=None, **fields) -> Request:
         request = Request(
-            prompt_token_ids=list(prompt), params=params or SamplingParams(max_tokens=None), seed=seed,
-            arrival=len(self.requests), max_total_len=min(len(prompt) + max_new, self.capacity),
-            stop_ids=frozenset([EOS] if eos else stop_ids), eos_ids=frozenset([EOS]), **fields,
-        )  # fmt: skip
+            prompt_token_ids=list(prompt),
+            params=params or SamplingParams(max_tokens=None),
+            seed=seed,
+            arrival=len(self.requests),
+            max_total_len=min(len(prompt) + max_new, self.capacity),
+            stop_ids=frozenset([EOS] if eos else stop_ids),
+            eos_ids=frozenset([EOS]),
+            **fields,
+        )
         self.requests.append(request)
         return request
 

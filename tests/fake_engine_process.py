@@ -94,9 +94,14 @@ class FakeEngine:
         scores = None if request[0].prompt_logprobs is None else [None] * len(token_ids)
         piece = CompletionOutput(index=0, text=text, token_ids=[97] * len(text), finish_reason=reason)
         return RequestOutput(
-            request_id=request_id, prompt="p", prompt_token_ids=token_ids, prompt_logprobs=scores, outputs=[piece],
-            finished=reason is not None, error="it failed" if reason == "error" else None,
-        )  # fmt: skip
+            request_id=request_id,
+            prompt="p",
+            prompt_token_ids=token_ids,
+            prompt_logprobs=scores,
+            outputs=[piece],
+            finished=reason is not None,
+            error="it failed" if reason == "error" else None,
+        )
 
 
 def build_engine(**options):

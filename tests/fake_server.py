@@ -106,9 +106,13 @@ class FakeClient:
                 scores = [None, *({token: self._entry(token, 1)} for token in token_ids[1:])]
             self._is_over = is_last
             yield RequestOutput(
-                request_id=request_id, prompt=None, prompt_token_ids=[], prompt_logprobs=scores, finished=is_last,
+                request_id=request_id,
+                prompt=None,
+                prompt_token_ids=[],
+                prompt_logprobs=scores,
+                finished=is_last,
                 outputs=[self._piece(k, part, params, reason if is_last else None) for k in range(params.n)],
-            )  # fmt: skip
+            )
 
     def _piece(self, index, part, params, reason):
         *ids, other = self._decoder.encode(f"{part}A", add_special_tokens=False)

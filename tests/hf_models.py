@@ -5,30 +5,55 @@ import copy
 import pytest
 
 SIZES = {
-    "vocab_size": 160, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "intermediate_size": 80, "max_position_embeddings": 256, "initializer_range": 0.2,
-    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 80,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
 GEMMA = {
-    "tie_word_embeddings": True, "num_hidden_layers": 4, "sliding_window": 8, "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 4,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 24,
     "final_logit_softcapping": 4.0,
-}  # fmt: skip
+}
 FAMILIES = {  # transformers' name -> how its sizes differ from `SIZES`; None: it has no such key
-    "Llama": {}, "Mistral": {}, "Qwen2": {}, "Qwen3": {},
+    "Llama": {},
+    "Mistral": {},
+    "Qwen2": {},
+    "Qwen3": {},
     "Gemma2": GEMMA | {"attn_logit_softcapping": 1.5},
     "Gemma3": GEMMA | {"sliding_window_pattern": 3},
     "Phi3": {"head_dim": None, "num_key_value_heads": 1},
     "OPT": {
-        "head_dim": None, "num_key_value_heads": None, "intermediate_size": None, "initializer_range": None,
-        "tie_word_embeddings": True, "ffn_dim": 80, "init_std": 0.2,
+        "head_dim": None,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "initializer_range": None,
+        "tie_word_embeddings": True,
+        "ffn_dim": 80,
+        "init_std": 0.2,
     },
-}  # fmt: skip
+}
 FACTORS = [1.0, 1.1, 1.4, 1.7, 2.0, 2.5], [2.0, 3.0, 4.0, 6.0, 7.0, 8.0]
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": FACTORS[0], "long_factor": FACTORS[1]}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
-}  # fmt: skip
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 

@@ -31,11 +31,18 @@ def on_cpu(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "topology"),
     [
-        ("v5e-1", "v5e:1x1"), ("v5e-8", "v5e:2x4"), ("v6e-2", "v6e:2x2"), ("v6e-16", "v6e:4x4"), ("V5P-8", "v5p:2x2x2"),
-        ("v7x-1", "tpu7x:1x1x1"), ("v7x-8", "tpu7x:2x2x1"), ("a100-1", "1x1x1"), ("h100-8", "1x1x8"),
+        ("v5e-1", "v5e:1x1"),
+        ("v5e-8", "v5e:2x4"),
+        ("v6e-2", "v6e:2x2"),
+        ("v6e-16", "v6e:4x4"),
+        ("V5P-8", "v5p:2x2x2"),
+        ("v7x-1", "tpu7x:1x1x1"),
+        ("v7x-8", "tpu7x:2x2x1"),
+        ("a100-1", "1x1x1"),
+        ("h100-8", "1x1x8"),
         ("h200-16", "1x2x8"),
     ],
-)  # fmt: skip
+)
 def test_targets(text, topology):
     target = chips.parse_target(text)
     assert (str(target), target.topology) == (text.lower(), topology)
@@ -44,11 +51,13 @@ def test_targets(text, topology):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("v9-8", r"target 'v9-8' is unknown: give a chip of \['a100', .*'v7x'\]"), ("v6e", "unknown"),
-        ("v6e-0", r"number of devices must be in \[1, 256\] for v6e"), ("v6e-512", r"\[1, 256\]"),
+        ("v9-8", r"target 'v9-8' is unknown: give a chip of \['a100', .*'v7x'\]"),
+        ("v6e", "unknown"),
+        ("v6e-0", r"number of devices must be in \[1, 256\] for v6e"),
+        ("v6e-512", r"\[1, 256\]"),
         ("h100-many", r"\[1, 64\] for h100"),
     ],
-)  # fmt: skip
+)
 def test_bad_targets(text, message):
     with pytest.raises(ValueError, match=message):
         chips.parse_target(text)
@@ -165,8 +174,10 @@ def test_origins_follow_argument_names():
         return efficiency._label(Instruction("p", (), "parameter", ("0",), f'metadata={{op_name="{op_name}"}}'))
 
     assert [name("leaves[3]"), name("kv_pools[0]"), name("packed")] == [
-        efficiency.WEIGHTS, efficiency.POOL, efficiency.INPUTS,
-    ]  # fmt: skip
+        efficiency.WEIGHTS,
+        efficiency.POOL,
+        efficiency.INPUTS,
+    ]
 
 
 def test_meshes(on_cpu):

@@ -10,10 +10,19 @@ from jaxllm.aot.cli import main
 from jaxllm.pallas_kernels import native
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
 SIZES = "--max-num-seqs 8 --max-num-batched-tokens 16 --block-size 16 --num-blocks 64 --dtype float32".split()
 
 

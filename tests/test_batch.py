@@ -20,20 +20,30 @@ quick = settings(max_examples=40, deadline=None)
 
 def make_request(slot=0, prompt=(7, 8, 9), output=(), *, seed=0, blocks=(), stop_ids=(), sample_index=0, **params):
     request = Request(
-        prompt_token_ids=list(prompt), params=SamplingParams(max_tokens=None, **params), arrival=0, seed=seed,
-        max_total_len=20, stop_ids=frozenset(stop_ids), sample_index=sample_index, output_token_ids=list(output),
-        slot=slot, block_ids=list(blocks),
-    )  # fmt: skip
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(max_tokens=None, **params),
+        arrival=0,
+        seed=seed,
+        max_total_len=20,
+        stop_ids=frozenset(stop_ids),
+        sample_index=sample_index,
+        output_token_ids=list(output),
+        slot=slot,
+        block_ids=list(blocks),
+    )
     return request
 
 
 def make_plan(decodes=(), chunks=(), new_blocks=(), forks=()):
     chunks = [Chunk(request, start, stop, stop == request.num_tokens) for request, start, stop in chunks]
     plan = Plan(
-        decodes=list(decodes), chunks=chunks, new_blocks=list(new_blocks), forks=list(forks),
+        decodes=list(decodes),
+        chunks=chunks,
+        new_blocks=list(new_blocks),
+        forks=list(forks),
         num_tokens=len(decodes) + sum(chunk.stop - chunk.start for chunk in chunks),
         num_samples=len(decodes) + sum(chunk.samples for chunk in chunks) + len(forks),
-    )  # fmt: skip
+    )
     plan.seal()
     return plan
 
@@ -138,19 +148,21 @@ def test_each_pack_is_a_fresh_array():
         np.testing.assert_array_equal(first, copy)
 
 
-slot_rows = st.fixed_dictionaries({
-    "prompt": st.lists(st.integers(0, INT32_MAX), min_size=1, max_size=4),
-    "output": st.lists(st.integers(0, INT32_MAX), max_size=4),
-    "seed": st.integers(-(2**63), 2**64 - 1),
-    "blocks": st.lists(st.integers(0, 2**30), max_size=BLOCKS_PER_SEQ),
-    "stop_ids": st.sets(st.integers(0, INT32_MAX), max_size=NUM_STOP_IDS),
-    "sample_index": st.integers(0, 127),
-    "top_k": st.integers(-1, INT32_MAX),
-    "temperature": st.floats(0, 2, width=32),
-    "top_p": st.floats(0, 1, width=32),
-    "min_p": st.floats(0, 1, width=32),
-    "min_tokens": st.integers(0, 10),
-})  # fmt: skip
+slot_rows = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, INT32_MAX), min_size=1, max_size=4),
+        "output": st.lists(st.integers(0, INT32_MAX), max_size=4),
+        "seed": st.integers(-(2**63), 2**64 - 1),
+        "blocks": st.lists(st.integers(0, 2**30), max_size=BLOCKS_PER_SEQ),
+        "stop_ids": st.sets(st.integers(0, INT32_MAX), max_size=NUM_STOP_IDS),
+        "sample_index": st.integers(0, 127),
+        "top_k": st.integers(-1, INT32_MAX),
+        "temperature": st.floats(0, 2, width=32),
+        "top_p": st.floats(0, 1, width=32),
+        "min_p": st.floats(0, 1, width=32),
+        "min_tokens": st.integers(0, 10),
+    }
+)
 
 
 @quick

@@ -29,9 +29,7 @@ def test_results_are_written_as_they_finish_and_name_their_line(llm, folder, cap
     assert len(set(digests)) == 3 and all(re.fullmatch("[0-9a-f]{16}", digest) for digest in digests)
     completion = {"finish_reason": "stop", "stop_reason": None, "num_tokens": 1}
     numbers = {"num_prompt_tokens": 3, "num_cached_tokens": 1, "error": None}
-    assert results[1] == {
-        "line": 1, "prompt": "a", "outputs": [{"index": 0, "text": "A", **completion}], **numbers,
-    }  # fmt: skip
+    assert results[1] == {"line": 1, "prompt": "a", "outputs": [{"index": 0, "text": "A", **completion}], **numbers}
     assert (results[0]["id"], results[0]["prompt"]) == ("x", "é")
     assert [(c["index"], c["text"]) for c in results[0]["outputs"]] == [(0, "É"), (1, "É")]
     assert (results[2]["id"], results[2]["prompt_token_ids"]) == (7, [5])
@@ -93,7 +91,7 @@ BROKEN = {
     b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "only text is supported",
     b'{"messages": [{"role": "user", "content": "a"}], "tools": [1]}': "tools must be a list",
     b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": 1}}': "which chat itself sets",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -128,8 +126,10 @@ def test_broken_lines_are_skipped_on_request(llm, folder, capsys):
     results = {result["line"]: result for result in folder.results()}
     assert sorted(results) == [1, 2, 3, 4, 5]
     assert (results[2]["id"], results[2]["outputs"], results[2]["error"]) == (
-        "bad", [], "n=0 must be an integer in [1, 128]",
-    )  # fmt: skip
+        "bad",
+        [],
+        "n=0 must be an integer in [1, 128]",
+    )
     assert results[4]["error"] == "the chat template refuses the conversation"
     assert results[5]["error"] is None
     told = capsys.readouterr().err

@@ -37,10 +37,15 @@ def theirs(model, prompt, *, eos, num_return_sequences, **options):
     """`(tokens, score)` of each sequence that transformers returns."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     out = model.generate(
-        torch.tensor([prompt]), eos_token_id=list(eos) or None, do_sample=False, return_dict_in_generate=True,
-        output_scores=True, num_return_sequences=num_return_sequences, **options,
+        torch.tensor([prompt]),
+        eos_token_id=list(eos) or None,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        num_return_sequences=num_return_sequences,
+        **options,
         custom_generate=transformers.GenerationMixin._beam_search if options["num_beams"] == 1 else None,
-    )  # fmt: skip
+    )
     lengths = (out.beam_indices >= 0).sum(dim=1).tolist()
     sequences = [row[len(prompt) :][:n] for row, n in zip(out.sequences.tolist(), lengths, strict=True)]
     return list(zip(sequences, out.sequences_scores.tolist(), strict=True))
@@ -81,10 +86,13 @@ def test_equals_transformers(model, eos, early_stopping):
         model.lm_head.bias[list(eos)] = float(rng.uniform(0, 6))
         prompt = rng.integers(8, VOCAB, prompt_len).tolist()
         options = {
-            "eos": eos, "num_beams": width, "num_return_sequences": int(rng.integers(1, width + 1)),
-            "length_penalty": length_penalty, "early_stopping": early_stopping,
+            "eos": eos,
+            "num_beams": width,
+            "num_return_sequences": int(rng.integers(1, width + 1)),
+            "length_penalty": length_penalty,
+            "early_stopping": early_stopping,
             "max_new_tokens": int(rng.integers(1, 13)),
-        }  # fmt: skip
+        }
         got = ours(model, prompt, **options)
         assert_same(got, theirs(model, prompt, **options))
         num_early += sum(len(tokens) < options["max_new_tokens"] for tokens, _ in got)
@@ -201,9 +209,17 @@ def test_who_finished_first_stays_among_equals():
 
 @pytest.mark.parametrize(
     ("early_stopping", "length_penalty", "num_steps"),
-    [(True, 1.0, 2), (False, -1.0, 3), (False, 0.0, 3), (False, 1.0, 4), ("never", -1.0, 3), ("never", 0.0, 3),
-     ("never", 1.0, 7), ("never", 2.0, 10)],
-)  # fmt: skip
+    [
+        (True, 1.0, 2),
+        (False, -1.0, 3),
+        (False, 0.0, 3),
+        (False, 1.0, 4),
+        ("never", -1.0, 3),
+        ("never", 0.0, 3),
+        ("never", 1.0, 7),
+        ("never", 2.0, 10),
+    ],
+)
 def test_when_it_is_over(early_stopping, length_penalty, num_steps):
     """Beams finish with -1.5 and -2.2 in the first and second step, where the best live one has -1 and -2."""
     search = make_search(early_stopping=early_stopping, length_penalty=length_penalty)

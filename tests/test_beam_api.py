@@ -54,10 +54,26 @@ def test_early_stopping_is_one_of_three(value, beams):
 
 def test_beams_go_with_all_that_shapes_or_ends_a_text():
     fields = dict(
-        n=2, beam_width=2, length_penalty=-1, early_stopping="never", temperature=0, top_p=1, top_k=-1, logprobs=3,
-        prompt_logprobs=0, stop=["x"], stop_token_ids=[1], min_tokens=2, allowed_token_ids=[3], logit_bias={4: 1.0},
-        presence_penalty=1.0, frequency_penalty=1.0, repetition_penalty=1.5, bad_words=["y"], max_tokens=None,
-    )  # fmt: skip
+        n=2,
+        beam_width=2,
+        length_penalty=-1,
+        early_stopping="never",
+        temperature=0,
+        top_p=1,
+        top_k=-1,
+        logprobs=3,
+        prompt_logprobs=0,
+        stop=["x"],
+        stop_token_ids=[1],
+        min_tokens=2,
+        allowed_token_ids=[3],
+        logit_bias={4: 1.0},
+        presence_penalty=1.0,
+        frequency_penalty=1.0,
+        repetition_penalty=1.5,
+        bad_words=["y"],
+        max_tokens=None,
+    )
     params = SamplingParams(**fields)
     assert {name: getattr(params, name) for name in fields} == fields
     assert SamplingParams(beam_width=MAX_BEAM_WIDTH, temperature=1.0).n == 1
@@ -79,13 +95,29 @@ def test_beam_search_params_are_sampling_params():
         n=4, beam_width=4, max_tokens=64, temperature=0.0, logprobs=8
     )
     given = BeamSearchParams(
-        beam_width=32, max_tokens=None, ignore_eos=True, temperature=0, length_penalty=0.6, skip_special_tokens=False,
-        include_stop_str_in_output=True, allowed_token_ids=[5, 6, 5], early_stopping=True,
-    )  # fmt: skip
+        beam_width=32,
+        max_tokens=None,
+        ignore_eos=True,
+        temperature=0,
+        length_penalty=0.6,
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        allowed_token_ids=[5, 6, 5],
+        early_stopping=True,
+    )
     assert given.sampling_params == SamplingParams(
-        n=32, beam_width=32, max_tokens=None, ignore_eos=True, temperature=0.0, length_penalty=0.6, logprobs=20,
-        skip_special_tokens=False, include_stop_str_in_output=True, allowed_token_ids=[5, 6], early_stopping=True,
-    )  # fmt: skip
+        n=32,
+        beam_width=32,
+        max_tokens=None,
+        ignore_eos=True,
+        temperature=0.0,
+        length_penalty=0.6,
+        logprobs=20,
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
+        allowed_token_ids=[5, 6],
+        early_stopping=True,
+    )
     assert BeamSearchParams(2, 8, True, 0.0, 2.0, True).length_penalty == 2.0, "in vLLM's order"
 
 
@@ -131,9 +163,14 @@ def found(*completions, prompt="ab", error=None):
 
 LOGPROBS = [{67: Logprob(-1.0, 1, "c")}, {0: Logprob(-2.0, 2, " "), 67: Logprob(-0.5, 1, "c")}]
 BEST = CompletionOutput(
-    index=0, text="c", token_ids=[67, 0], cumulative_logprob=-3.0, logprobs=LOGPROBS, finish_reason="stop",
+    index=0,
+    text="c",
+    token_ids=[67, 0],
+    cumulative_logprob=-3.0,
+    logprobs=LOGPROBS,
+    finish_reason="stop",
     stop_reason=0,
-)  # fmt: skip
+)
 SECOND = CompletionOutput(
     index=1, text="d", token_ids=[68], cumulative_logprob=-2.5, logprobs=LOGPROBS[:1], finish_reason="length"
 )
@@ -207,9 +244,7 @@ def test_beams_in_the_terminal(fake, monkeypatch, capsys):
     monkeypatch.setattr(fake, "script", [(0, output("x", "y", finished=True))])
     options = ["--beam-width", "3", "--n", "2", "--length-penalty", "0.5", "--early-stopping", "true", "--quiet"]
     assert generate.main(["a", *options]) == 0
-    assert capsys.readouterr().out == (
-        "--- prompt 1/1, sample 1/2 ---\nax\n--- prompt 1/1, sample 2/2 ---\nay\n"
-    )  # fmt: skip
+    assert capsys.readouterr().out == ("--- prompt 1/1, sample 1/2 ---\nax\n--- prompt 1/1, sample 2/2 ---\nay\n")
     assert fake.made.params == jaxllm.SamplingParams(
         n=2, beam_width=3, length_penalty=0.5, early_stopping=True, temperature=0.0, max_tokens=128
     )

@@ -155,9 +155,18 @@ def test_a_search_that_keeps_failing_is_quarantined_alone(llm, tiny, monkeypatch
 
 
 MODULES = {  # that change sequences and blocks
-    "admission.py", "beam.py", "beam_round.py", "block_pool.py", "plan.py", "preemption.py", "prefix_cache.py",
-    "residents.py", "runner.py", "scheduler.py", "waiting.py",
-}  # fmt: skip
+    "admission.py",
+    "beam.py",
+    "beam_round.py",
+    "block_pool.py",
+    "plan.py",
+    "preemption.py",
+    "prefix_cache.py",
+    "residents.py",
+    "runner.py",
+    "scheduler.py",
+    "waiting.py",
+}
 
 
 def count_lines(work, stop: int | None = None) -> int:

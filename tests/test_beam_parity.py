@@ -49,15 +49,24 @@ def search(model, prompt, params: SamplingParams, bad_words) -> list[tuple[list[
     eos = params.stop_token_ids + ([] if params.ignore_eos else list(EOS))
     with torch.no_grad():
         out = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), pad_token_id=0,
-            num_beams=params.beam_width, num_return_sequences=params.n, max_new_tokens=params.max_tokens,
-            min_new_tokens=params.min_tokens or None, length_penalty=params.length_penalty, do_sample=False,
-            early_stopping=params.early_stopping, repetition_penalty=params.repetition_penalty,
-            eos_token_id=eos or None, bad_words_ids=bad_words or None,
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            pad_token_id=0,
+            num_beams=params.beam_width,
+            num_return_sequences=params.n,
+            max_new_tokens=params.max_tokens,
+            min_new_tokens=params.min_tokens or None,
+            length_penalty=params.length_penalty,
+            do_sample=False,
+            early_stopping=params.early_stopping,
+            repetition_penalty=params.repetition_penalty,
+            eos_token_id=eos or None,
+            bad_words_ids=bad_words or None,
             prefix_allowed_tokens_fn=None if allowed is None else lambda batch, tokens: allowed,
-            return_dict_in_generate=True, output_scores=True,
+            return_dict_in_generate=True,
+            output_scores=True,
             custom_generate=transformers.GenerationMixin._beam_search if params.beam_width == 1 else None,
-        )  # fmt: skip
+        )
     lengths = (out.beam_indices >= 0).sum(dim=1).tolist()
     found = [row[len(prompt) :][:n] for row, n in zip(out.sequences.tolist(), lengths, strict=True)]
     return list(zip(found, out.sequences_scores.tolist(), strict=True))
@@ -117,9 +126,14 @@ def test_equals_transformers(llm, theirs, num_stops, early_stopping):
                 fields = {}  # the model's own two
             max_tokens = rng.randint(1, 14)
             params = SamplingParams(
-                beam_width=width, n=rng.randint(1, width), length_penalty=length_penalty, max_tokens=max_tokens,
-                early_stopping=early_stopping, min_tokens=rng.choice([0, 0, 0, max_tokens // 2]), **fields,
-            )  # fmt: skip
+                beam_width=width,
+                n=rng.randint(1, width),
+                length_penalty=length_penalty,
+                max_tokens=max_tokens,
+                early_stopping=early_stopping,
+                min_tokens=rng.choice([0, 0, 0, max_tokens // 2]),
+                **fields,
+            )
             cases.append((make_prompt(rng), params, []))
     outs = compare(llm, theirs[0], cases)
     ended = [c.finish_reason for out in outs for c in out.outputs]

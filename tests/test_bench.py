@@ -83,10 +83,18 @@ def test_a_row_is_the_median_run_and_the_best():
         llm, "kind", ITEMS, ITEMS[:1], 3, tick=lambda: next(ticks), clock=clock_of(99.0, 4.0, 2.0, 8.0)
     )
     assert row == {
-        "kind": "kind", "requests": 2, "prompt_tokens": 4, "output_tokens": 20, "wall_s": 4.0, "best_wall_s": 2.0,
-        "output_tokens_per_s": 5.0, "best_output_tokens_per_s": 10.0, "total_tokens_per_s": 6.0, "cached_tokens": 5,
+        "kind": "kind",
+        "requests": 2,
+        "prompt_tokens": 4,
+        "output_tokens": 20,
+        "wall_s": 4.0,
+        "best_wall_s": 2.0,
+        "output_tokens_per_s": 5.0,
+        "best_output_tokens_per_s": 10.0,
+        "total_tokens_per_s": 6.0,
+        "cached_tokens": 5,
         "preemptions": 2,
-    }  # fmt: skip
+    }
     whole = [([11, 12, 13], 1, 0.0), ([14], 3, 1.0)]
     assert llm.log == ["forget", whole[:1], "forget", whole, "forget", whole, "forget", whole]
     assert next(ticks) == 4
@@ -249,8 +257,12 @@ class Number:
 
 def report_of(benchmark: str, arguments: dict, results, *, devices: int = 4) -> dict:
     machine = {
-        "platform": "cpu", "device_kind": "cpu", "device_count": devices, "cores": Number(1), "jax": jax.__version__,
-    }  # fmt: skip
+        "platform": "cpu",
+        "device_kind": "cpu",
+        "device_count": devices,
+        "cores": Number(1),
+        "jax": jax.__version__,
+    }
     return {
         "benchmark": benchmark,
         "machine": machine,
@@ -275,17 +287,30 @@ def assert_has(report, expected) -> None:
 def test_throughput_as_json(command, model_dir):
     code, out, err = command(
         "throughput", "--kinds", "batch1", "--repeats", 2, "--model", model_dir, "--dummy-weights", "--json"
-    )  # fmt: skip
+    )
     assert (code, err) == (0, "")
     row = {
-        "kind": "batch1", "requests": 1, "prompt_tokens": 64, "output_tokens": 128, "wall_s": Number(1e-3),
-        "best_wall_s": Number(1e-3), "output_tokens_per_s": Number(0.1), "best_output_tokens_per_s": Number(0.1),
-        "total_tokens_per_s": Number(0.1), "cached_tokens": 0, "preemptions": 0,
-    }  # fmt: skip
+        "kind": "batch1",
+        "requests": 1,
+        "prompt_tokens": 64,
+        "output_tokens": 128,
+        "wall_s": Number(1e-3),
+        "best_wall_s": Number(1e-3),
+        "output_tokens_per_s": Number(0.1),
+        "best_output_tokens_per_s": Number(0.1),
+        "total_tokens_per_s": Number(0.1),
+        "cached_tokens": 0,
+        "preemptions": 0,
+    }
     arguments = {
-        "kinds": ["batch1"], "scale": 1.0, "repeats": 2, "seed": 0, "vocab": 24, "prefix_caching": True,
+        "kinds": ["batch1"],
+        "scale": 1.0,
+        "repeats": 2,
+        "seed": 0,
+        "vocab": 24,
+        "prefix_caching": True,
         "prefix_cache_at_start_of_run": "empty",
-    }  # fmt: skip
+    }
     assert_has(json.loads(out), report_of("throughput", arguments, [row]))
 
 

@@ -18,9 +18,12 @@ from jaxllm.sharding.rules import sharding
 from tests.checkpoints import HF, write_config
 
 FAMILY_KEYS = {  # that some family wants and the others don't mind
-    "ffn_dim": 20, "sliding_window": 32, "query_pre_attn_scalar": 4, "attn_logit_softcapping": None,
+    "ffn_dim": 20,
+    "sliding_window": 32,
+    "query_pre_attn_scalar": 4,
+    "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -197,8 +197,10 @@ def test_beams_share_what_they_have_in_common(llm, monkeypatch):
 def test_a_search_that_fails_is_no_measurement():
     engine = SimpleNamespace(
         scheduler=SimpleNamespace(pool=SimpleNamespace(forget_keys=lambda: None), schedule=None),
-        add=lambda *_, **__: None, has_work=lambda: True, step=lambda: [SimpleNamespace(error="NaN")],
-    )  # fmt: skip
+        add=lambda *_, **__: None,
+        has_work=lambda: True,
+        step=lambda: [SimpleNamespace(error="NaN")],
+    )
     llm = SimpleNamespace(engine=engine, stats=lambda: SimpleNamespace(num_preemptions=0))
     with pytest.raises(JaxLLMError, match="a beam search failed: NaN"):
         memory_beams.search(llm, [[1]], [1], 2)
@@ -264,9 +266,15 @@ def test_a_report_without_beams(command):
     assert report["benchmark"] == "memory" and re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
     assert report["beams"] is None
     assert report["options"] == {
-        "requests": 20, "beam_requests": 0, "seed": 3, "max_len": 64, "pool_slots": 4096, "max_num_seqs": 256,
-        "max_num_batched_tokens": 2048, "load": 0.7,
-    }  # fmt: skip
+        "requests": 20,
+        "beam_requests": 0,
+        "seed": 3,
+        "max_len": 64,
+        "pool_slots": 4096,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 2048,
+        "load": 0.7,
+    }
     assert report["traces"]["sharegpt"] == trace.make("sharegpt", 20, seed=3, max_len=64).summary
     assert report["paper_percent"]["wasted"]["max"] == 79.6
     assert report["paper_percent"]["saved"]["beams sharegpt"] == [44.3, 66.3]
@@ -279,9 +287,14 @@ def test_tables_and_a_picture_with_beams(command, tmp_path):
     code, out, err = command("--requests", 8, "--beam-requests", 1, "--plot", picture)
     assert (code, err) == (0, "")
     for title, cells in (
-        ("contiguous, max", 3), ("contiguous, oracle", 3), ("blocks of 1", 2), ("blocks of 16", 3),
-        ("samples, alpaca", 4), ("beams, alpaca", 4), ("beams, sharegpt", 4),
-    ):  # fmt: skip
+        ("contiguous, max", 3),
+        ("contiguous, oracle", 3),
+        ("blocks of 1", 2),
+        ("blocks of 16", 3),
+        ("samples, alpaca", 4),
+        ("beams, alpaca", 4),
+        ("beams, sharegpt", 4),
+    ):
         (line,) = [line for line in out.splitlines() if line.startswith(f"  {title} ")]
         assert len(re.findall(r"\d+\.\d+(?: to \d+\.\d+)?", line)) == cells, line
     assert "alpaca: 8 requests of " in out and "sharegpt: 1 requests of " in out

@@ -24,5 +24,7 @@ def test_options_are_checked(capsys):
 
 def test_options_of_the_engine_reach_the_server():
     assert serve.server_options({"max_num_seqs": 4, "enable_prefix_caching": False}) == [
-        "--no-prefix-caching", "--max-num-seqs", "4",
-    ]  # fmt: skip
+        "--no-prefix-caching",
+        "--max-num-seqs",
+        "4",
+    ]

@@ -111,9 +111,14 @@ class BlockMovesMachine(RuleBasedStateMachine):
         self.world = Shadowed(self.device, seed)
 
     @rule(
-        out_sizes=st.lists(st.integers(0, 24), max_size=2), num_in=st.integers(0, 2), num_forgotten=st.integers(0, 1),
-        num_copies=st.integers(0, MAX_SEQS), num_written=st.integers(0, 6), settles=st.booleans(), looks=st.booleans(),
-    )  # fmt: skip
+        out_sizes=st.lists(st.integers(0, 24), max_size=2),
+        num_in=st.integers(0, 2),
+        num_forgotten=st.integers(0, 1),
+        num_copies=st.integers(0, MAX_SEQS),
+        num_written=st.integers(0, 6),
+        settles=st.booleans(),
+        looks=st.booleans(),
+    )
     def round(self, out_sizes, num_in, num_forgotten, num_copies, num_written, settles, looks):
         """Any moves that a plan may ask for, and a step; what was swapped out is the first to be written again."""
         world, rng = self.world, self.world.rng

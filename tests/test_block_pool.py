@@ -182,9 +182,12 @@ def test_key_depends_on_tokens_parent_and_extras():
     pool = BlockPool(1, BLOCK_SIZE)
     parent = pool.key(b"", (1, 2))
     keys = [
-        parent, pool.key(parent, (1, 2)), pool.key(b"", (2, 1)), pool.key(b"", (1, 2), b"adapter"),
+        parent,
+        pool.key(parent, (1, 2)),
+        pool.key(b"", (2, 1)),
+        pool.key(b"", (1, 2), b"adapter"),
         pool.key(pool.key(b"", (0, 2)), (1, 2)),
-    ]  # fmt: skip
+    ]
     assert len(set(keys)) == len(keys)
     assert pool.key(b"", [1, 2]) == parent
 

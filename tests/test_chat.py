@@ -20,36 +20,43 @@ TOOLS = [
     {
         "type": "function",
         "function": {
-            "name": "weather", "description": "The weather <now> & \"later\" in a town, e.g. Zürich",
+            "name": "weather",
+            "description": 'The weather <now> & "later" in a town, e.g. Zürich',
             "parameters": {
-                "type": "object", "required": ["town"],
+                "type": "object",
+                "required": ["town"],
                 "properties": {
-                    "town": {"type": "string"}, "days": {"type": "array", "items": {"type": ["integer", "null"]}},
+                    "town": {"type": "string"},
+                    "days": {"type": "array", "items": {"type": ["integer", "null"]}},
                     "unit": {"enum": ["C", "F"]},
                 },
             },
         },
     },
     {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
-]  # fmt: skip
+]
 CALL = {
-    "id": "abcdefghi", "type": "function",
+    "id": "abcdefghi",
+    "type": "function",
     "function": {"name": "weather", "arguments": {"town": 'Zürich "<b>"', "days": [1, None], "max": 0.5, "x": True}},
-}  # fmt: skip
+}
 CONVERSATIONS = {
     "one turn": [{"role": "user", "content": "Hi"}],
     "system": [{"role": "system", "content": " Be <brief> & 'kind'. "}, {"role": "user", "content": "  Hé\n\n"}],
     "three turns": [
-        {"role": "user", "content": "1 + 1 = {{ ?"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2 "},
+        {"role": "user", "content": "1 + 1 = {{ ?"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n2 "},
         {"role": "user", "content": "and {% if %} 东京 🙂"},
     ],
     "tool call": [
-        {"role": "user", "content": "Rain?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": '{"rain": false}', "tool_call_id": "abcdefghi"},
-        {"role": "assistant", "content": "No."}, {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": "No."},
+        {"role": "user", "content": "Thanks"},
     ],
     "answered": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello "}],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +104,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x1c
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    contents=st.lists(TEXT, min_size=1, max_size=4),
-    name=st.sampled_from(sorted(TEMPLATES)),
-    flag=st.booleans(),
-)
+@given(contents=st.lists(TEXT, min_size=1, max_size=4), name=st.sampled_from(sorted(TEMPLATES)), flag=st.booleans())
 def test_equals_transformers_for_any_text(contents, name, flag, ours, theirs):
     roles = ["user", "assistant"] * 2
     messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]

@@ -70,9 +70,10 @@ def test_commands(llm, monkeypatch, capsys, tmp_path):
     prompts = [prompt for prompt, _ in llm.log]
     assert prompts == ["s:Short|u:Hi", "s:Short|u:Hi", "u:Anew"]
     assert json.loads(file.read_text()) == [
-        {"role": "system", "content": "Short"}, {"role": "user", "content": "Hi"},
+        {"role": "system", "content": "Short"},
+        {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "answer 2"},
-    ]  # fmt: skip
+    ]
 
 
 def test_sampling_parameters_are_set(llm, monkeypatch, capsys):
@@ -86,11 +87,17 @@ def test_sampling_parameters_are_set(llm, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("/nothing", "there is no /nothing; /help"), ("/set n 2", "there is no 'n' to set"), ("/save", "name the file"),
-     ("/set temperature hot", "temperature='hot' must be a number"), ("/set temperature 9", "temperature=9"),
-     ("/retry", "there is no message yet"), ("fail", "the answer failed: it broke"),
-     ("/save /nowhere/x.json", "No such file")],
-)  # fmt: skip
+    [
+        ("/nothing", "there is no /nothing; /help"),
+        ("/set n 2", "there is no 'n' to set"),
+        ("/save", "name the file"),
+        ("/set temperature hot", "temperature='hot' must be a number"),
+        ("/set temperature 9", "temperature=9"),
+        ("/retry", "there is no message yet"),
+        ("fail", "the answer failed: it broke"),
+        ("/save /nowhere/x.json", "No such file"),
+    ],
+)
 def test_mistakes_are_told_and_the_conversation_goes_on(llm, monkeypatch, capsys, line, message):
     say(monkeypatch, line, "Hi")
     assert chat.main([]) == 1, "a pipe learns of it"

@@ -111,10 +111,17 @@ def test_options_reach_the_engine_and_the_request(llm):
     generate.main(arguments.split())
     assert llm.made.kwargs.pop("seed") is not None
     assert llm.made.kwargs == {
-        "model": "dir", "dtype": "float32", "mesh": "tensor=2", "max_model_len": 64, "max_num_seqs": 4,
-        "max_num_batched_tokens": 8, "block_size": 2, "num_blocks": 9, "enable_prefix_caching": False,
+        "model": "dir",
+        "dtype": "float32",
+        "mesh": "tensor=2",
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 8,
+        "block_size": 2,
+        "num_blocks": 9,
+        "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.5,
-    }  # fmt: skip
+    }
     params = llm.made.params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 3, 0.9, 0.1)
     assert (params.seed, params.max_tokens, params.min_tokens) == (7, 5, 1)

@@ -23,27 +23,104 @@ def parse(*arguments: str) -> dict:
 
 def test_every_sampling_parameter_has_an_option():
     given = parse(
-        "--n", "2", "--best-of", "3", "--beam-width", "4", "--length-penalty", "0.5", "--early-stopping", "never",
-        "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9", "--min-p", "0.1",
-        "--presence-penalty", "1", "--frequency-penalty", "-1", "--repetition-penalty", "1.5", "--seed", "7",
-        "--max-tokens", "9", "--min-tokens", "2", "--logprobs", "3", "--prompt-logprobs", "0", "--stop", "a",
-        "--stop", "b", "--stop-token-ids", "4", "--bad-words", "c d", "--allowed-token-ids", "5",
-        "--allowed-token-ids", "6", "--logprob-token-ids", "7", "--logprob-token-ids", "8", "--logprob-token-ids", "9",
-        "--logit-bias", "5=-1.5", "--logit-bias", "6=2", "--ignore-eos", "--include-stop-str-in-output",
-        "--skip-reading-prefix-cache", "--no-skip-special-tokens", "--no-spaces-between-special-tokens",
-        "--no-detokenize", "--structured-outputs", '{"regex": "a+"}',
-    )  # fmt: skip
+        "--n",
+        "2",
+        "--best-of",
+        "3",
+        "--beam-width",
+        "4",
+        "--length-penalty",
+        "0.5",
+        "--early-stopping",
+        "never",
+        "--temperature",
+        "0.5",
+        "--top-k",
+        "3",
+        "--top-p",
+        "0.9",
+        "--min-p",
+        "0.1",
+        "--presence-penalty",
+        "1",
+        "--frequency-penalty",
+        "-1",
+        "--repetition-penalty",
+        "1.5",
+        "--seed",
+        "7",
+        "--max-tokens",
+        "9",
+        "--min-tokens",
+        "2",
+        "--logprobs",
+        "3",
+        "--prompt-logprobs",
+        "0",
+        "--stop",
+        "a",
+        "--stop",
+        "b",
+        "--stop-token-ids",
+        "4",
+        "--bad-words",
+        "c d",
+        "--allowed-token-ids",
+        "5",
+        "--allowed-token-ids",
+        "6",
+        "--logprob-token-ids",
+        "7",
+        "--logprob-token-ids",
+        "8",
+        "--logprob-token-ids",
+        "9",
+        "--logit-bias",
+        "5=-1.5",
+        "--logit-bias",
+        "6=2",
+        "--ignore-eos",
+        "--include-stop-str-in-output",
+        "--skip-reading-prefix-cache",
+        "--no-skip-special-tokens",
+        "--no-spaces-between-special-tokens",
+        "--no-detokenize",
+        "--structured-outputs",
+        '{"regex": "a+"}',
+    )
     assert set(given) == {field.name for field in dataclasses.fields(SamplingParams) if field.init} - NOT_SAMPLING
     assert given.pop("structured_outputs") == {"regex": "a+"}
     assert given == {
-        "n": 2, "best_of": 3, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "never",
-        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1.0,
-        "frequency_penalty": -1.0, "repetition_penalty": 1.5, "seed": 7, "max_tokens": 9, "min_tokens": 2,
-        "logprobs": 3, "prompt_logprobs": 0, "stop": ["a", "b"], "stop_token_ids": [4], "bad_words": ["c d"],
-        "allowed_token_ids": [5, 6], "logprob_token_ids": [7, 8, 9], "logit_bias": {5: -1.5, 6: 2.0},
-        "ignore_eos": True, "include_stop_str_in_output": True, "skip_reading_prefix_cache": True,
-        "skip_special_tokens": False, "spaces_between_special_tokens": False, "detokenize": False,
-    }  # fmt: skip
+        "n": 2,
+        "best_of": 3,
+        "beam_width": 4,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "presence_penalty": 1.0,
+        "frequency_penalty": -1.0,
+        "repetition_penalty": 1.5,
+        "seed": 7,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "logprobs": 3,
+        "prompt_logprobs": 0,
+        "stop": ["a", "b"],
+        "stop_token_ids": [4],
+        "bad_words": ["c d"],
+        "allowed_token_ids": [5, 6],
+        "logprob_token_ids": [7, 8, 9],
+        "logit_bias": {5: -1.5, 6: 2.0},
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_reading_prefix_cache": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "detokenize": False,
+    }
     together = given.keys() - {"stop", "beam_width", "length_penalty", "early_stopping"}  # others exclude them
     assert SamplingParams(**{name: given[name] for name in together}).num_samples == 3
 
@@ -57,9 +134,7 @@ def test_options_left_out_say_nothing():
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("false", False), ("never", "never")])
 def test_beams_have_no_temperature_unless_it_is_given(text, value):
     given = parse("--beam-width", "4", "--early-stopping", text)
-    assert with_defaults(given) == {
-        "beam_width": 4, "early_stopping": value, "temperature": 0.0, "max_tokens": 128,
-    }  # fmt: skip
+    assert with_defaults(given) == {"beam_width": 4, "early_stopping": value, "temperature": 0.0, "max_tokens": 128}
     assert with_defaults(given | {"temperature": 0.8})["temperature"] == 0.8
     assert with_defaults(given | {"beam_width": None})["temperature"] == 0.8
     assert SamplingParams(**with_defaults(given)).beam_width == 4
@@ -93,8 +168,10 @@ def test_json_is_an_object_for_each_prompt_in_order(llm, monkeypatch, capsys):
     assert generate.main(["a", "b", "c", "--json", "--token-ids", "--quiet"]) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(r["index"], r["prompt"], r["outputs"][0]["text"]) for r in records] == [
-        (0, "a", "A"), (1, "b", "B"), (2, "c", "\x1b"),
-    ]  # fmt: skip
+        (0, "a", "A"),
+        (1, "b", "B"),
+        (2, "c", "\x1b"),
+    ]
     assert records[0]["outputs"][0]["token_ids"] == [65] and records[0]["error"] is None
 
 

@@ -15,10 +15,19 @@ from jaxllm.errors import ModelFormatError
 from jaxllm.models import llama, qwen3, rope
 
 HF = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48,
-    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "eos_token_id": 2, "bos_token_id": 1,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
 
 
 def write(directory, generation=None, drop=(), **changes):
@@ -75,15 +84,30 @@ def test_resolve_dtype():
 
 
 ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 ROPE_KEYS = [
-    *ROPE, "rope_theta", "type", "partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "truncate", "short_factor", "long_factor", "full_attention", "sliding_attention",
-]  # fmt: skip
+    *ROPE,
+    "rope_theta",
+    "type",
+    "partial_rotary_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "short_factor",
+    "long_factor",
+    "full_attention",
+    "sliding_attention",
+]
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 
@@ -140,7 +164,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] 
         ({"eos_token_id": [2, -1]}, "eos_token_id holds -1"),
         ({"bos_token_id": "1"}, "bos_token_id holds '1'"),
     ],
-)  # fmt: skip
+)
 def test_bad_values_are_refused_with_file_and_field(tmp_path, changes, message):
     with pytest.raises(ModelFormatError, match=message) as error:
         read_config(write(tmp_path, **changes), jnp.float32)
@@ -151,12 +175,16 @@ FAMILIES = {
     "Mistral": {"sliding_window": 16},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     "Qwen3": {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True, "sliding_window": 9},
-    "Gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 50,
-               "final_logit_softcapping": None},
+    "Gemma2": {
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 50,
+        "final_logit_softcapping": None,
+    },
     "Gemma3": {"sliding_window": 16, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
     "Phi3": {"sliding_window": None, "rope_scaling": LONGROPE, "original_max_position_embeddings": 32},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 16},
-}  # fmt: skip
+}
 
 
 def family(name, **changes):
@@ -168,12 +196,28 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(ROPE_KEYS), inner, max_size=4),
     max_leaves=6,
 )
-KEYS = sorted({
-    *HF, *(key for keys in FAMILIES.values() for key in keys), "rope_parameters", "rope_theta", "hidden_act",
-    "hidden_activation", "activation_function", "rope_local_base_freq", "partial_rotary_factor", "layer_types",
-    "enable_bias", "do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine", "mlp_bias",
-    "attention_bias", "use_bidirectional_attention", "rms_norm_eps",
-})  # fmt: skip
+KEYS = sorted(
+    {
+        *HF,
+        *(key for keys in FAMILIES.values() for key in keys),
+        "rope_parameters",
+        "rope_theta",
+        "hidden_act",
+        "hidden_activation",
+        "activation_function",
+        "rope_local_base_freq",
+        "partial_rotary_factor",
+        "layer_types",
+        "enable_bias",
+        "do_layer_norm_before",
+        "_remove_final_layer_norm",
+        "layer_norm_elementwise_affine",
+        "mlp_bias",
+        "attention_bias",
+        "use_bidirectional_attention",
+        "rms_norm_eps",
+    }
+)
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -249,7 +293,7 @@ def test_a_mistral_config_without_a_window_has_that_of_the_first_model(tmp_path)
         ("OPT", {"activation_function": "tanh"}, "activation_function='tanh'"),
         ("OPT", {"enable_bias": 1}, "enable_bias=1 must be true or false"),
     ],
-)  # fmt: skip
+)
 def test_what_a_family_does_not_have_is_refused(tmp_path, name, changes, message):
     with pytest.raises(ModelFormatError, match=message):
         read_config(write(tmp_path, **family(name, **changes)), jnp.float32)

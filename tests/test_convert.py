@@ -145,8 +145,15 @@ def test_a_compressed_archive_is_refused(torch, tmp_path):
 
 def job(out: Path, *files: Path, **changes) -> dict:
     out.mkdir()
-    return {"files": list(map(str, files)), "index": {}, "dtype": "auto", "config": LLAMA, "is_tied": True,
-            "out": str(out), "max_shard_bytes": 10**9} | changes  # fmt: skip
+    return {
+        "files": list(map(str, files)),
+        "index": {},
+        "dtype": "auto",
+        "config": LLAMA,
+        "is_tied": True,
+        "out": str(out),
+        "max_shard_bytes": 10**9,
+    } | changes
 
 
 def test_tensors_that_contradict_each_other(torch, tmp_path):
@@ -168,8 +175,9 @@ def test_tensors_that_contradict_each_other(torch, tmp_path):
         convert("lacking", second, index={"2.bin": ["lm_head.weight"]})
     convert("untied", first, is_tied=False)
     assert load_file(tmp_path / "untied" / "model.safetensors").keys() == {
-        "lm_head.weight", "model.embed_tokens.weight",
-    }  # fmt: skip
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+    }
     save_bin(torch, first, {"lm_head.weight": head})
     convert("alone", first)
     assert load_file(tmp_path / "alone" / "model.safetensors").keys() == {"lm_head.weight"}

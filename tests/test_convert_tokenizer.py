@@ -30,9 +30,17 @@ def sentencepiece_models(tmp_path_factory):
 
 
 def tokenizer_job(out: Path, *files: Path, kind: str = "sentencepiece", **changes) -> dict:
-    return {"kind": kind, "files": list(map(str, files)), "out": str(out), "names": {}, "added": [],
-            "additional_special_tokens": [], "add_bos_token": True, "add_eos_token": False,
-            "is_legacy": True} | changes  # fmt: skip
+    return {
+        "kind": kind,
+        "files": list(map(str, files)),
+        "out": str(out),
+        "names": {},
+        "added": [],
+        "additional_special_tokens": [],
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "is_legacy": True,
+    } | changes
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma", "unigram", "unigram_bytes"])
@@ -165,8 +173,13 @@ def test_tokenizer_configurations_that_are_refused(tmp_path, config, added, mess
 
 
 def opt_tensors() -> dict:
-    names = ["embed_positions.weight", "layers.0.fc1.weight", "layers.0.self_attn_layer_norm.bias",
-             "final_layer_norm.weight", "project_in.weight"]  # fmt: skip
+    names = [
+        "embed_positions.weight",
+        "layers.0.fc1.weight",
+        "layers.0.self_attn_layer_norm.bias",
+        "final_layer_norm.weight",
+        "project_in.weight",
+    ]
     values = np.random.default_rng(0).standard_normal((len(names) + 1, 6, 4), np.float32).astype(np.float16)
     return dict(zip(["embed_tokens.weight", *names], values, strict=True))
 
@@ -184,8 +197,12 @@ def test_old_opt_names_with_a_tied_head_and_a_slow_tokenizer(torch, tmp_path):
     out.mkdir()  # empty, which is fine
     assert run(src, out) == 0
     assert sorted(path.name for path in out.iterdir()) == [
-        "config.json", "model.safetensors", "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json",
-    ]  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     written = load_file(out / "model.safetensors")
     assert written.keys() == {f"model.decoder.{name}" for name in tensors}
     for name, tensor in tensors.items():
@@ -205,9 +222,17 @@ def test_a_converted_llama_says_what_the_original_says(torch, sentencepiece_mode
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     theirs = transformers.LlamaForCausalLM(config).eval()
     src, out = tmp_path / "src", tmp_path / "out"
     config.architectures = ["LlamaForCausalLM"]

@@ -23,17 +23,11 @@ def model_dir(tmp_path):
 CASES = {
     "missing": ({Q_PROJ: None}, f"missing {Q_PROJ}, unexpected none; take config and weights of one model"),
     "unexpected": ({"model.extra": np.ones(2, np.float32)}, "missing none, unexpected model.extra"),
-    "fewer rows": (
-        {Q_PROJ: np.ones((31, 16), np.float32)},
-        r"q_proj.weight has shape \[31, 16\].*\[32, 16\]",
-    ),
+    "fewer rows": ({Q_PROJ: np.ones((31, 16), np.float32)}, r"q_proj.weight has shape \[31, 16\].*\[32, 16\]"),
     "transposed": ({Q_PROJ: np.ones((16, 32), np.float32)}, r"has shape \[16, 32\]"),
     "empty": ({"model.norm.weight": np.ones(0, np.float32)}, r"model.norm.weight has shape \[0\]"),
     "integers": ({Q_PROJ: np.ones((32, 16), np.int8)}, "q_proj.weight has dtype I8.*BF16.*unquantised"),
-    "nan": (
-        {Q_PROJ: np.full((32, 16), np.nan, np.float32)},
-        "q_proj.weight holds values that are not",
-    ),
+    "nan": ({Q_PROJ: np.full((32, 16), np.nan, np.float32)}, "q_proj.weight holds values that are not"),
 }
 
 
@@ -105,9 +99,19 @@ def test_truncated_safetensors(model_dir, kept):
 
 @pytest.mark.parametrize(
     "name",
-    ["../model-0.safetensors", "/etc/model.safetensors", "blobs/model-0.safetensors", "..", "",
-     "a\\b.safetensors", "C:x.safetensors", "pytorch_model.bin", None, 3],
-)  # fmt: skip
+    [
+        "../model-0.safetensors",
+        "/etc/model.safetensors",
+        "blobs/model-0.safetensors",
+        "..",
+        "",
+        "a\\b.safetensors",
+        "C:x.safetensors",
+        "pytorch_model.bin",
+        None,
+        3,
+    ],
+)
 def test_index_must_name_files_beside_it(model_dir, name):
     weight_map = split_in_two(model_dir)
     write_index(model_dir, weight_map | {Q_PROJ: name})

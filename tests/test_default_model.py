@@ -28,10 +28,16 @@ ASK = {"role": "user", "content": "Write f: return one."}
 ANSWER = {"role": "assistant", "content": "def f():\n    return 1\n"}
 SIZES = "--vocab 300 --layers 2 --embed 16 --heads 4 --kv-heads 2 --head-dim 6 --mlp 20 --batch 8 --seq-len 64"
 SHAPES = {
-    "self_attn.q_proj": (24, 16), "self_attn.k_proj": (12, 16), "self_attn.v_proj": (12, 16),
-    "self_attn.o_proj": (16, 24), "mlp.gate_proj": (20, 16), "mlp.up_proj": (20, 16), "mlp.down_proj": (16, 20),
-    "input_layernorm": (16,), "post_attention_layernorm": (16,),
-}  # fmt: skip
+    "self_attn.q_proj": (24, 16),
+    "self_attn.k_proj": (12, 16),
+    "self_attn.v_proj": (12, 16),
+    "self_attn.o_proj": (16, 24),
+    "mlp.gate_proj": (20, 16),
+    "mlp.up_proj": (20, 16),
+    "mlp.down_proj": (16, 20),
+    "input_layernorm": (16,),
+    "post_attention_layernorm": (16,),
+}
 
 
 def check_model_dir(model_dir: Path) -> None:

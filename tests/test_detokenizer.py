@@ -46,10 +46,7 @@ TOKENIZERS = {
     "llama": (sentencepiece(fallback(decoders.Strip(" ", 1, 0))), PieceStream),
     "gemma": (sentencepiece(fallback()), PieceStream),
     "metaspace": (sentencepiece(decoders.Metaspace()), PieceStream),
-    "metaspace_bytes": (
-        sentencepiece(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])),
-        PieceStream,
-    ),
+    "metaspace_bytes": (sentencepiece(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])), PieceStream),
     "wordpiece": (sentencepiece(decoders.WordPiece()), PieceStream),
     "no_decoder": (sentencepiece(None), PieceStream),
     "bpe_suffix": (sentencepiece(decoders.BPEDecoder(suffix="</w>")), WindowStream),

@@ -31,9 +31,15 @@ def make_request(slot, prompt=(1,), output=(), bad_words=(), **params):
     """`bad_words` are token ids here."""
     params = SamplingParams(max_tokens=None, bad_words=["word"] * bool(bad_words), **params)
     return Request(
-        prompt_token_ids=list(prompt), params=params, arrival=0, seed=slot, max_total_len=99,
-        output_token_ids=list(output), slot=slot, bad_words=[list(word) for word in bad_words],
-    )  # fmt: skip
+        prompt_token_ids=list(prompt),
+        params=params,
+        arrival=0,
+        seed=slot,
+        max_total_len=99,
+        output_token_ids=list(output),
+        slot=slot,
+        bad_words=[list(word) for word in bad_words],
+    )
 
 
 def install(requests, extras=None):
@@ -76,17 +82,19 @@ def altered_by_numpy(logits, request):
 
 
 tokens = st.integers(0, VOCAB - 1)
-requests = st.fixed_dictionaries({
-    "prompt": st.lists(tokens, min_size=1, max_size=40),
-    "output": st.lists(tokens, max_size=12),
-    "bad_words": st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=6),
-    "presence_penalty": st.sampled_from([0.0, 1.5, -2.0]),
-    "frequency_penalty": st.sampled_from([0.0, 0.5, -1.0]),
-    "repetition_penalty": st.sampled_from([1.0, 1.3, 0.5]),
-    "logit_bias": st.dictionaries(tokens, st.floats(-5, 5, width=32), max_size=5),
-    "allowed_token_ids": st.none() | st.lists(tokens, min_size=1, max_size=20),
-    "temperature": st.just(0.0),
-})  # fmt: skip
+requests = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(tokens, min_size=1, max_size=40),
+        "output": st.lists(tokens, max_size=12),
+        "bad_words": st.lists(st.lists(tokens, min_size=1, max_size=3), max_size=6),
+        "presence_penalty": st.sampled_from([0.0, 1.5, -2.0]),
+        "frequency_penalty": st.sampled_from([0.0, 0.5, -1.0]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3, 0.5]),
+        "logit_bias": st.dictionaries(tokens, st.floats(-5, 5, width=32), max_size=5),
+        "allowed_token_ids": st.none() | st.lists(tokens, min_size=1, max_size=20),
+        "temperature": st.just(0.0),
+    }
+)
 
 
 three = st.lists(requests, min_size=3, max_size=3)
@@ -139,9 +147,15 @@ def test_rows_that_ask_for_nothing_are_not_altered():
 def test_each_token_counts_from_then_on():
     """Twelve draws of one request: the extras on the device say at each what the host would."""
     request = make_request(
-        2, prompt=[4, 4, 7], frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.2, temperature=0.0,
-        logit_bias={9: 1.0}, bad_words=[[3, 5], [5, 5, 5], [11]],
-    )  # fmt: skip
+        2,
+        prompt=[4, 4, 7],
+        frequency_penalty=0.7,
+        presence_penalty=0.4,
+        repetition_penalty=1.2,
+        temperature=0.0,
+        logit_bias={9: 1.0},
+        bad_words=[[3, 5], [5, 5, 5], [11]],
+    )
     logits = np.random.default_rng(3).normal(size=(1, VOCAB)).astype(np.float32)
     length, table, extras = install([request])
     for i in range(12):

@@ -29,18 +29,42 @@ CASES = {
     "llama_gelu": ("Llama", {"hidden_act": "gelu", "mlp_bias": True}),
     "mistral_global": ("Mistral", {"sliding_window": None, "head_dim": 12}),
     "qwen2_window_unused": ("Qwen2", {"sliding_window": 8}),
-    "qwen2_yarn": ("Qwen2", {"rope_parameters": YARN, "use_sliding_window": True, "sliding_window": 8,
-                             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-    "qwen3_biases": ("Qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 8,
-                               "max_window_layers": 1}),
-    "gemma2_uncapped": ("Gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None,
-                                   "attention_bias": True, "num_key_value_heads": 4, "hidden_activation": "gelu"}),
+    "qwen2_yarn": (
+        "Qwen2",
+        {
+            "rope_parameters": YARN,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3_biases": (
+        "Qwen3",
+        {"attention_bias": True, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "gemma2_uncapped": (
+        "Gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "num_key_value_heads": 4,
+            "hidden_activation": "gelu",
+        },
+    ),
     "gemma3_untied": ("Gemma3", {"tie_word_embeddings": False, "sliding_window_pattern": 1}),
-    "opt_plain": ("OPT", {"enable_bias": False, "layer_norm_elementwise_affine": False, "tie_word_embeddings": False,
-                          "activation_function": "gelu_new"}),
+    "opt_plain": (
+        "OPT",
+        {
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "tie_word_embeddings": False,
+            "activation_function": "gelu_new",
+        },
+    ),
     "opt_no_final_norm": ("OPT", {"_remove_final_layer_norm": True, "word_embed_proj_dim": 32}),
     "phi3_short": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -71,8 +95,9 @@ def forward_fn(model):
 
 TINY = dict(vocab=32, embed=16, num_layers=3, heads=4, kv_heads=2, head_dim=8, mlp=24, max_len=64)
 ROPE = {"rope": Rope(theta=1e4)}
-LONG = LongRope(theta=1e4, short_factors=(1.0,) * 3, long_factors=(2.0,) * 3, original_max_len=32, factor=2.0,
-                fraction=0.75)  # fmt: skip
+LONG = LongRope(
+    theta=1e4, short_factors=(1.0,) * 3, long_factors=(2.0,) * 3, original_max_len=32, factor=2.0, fraction=0.75
+)
 LOCAL = {"windows": (4, None, 4)}
 CONFIGS = {
     "llama": llama.Config(**TINY, **ROPE, qkv_bias=True, o_bias=True, mlp_bias=True),

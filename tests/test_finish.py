@@ -128,9 +128,14 @@ def test_bad_requests_are_refused_before_anything_runs(llm, prompts, params, mes
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [(3, "expected a string, a dict"), ([3.0], "expected a string or a dict"), ("text", "needs a tokenizer"),
-     ({"text": "x"}, "'prompt' or 'prompt_token_ids'"), ({"prompt_token_ids": "12"}, "expected a list of integers")],
-)  # fmt: skip
+    [
+        (3, "expected a string, a dict"),
+        ([3.0], "expected a string or a dict"),
+        ("text", "needs a tokenizer"),
+        ({"text": "x"}, "'prompt' or 'prompt_token_ids'"),
+        ({"prompt_token_ids": "12"}, "expected a list of integers"),
+    ],
+)
 def test_bad_prompts(prompt, message):
     with pytest.raises(ValueError, match=message):
         parse_prompts(prompt, None)

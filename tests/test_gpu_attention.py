@@ -39,9 +39,16 @@ def op(case):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_splits_and_tiles(case, small_tiles):
     run = gpu.plan(
-        case.tokens, case.seqs, case.max_len, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim,
-        block_size=case.block_size, itemsize=4, sliding_window=case.sliding_window,
-    )  # fmt: skip
+        case.tokens,
+        case.seqs,
+        case.max_len,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        block_size=case.block_size,
+        itemsize=4,
+        sliding_window=case.sliding_window,
+    )
     assert (run.num_tiles > 1) == (case.tokens > gpu.MAX_ROW_TOKENS)
     assert run.rows.splits > 1 or case.sliding_window == 5
     compiled = op(case)
@@ -118,10 +125,15 @@ def test_bytes_moved():
 
 
 SHAPES = {
-    "q": ((8, 32, 128), "bfloat16"), "k": ((8, 8, 128), "bfloat16"), "v": ((8, 8, 128), "bfloat16"),
-    "kv_pool": ((64, 2, 8, 16, 128), "bfloat16"), "block_tables": ((8, 4), "int32"), "cu_q_lens": ((9,), "int32"),
-    "kv_lens": ((8,), "int32"), "distribution": ((2,), "int32"),
-}  # fmt: skip
+    "q": ((8, 32, 128), "bfloat16"),
+    "k": ((8, 8, 128), "bfloat16"),
+    "v": ((8, 8, 128), "bfloat16"),
+    "kv_pool": ((64, 2, 8, 16, 128), "bfloat16"),
+    "block_tables": ((8, 4), "int32"),
+    "cu_q_lens": ((9,), "int32"),
+    "kv_lens": ((8,), "int32"),
+    "distribution": ((2,), "int32"),
+}
 
 
 def supports(given):

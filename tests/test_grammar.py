@@ -13,9 +13,11 @@ from tests.chat_model import backend
 
 EOS = 257
 FORMS = [
-    StructuredOutputs(regex=r"(ab|ac)+\d{2,3}"), StructuredOutputs(json={"type": "array", "items": {"type": "number"}}),
-    StructuredOutputs(choice=["one", "two", "three"]), StructuredOutputs(grammar='start: "x" | "(" start ")"'),
-]  # fmt: skip
+    StructuredOutputs(regex=r"(ab|ac)+\d{2,3}"),
+    StructuredOutputs(json={"type": "array", "items": {"type": "number"}}),
+    StructuredOutputs(choice=["one", "two", "three"]),
+    StructuredOutputs(grammar='start: "x" | "(" start ")"'),
+]
 
 
 def compiler(vocab=263) -> GrammarCompiler:

@@ -18,16 +18,7 @@ from jaxllm.errors import MeshError, ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.cache import Dense
 from jaxllm.sharding.mesh import make_mesh
-from tests.checkpoints import (
-    FUSED,
-    HF,
-    load,
-    random_tensors,
-    rewrite,
-    split_in_two,
-    write_checkpoint,
-    write_config,
-)
+from tests.checkpoints import FUSED, HF, load, random_tensors, rewrite, split_in_two, write_checkpoint, write_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,9 +34,13 @@ def assert_same(got: nnx.State, want: nnx.State):
 
 
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
 
 
@@ -63,13 +58,21 @@ def test_logits_equal_transformers(tmp_path, family, tied, shard_size, dtype, ro
     transformers = pytest.importorskip("transformers")
     hf_cfg = getattr(transformers, f"{family}Config")(
         **{
-            "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 56, "tie_word_embeddings": tied,
-            "max_position_embeddings": 128, "rope_parameters": rope,
-            "bos_token_id": 1, "eos_token_id": [2, 3],
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 56,
+            "tie_word_embeddings": tied,
+            "max_position_embeddings": 128,
+            "rope_parameters": rope,
+            "bos_token_id": 1,
+            "eos_token_id": [2, 3],
         }
         | sizes
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     tokens = np.random.default_rng(0).integers(0, 61, (1, 48), np.int32)
     theirs = getattr(transformers, f"{family}ForCausalLM")(hf_cfg).eval()
@@ -125,10 +128,14 @@ def test_sharded_load_equals_the_whole(model_dir, devices):
     assert_same(params, whole)
     layer = params["layers"][0]
     for var, axis in [
-        (layer["attn"]["qkv"], 1), (layer["attn"]["o"], 0),
-        (layer["mlp"]["gate_up"], 2), (layer["mlp"]["down"], 0),
-        (params["embed"], 0), (params["lm_head"], 1), (params["norm"]["scale"], None),
-    ]:  # fmt: skip
+        (layer["attn"]["qkv"], 1),
+        (layer["attn"]["o"], 0),
+        (layer["mlp"]["gate_up"], 2),
+        (layer["mlp"]["down"], 0),
+        (params["embed"], 0),
+        (params["lm_head"], 1),
+        (params["norm"]["scale"], None),
+    ]:
         array = var.get_value()
         want = tuple(size // devices if i == axis else size for i, size in enumerate(array.shape))
         assert [shard.data.shape for shard in array.addressable_shards] == [want] * devices
@@ -157,8 +164,11 @@ def test_a_fused_tensor_of_another_size_is_refused(tmp_path, rows):
 
 
 def test_biases_must_be_those_of_the_config(model_dir):
-    biases = {f"model.layers.{i}.self_attn.{name}_proj.bias": np.full(size, i + 0.5, np.float32)
-              for i in range(2) for name, size in [("q", 32), ("k", 16), ("v", 16), ("o", 16)]}  # fmt: skip
+    biases = {
+        f"model.layers.{i}.self_attn.{name}_proj.bias": np.full(size, i + 0.5, np.float32)
+        for i in range(2)
+        for name, size in [("q", 32), ("k", 16), ("v", 16), ("o", 16)]
+    }
     rewrite(model_dir, biases)
     with pytest.raises(ModelFormatError, match="unexpected model.layers.0.self_attn.k_proj.bias.* 3 more"):
         load(model_dir)

@@ -18,9 +18,17 @@ from jaxllm.sharding.mesh import make_mesh
 from tests.tiny import greedy, ids, make_llm
 
 LLAMA_8B = llama.Config(
-    vocab=128256, embed=4096, num_layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336, rope=Rope(theta=5e5),
-    max_len=131072, dtype=jnp.bfloat16,
-)  # fmt: skip
+    vocab=128256,
+    embed=4096,
+    num_layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    mlp=14336,
+    rope=Rope(theta=5e5),
+    max_len=131072,
+    dtype=jnp.bfloat16,
+)
 CONFIG = EngineConfig(
     max_model_len=131072, max_num_seqs=256, max_num_batched_tokens=2048, block_size=32, num_blocks=2**30
 )

@@ -44,10 +44,12 @@ def test_product(depth, columns, transposed, dtype):
 @pytest.mark.parametrize(
     ("equation", "x", "weight"),
     [
-        ("...d,dkgh->...kgh", (3, 16), (16, 2, 3, 8)), ("...kgh,kghd->...d", (3, 2, 3, 8), (2, 3, 8, 16)),
-        ("...d,dgf->...gf", (2, 2, 16), (16, 2, 24)), ("...d,vd->...v", (3, 16), (40, 16)),
+        ("...d,dkgh->...kgh", (3, 16), (16, 2, 3, 8)),
+        ("...kgh,kghd->...d", (3, 2, 3, 8), (2, 3, 8, 16)),
+        ("...d,dgf->...gf", (2, 2, 16), (16, 2, 24)),
+        ("...d,vd->...v", (3, 16), (40, 16)),
     ],
-)  # fmt: skip
+)
 def test_equations_of_the_layers(equation, x, weight):
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=x).astype(np.float32), rng.normal(size=weight).astype(np.float32)
@@ -95,13 +97,18 @@ def attention_arguments(head_dim, block_size, group, dtype, kv_heads=2):
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "group", "dtype", "options"),
     [
-        (64, 32, 2, np.float32, {}), (64, 16, 2, jnp.bfloat16, {}), (80, 256, 1, np.float32, {}),
-        (96, 20, 3, np.float32, {"sliding_window": 50}), (128, 128, 8, np.float32, {"soft_cap": 5.0}),
-        (256, 16, 4, jnp.bfloat16, {"sliding_window": 33, "soft_cap": 5.0}), (64, 64, 71, np.float32, {}),
-        (40, 32, 5, np.float32, {"sinks": jnp.linspace(-3, 4, 10)}), (128, 32, 4, np.float32, {"kv_scales": SCALES}),
+        (64, 32, 2, np.float32, {}),
+        (64, 16, 2, jnp.bfloat16, {}),
+        (80, 256, 1, np.float32, {}),
+        (96, 20, 3, np.float32, {"sliding_window": 50}),
+        (128, 128, 8, np.float32, {"soft_cap": 5.0}),
+        (256, 16, 4, jnp.bfloat16, {"sliding_window": 33, "soft_cap": 5.0}),
+        (64, 64, 71, np.float32, {}),
+        (40, 32, 5, np.float32, {"sinks": jnp.linspace(-3, 4, 10)}),
+        (128, 32, 4, np.float32, {"kv_scales": SCALES}),
         (64, 16, 6, jnp.bfloat16, {"kv_scales": SCALES, "sinks": jnp.linspace(-3, 4, 12), "soft_cap": 5.0}),
     ],
-)  # fmt: skip
+)
 def test_attention_at_real_sizes(head_dim, block_size, group, dtype, options):
     arguments = attention_arguments(head_dim, block_size, group, dtype)
     if "kv_scales" in options:

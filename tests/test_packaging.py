@@ -11,8 +11,12 @@ import pytest
 import jaxllm.models.qwen3
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"jaxllm": "jaxllm", "models": "jaxllm.models", "sharding": "jaxllm.sharding",
-           "pallas_kernels": "jaxllm.pallas_kernels"}  # fmt: skip
+FOLDERS = {
+    "jaxllm": "jaxllm",
+    "models": "jaxllm.models",
+    "sharding": "jaxllm.sharding",
+    "pallas_kernels": "jaxllm.pallas_kernels",
+}
 
 
 def sources() -> dict[str, Path]:
@@ -102,4 +106,3 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr
-

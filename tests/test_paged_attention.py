@@ -124,9 +124,11 @@ class Batch:
 
         total, pad = sum(self.q_lens), case.seqs - rows
         self.q, self.k, self.v = (
-            np.concatenate([normal(total, n, case.head_dim), np.full((case.tokens - total, n, case.head_dim), np.nan)])
-            .astype(jnp.dtype(case.dtype)) for n in (case.heads, case.kv_heads, case.kv_heads)
-        )  # fmt: skip
+            np.concatenate(
+                [normal(total, n, case.head_dim), np.full((case.tokens - total, n, case.head_dim), np.nan)]
+            ).astype(jnp.dtype(case.dtype))
+            for n in (case.heads, case.kv_heads, case.kv_heads)
+        )
         self.sinks = rng.normal(size=case.heads).astype(np.float32) if case.sinks else None
         self.pool_dtype = jnp.dtype(case.pool_dtype or case.dtype)
         size = 2, case.kv_heads

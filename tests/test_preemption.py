@@ -12,9 +12,15 @@ from tests.tiny import Tiny, clean, greedy, ids, make_llm, prompts_of
 PROMPTS = prompts_of([9, 14, 20, 5, 12, 17, 3, 8, 22, 11], seed=3)
 MODES = ["swap", "recompute"]
 EVERYTHING = {
-    "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "logit_bias": {3: 4.0, 9: -4.0},
-    "min_tokens": 5, "stop_token_ids": [1, 2, 3], "logprobs": 2, "prompt_logprobs": 1,
-}  # fmt: skip
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {3: 4.0, 9: -4.0},
+    "min_tokens": 5,
+    "stop_token_ids": [1, 2, 3],
+    "logprobs": 2,
+    "prompt_logprobs": 1,
+}
 
 
 def drawn(max_tokens: int, **fields) -> SamplingParams:
@@ -100,8 +106,10 @@ def assert_same(llm, workload, done) -> None:
         assert got.error is None and len(got.outputs) == len(want.outputs) == params.n
         for ours, theirs in zip(got.outputs, want.outputs, strict=True):
             assert (ours.token_ids, ours.finish_reason, ours.stop_reason) == (
-                theirs.token_ids, theirs.finish_reason, theirs.stop_reason,
-            )  # fmt: skip
+                theirs.token_ids,
+                theirs.finish_reason,
+                theirs.stop_reason,
+            )
             assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
             assert_close(ours.logprobs, theirs.logprobs)
         assert_close(got.prompt_logprobs, want.prompt_logprobs)

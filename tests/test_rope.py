@@ -61,8 +61,9 @@ def test_sine_and_cosine(case, flat):
 
 
 def test_dynamic_is_transformers_up_to_the_original_length_and_token_by_token_beyond():
-    hf = config("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0},
-                max_position_embeddings=64)  # fmt: skip
+    hf = config(
+        "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}, max_position_embeddings=64
+    )
     cfg = llama.Config.from_hf(hf.to_dict())
     assert isinstance(cfg.rope, Dynamic) and cfg.max_len == 3 * 64
     positions = list(range(192))
@@ -115,11 +116,14 @@ def test_partial_rotation():
     [
         {},
         {"rope_theta": 5e5, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        {"rope_parameters": {
-            "full_attention": YARN, "sliding_attention": {"rope_type": "linear", "rope_theta": 200.0, "factor": 2.0},
-        }},
+        {
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "linear", "rope_theta": 200.0, "factor": 2.0},
+            }
+        },
     ],
-)  # fmt: skip
+)
 def test_gemma3_has_a_rope_for_each_layer_type(given):
     hf = config("Gemma3", **given)
     positions = list(range(200))

@@ -18,10 +18,21 @@ from jaxllm.pallas_kernels.sampling.reference import threshold
 
 SEQS, SLOTS, VOCAB = 4, 6, 16
 GREEDY = {
-    "seed": 0, "sample_index": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_len": 0,
-    "stop_ids": (), "alters_logits": 0, "wants_logprobs": 0, "is_beam": 0,
-    "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
-}  # fmt: skip
+    "seed": 0,
+    "sample_index": 0,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "min_len": 0,
+    "stop_ids": (),
+    "alters_logits": 0,
+    "wants_logprobs": 0,
+    "is_beam": 0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
 
 
 @jax.jit
@@ -84,14 +95,16 @@ def kept(logits, top_k, top_p, min_p):
 
 near = st.integers(-20, 20).map(lambda i: i / 4)  # a coarse grid: many ties, and sums that differ clearly
 far = st.sampled_from([-np.inf, -np.inf, -3e38, -1e30, -88.0, 88.0, 1e30, 3e38])
-filter_rows = st.fixed_dictionaries({
-    "near": st.lists(near, min_size=VOCAB, max_size=VOCAB),
-    "nudged": st.sets(st.integers(0, VOCAB - 1), max_size=6),  # up to the next float32
-    "far": st.dictionaries(st.integers(1, VOCAB - 1), far, max_size=4),
-    "top_k": st.just(0) | st.integers(1, VOCAB + 2) | st.just(2**31 - 1),
-    "top_p": st.just(1.0) | st.floats(0, 1, width=32, allow_subnormal=False) | st.sampled_from([0.5, 0.9]),
-    "min_p": st.just(0.0) | st.floats(0, 1, width=32, allow_subnormal=False) | st.sampled_from([0.1, 1.0]),
-})  # fmt: skip
+filter_rows = st.fixed_dictionaries(
+    {
+        "near": st.lists(near, min_size=VOCAB, max_size=VOCAB),
+        "nudged": st.sets(st.integers(0, VOCAB - 1), max_size=6),  # up to the next float32
+        "far": st.dictionaries(st.integers(1, VOCAB - 1), far, max_size=4),
+        "top_k": st.just(0) | st.integers(1, VOCAB + 2) | st.just(2**31 - 1),
+        "top_p": st.just(1.0) | st.floats(0, 1, width=32, allow_subnormal=False) | st.sampled_from([0.5, 0.9]),
+        "min_p": st.just(0.0) | st.floats(0, 1, width=32, allow_subnormal=False) | st.sampled_from([0.1, 1.0]),
+    }
+)
 
 
 @settings(max_examples=120, deadline=None)
@@ -137,16 +150,18 @@ def test_tiny_temperature_is_greedy(sampler, temperature, filters):
     assert draw(sampler, NORMAL * 100, rows) == np.argmax(NORMAL, axis=1).tolist()
 
 
-table_rows = st.fixed_dictionaries({
-    "seed": st.integers(0, 2**64 - 1),
-    "sample_index": st.integers(0, 127),
-    "temperature": st.just(0.0) | st.floats(0.1, 2),
-    "top_k": st.sampled_from([0, 0, 3]),
-    "top_p": st.sampled_from([1.0, 1.0, 0.7]),
-    "min_p": st.sampled_from([0.0, 0.0, 0.1]),
-    "stop_ids": st.lists(st.integers(0, VOCAB - 1), max_size=3),
-    "min_len": st.integers(0, 20),
-})  # fmt: skip
+table_rows = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**64 - 1),
+        "sample_index": st.integers(0, 127),
+        "temperature": st.just(0.0) | st.floats(0.1, 2),
+        "top_k": st.sampled_from([0, 0, 3]),
+        "top_p": st.sampled_from([1.0, 1.0, 0.7]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.1]),
+        "stop_ids": st.lists(st.integers(0, VOCAB - 1), max_size=3),
+        "min_len": st.integers(0, 20),
+    }
+)
 
 
 @both

@@ -24,8 +24,9 @@ from tests.test_sampler import kept_by
 
 ROWS, VOCAB = 8, 301  # fills no vector or tile; with ties for all, more than a GPU program puts aside
 KERNELS = [
-    pytest.param("native", marks=pytest.mark.skipif(not native.is_built(), reason="the library is not built")), "gpu",
-]  # fmt: skip
+    pytest.param("native", marks=pytest.mark.skipif(not native.is_built(), reason="the library is not built")),
+    "gpu",
+]
 each = pytest.mark.parametrize("kernel", KERNELS)
 NORMAL = np.random.default_rng(0).normal(size=(ROWS, VOCAB)).astype(np.float32) * 3
 
@@ -84,12 +85,18 @@ def check_best(kernel, scores, logits, k):
 @pytest.mark.parametrize(
     "scores",
     [
-        NORMAL - 1, np.round(NORMAL) + 0.0, np.zeros_like(NORMAL), NORMAL + NORMAL[::-1] * 2, 0.0 - NORMAL,
-        np.where(NORMAL > 0, -np.inf, NORMAL), np.where(np.arange(VOCAB) < VOCAB - 5, -np.inf, NORMAL),
-        np.full_like(NORMAL, -np.inf), np.where(NORMAL > 1, 3e38, -3e38),
+        NORMAL - 1,
+        np.round(NORMAL) + 0.0,
+        np.zeros_like(NORMAL),
+        NORMAL + NORMAL[::-1] * 2,
+        0.0 - NORMAL,
+        np.where(NORMAL > 0, -np.inf, NORMAL),
+        np.where(np.arange(VOCAB) < VOCAB - 5, -np.inf, NORMAL),
+        np.full_like(NORMAL, -np.inf),
+        np.where(NORMAL > 1, 3e38, -3e38),
     ],
     ids=["shifted", "ties", "equal", "biased", "reversed", "masked", "few", "none", "huge"],
-)  # fmt: skip
+)
 def test_best_are_those_of_numpy(kernel, scores, k):
     """Best first, the smaller id first among equals, also where all are."""
     check_best(kernel, scores, NORMAL, k)
@@ -142,13 +149,17 @@ def test_normalizers_are_those_of_the_reference():
 # ---- draws
 
 FILTERS = {
-    "temperature": [0, 1, 1, 1, 0.7, 2, 1, 5], "top_k": [0, 0, 5, 0, 300, 100, 1, 0],
-    "top_p": [1, 1, 1, 0.9, 0.5, 0.95, 1, 1 - 2**-24], "min_p": [0, 0, 0, 0, 0, 0.01, 0, 0],
-}  # fmt: skip
+    "temperature": [0, 1, 1, 1, 0.7, 2, 1, 5],
+    "top_k": [0, 0, 5, 0, 300, 100, 1, 0],
+    "top_p": [1, 1, 1, 0.9, 0.5, 0.95, 1, 1 - 2**-24],
+    "min_p": [0, 0, 0, 0, 0, 0.01, 0, 0],
+}
 MORE = {
-    "temperature": [1, 1, 0.01, 30, 1, 1, 1, 1], "top_k": [2**31 - 1, VOCAB, 0, 0, 0, 3, 0, 250],
-    "top_p": [1, 0.9, 0.9, 0.9, 1e-30, 0.9, 0, 1], "min_p": [0.5, 0, 0, 0, 0, 1.0, 1e-38, 0],
-}  # fmt: skip
+    "temperature": [1, 1, 0.01, 30, 1, 1, 1, 1],
+    "top_k": [2**31 - 1, VOCAB, 0, 0, 0, 3, 0, 250],
+    "top_p": [1, 0.9, 0.9, 0.9, 1e-30, 0.9, 0, 1],
+    "min_p": [0.5, 0, 0, 0, 0, 1.0, 1e-38, 0],
+}
 
 
 @each
@@ -196,12 +207,14 @@ def test_draws_follow_the_distribution(kernel, filters):
 
 
 near = st.integers(-12, 12).map(lambda i: i / 4)  # a coarse grid: many ties, and sums that differ clearly
-filter_rows = st.fixed_dictionaries({
-    "logits": st.lists(near | st.sampled_from([-np.inf, -88.0, 3e38, -3e38]), min_size=16, max_size=16),
-    "top_k": st.sampled_from([0, 1, 2, 5, 15, 16, 99]),
-    "top_p": st.sampled_from([1.0, 1e-9, 0.1, 0.5, 0.9, 0.99]),
-    "min_p": st.sampled_from([0.0, 1e-6, 0.1, 0.5, 1.0]),
-})  # fmt: skip
+filter_rows = st.fixed_dictionaries(
+    {
+        "logits": st.lists(near | st.sampled_from([-np.inf, -88.0, 3e38, -3e38]), min_size=16, max_size=16),
+        "top_k": st.sampled_from([0, 1, 2, 5, 15, 16, 99]),
+        "top_p": st.sampled_from([1.0, 1e-9, 0.1, 0.5, 0.9, 0.99]),
+        "min_p": st.sampled_from([0.0, 1e-6, 0.1, 0.5, 1.0]),
+    }
+)
 
 
 @each

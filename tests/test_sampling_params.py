@@ -45,13 +45,21 @@ INTS = {  # field: lowest, highest
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 FLOATS = {
-    "temperature": (0, 2), "top_p": (0, 1), "min_p": (0, 1),
-    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.001, 1000),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.001, 1000),
     "length_penalty": (-10, 10),
-}  # fmt: skip
+}
 BOOLS = (
-    "ignore_eos", "skip_special_tokens", "detokenize", "spaces_between_special_tokens", "include_stop_str_in_output",
-)  # fmt: skip
+    "ignore_eos",
+    "skip_special_tokens",
+    "detokenize",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 SEARCH = {"best_of", "beam_width", "length_penalty"}  # not with everything: see test_beam_api.py
 REQUIRED = {"n", "top_k", "min_tokens", "stream_interval"} | FLOATS.keys()  # the other numbers may be None
 
@@ -172,10 +180,18 @@ def test_who_needs_the_full_sampler():
     for fields in ({}, {"top_k": 5, "seed": 3, "stop": "x", "prompt_logprobs": 3, "n": 2}, {"n": 2, "best_of": 2}):
         assert not SamplingParams(**fields).needs_full_sampler
     for fields in (
-        {"min_tokens": 1}, {"logprobs": 0}, {"logprob_token_ids": [1]}, {"presence_penalty": 0.1},
-        {"frequency_penalty": -0.1}, {"repetition_penalty": 1.1}, {"logit_bias": {1: 0.0}}, {"allowed_token_ids": [1]},
-        {"bad_words": ["x"]}, {"best_of": 2}, {"beam_width": 1},
-    ):  # fmt: skip
+        {"min_tokens": 1},
+        {"logprobs": 0},
+        {"logprob_token_ids": [1]},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {1: 0.0}},
+        {"allowed_token_ids": [1]},
+        {"bad_words": ["x"]},
+        {"best_of": 2},
+        {"beam_width": 1},
+    ):
         assert SamplingParams(**fields).needs_full_sampler
 
 

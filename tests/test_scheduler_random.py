@@ -8,18 +8,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.fake_engine import PROMPT_TOKENS, FakeEngine, truth
 
 limits = st.sampled_from([1, 3, 8, 8])  # tokens of a step: few while the engine compiles
-requests = st.fixed_dictionaries({
-    "max_new": st.integers(1, 12),
-    "seed": st.integers(0, 2),
-    "priority": st.sampled_from([0, 0, 1]),
-    "host_dependent": st.sampled_from([False, False, True]),
-    "eos": st.booleans(),
-    "min_tokens": st.sampled_from([0, 0, 3]),
-})  # fmt: skip
+requests = st.fixed_dictionaries(
+    {
+        "max_new": st.integers(1, 12),
+        "seed": st.integers(0, 2),
+        "priority": st.sampled_from([0, 0, 1]),
+        "host_dependent": st.sampled_from([False, False, True]),
+        "eos": st.booleans(),
+        "min_tokens": st.sampled_from([0, 0, 3]),
+    }
+)
 numbers = st.sampled_from([1, 1, 2, 3, 6])  # of samples
-searches = st.fixed_dictionaries({
-    "length_penalty": st.sampled_from([1.0, 0.0, -1.0]), "early_stopping": st.sampled_from([False, True, "never"]),
-})  # fmt: skip
+searches = st.fixed_dictionaries(
+    {"length_penalty": st.sampled_from([1.0, 0.0, -1.0]), "early_stopping": st.sampled_from([False, True, "never"])}
+)
 prompts = st.lists(st.sampled_from(PROMPT_TOKENS), min_size=1, max_size=20)
 
 

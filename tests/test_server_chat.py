@@ -76,11 +76,14 @@ def test_logprobs(web, stream):
     content = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     assert [entry["token"] for entry in content] == ["H", "e", "l"]
     assert content[0] == {
-        "token": "H", "logprob": -0.5, "bytes": [72],
+        "token": "H",
+        "logprob": -0.5,
+        "bytes": [72],
         "top_logprobs": [
-            {"token": "H", "logprob": -0.5, "bytes": [72]}, {"token": "A", "logprob": -1.0, "bytes": [65]},
+            {"token": "H", "logprob": -0.5, "bytes": [72]},
+            {"token": "A", "logprob": -1.0, "bytes": [65]},
         ],
-    }  # fmt: skip
+    }
 
 
 def test_max_completion_tokens_wins(web):
@@ -90,17 +93,21 @@ def test_max_completion_tokens_wins(web):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": []}, "messages"), ({"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-        ({"top_logprobs": 3}, "top_logprobs"), ({"logprobs": 1}, "logprobs"), ({"max_tokens": 0}, "max_tokens"),
-        ({"stream_options": {}}, "stream_options"), ({"tool_choice": "maybe"}, "tool_choice"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "no good"}}]}, "tools[0].function.name"),
         ({"chat_template_kwargs": {"messages": "x"}}, "messages"),
         ({"chat_template_kwargs": {"a": {"b": 1}}}, "chat_template_kwargs[...]"),
     ],
     ids=lambda value: str(value)[:40],
-)  # fmt: skip
+)
 def test_what_is_wrong(web, fields, param):
     answer = web.chat(**fields)
     assert answer.status == 400 and answer.error["param"] == param, answer.body
@@ -109,11 +116,15 @@ def test_what_is_wrong(web, fields, param):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("modalities", ["text", "audio"]), ("web_search_options", {"x": 1}), ("functions", [{"name": "f"}]),
-        ("function_call", "auto"), ("chat_template", "{{ 1 }}"), ("documents", [{"text": "x"}]),
+        ("modalities", ["text", "audio"]),
+        ("web_search_options", {"x": 1}),
+        ("functions", [{"name": "f"}]),
+        ("function_call", "auto"),
+        ("chat_template", "{{ 1 }}"),
+        ("documents", [{"text": "x"}]),
         ("tools", [WEATHER]),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported(web, field, value):
     answer = web.chat(**{field: value})
     assert answer.status == 400
@@ -176,9 +187,10 @@ def test_one_call_at_a_time(tools):
 def test_a_turn_with_tools_goes_back_in(tools):
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
     messages = [
-        {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "Rain"},
-    ]  # fmt: skip
+    ]
     assert tools.chat(messages=messages, tools=[WEATHER]).status == 200
     assert "<|im_start|>tool\nRain" in seen(tools)
     call["function"]["arguments"] = "{no JSON"
@@ -261,9 +273,14 @@ def test_a_response_that_calls_a_tool(tools):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("previous_response_id", "resp_1"), ("background", True), ("conversation", "c"), ("truncation", "auto"),
-     ("prompt", {"id": "p"})],
-)  # fmt: skip
+    [
+        ("previous_response_id", "resp_1"),
+        ("background", True),
+        ("conversation", "c"),
+        ("truncation", "auto"),
+        ("prompt", {"id": "p"}),
+    ],
+)
 def test_responses_have_no_memory(web, field, value):
     answer = respond(web, **{field: value})
     assert answer.status == 400 and answer.error["code"] == "unsupported_parameter"

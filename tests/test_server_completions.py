@@ -104,9 +104,13 @@ def test_every_sample_of_a_stream_echoes_the_scores():
                 index=index, text="x", token_ids=[1], logprobs=[{1: Logprob(-1.0, 1, "x")}], finish_reason="stop"
             )
             yield RequestOutput(
-                request_id=request_id, prompt=None, prompt_token_ids=[], outputs=[piece], finished=index == 1,
+                request_id=request_id,
+                prompt=None,
+                prompt_token_ids=[],
+                outputs=[piece],
+                finished=index == 1,
                 prompt_logprobs=scores if index == 0 else None,
-            )  # fmt: skip
+            )
 
     client.generate = generate
     with running(client) as web:
@@ -131,11 +135,25 @@ def test_prompt_logprobs_and_token_ids(web):
 
 def test_parameters_reach_the_engine(web):
     fields = dict(
-        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1, frequency_penalty=-1, seed=5,
-        stop=["a", "b"], repetition_penalty=1.5, min_tokens=2, stop_token_ids=[3], ignore_eos=True,
-        logit_bias={"65": 1.5}, allowed_token_ids=[72, 73], bad_words=["z"], include_stop_str_in_output=True, n=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        seed=5,
+        stop=["a", "b"],
+        repetition_penalty=1.5,
+        min_tokens=2,
+        stop_token_ids=[3],
+        ignore_eos=True,
+        logit_bias={"65": 1.5},
+        allowed_token_ids=[72, 73],
+        bad_words=["z"],
+        include_stop_str_in_output=True,
+        n=2,
         best_of=3,
-    )  # fmt: skip
+    )
     assert web.complete(priority=4, user="me", **fields).status == 200
     _, params, priority = web.client.seen[-1]
     assert priority == 4
@@ -160,8 +178,12 @@ def test_models(web):
     answer = web.send("GET", "/v1/models").json
     assert [card["id"] for card in answer["data"]] == ["fake", "org/alias"]
     assert answer["data"][0] == {
-        "id": "fake", "object": "model", "created": 7, "owned_by": "jaxllm", "max_model_len": 256
-    }  # fmt: skip
+        "id": "fake",
+        "object": "model",
+        "created": 7,
+        "owned_by": "jaxllm",
+        "max_model_len": 256,
+    }
     assert web.send("GET", "/v1/models/org/alias").json["id"] == "org/alias"
     assert web.complete(model="org/alias").json["model"] == "org/alias"
 

@@ -33,12 +33,18 @@ def refused(answer, status, type="invalid_request_error", code=None, param=None)
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"\x00", b"{", b'{"a":}', b'{"model":"fake","prompt":"x","temperature":NaN}', b"\xff\xfe",
-        b'{"model":"fake","prompt":"\xff"}', b'{"model":"fake","prompt":"\\ud800 half of a pair"}',
+        b"",
+        b"\x00",
+        b"{",
+        b'{"a":}',
+        b'{"model":"fake","prompt":"x","temperature":NaN}',
+        b"\xff\xfe",
+        b'{"model":"fake","prompt":"\xff"}',
+        b'{"model":"fake","prompt":"\\ud800 half of a pair"}',
         b'{"model":"fake","prompt":"x","no_such":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
     ids=range(9),
-)  # fmt: skip
+)
 def test_no_json(web, body):
     refused(web.post("/v1/completions", body), 400)
 
@@ -56,13 +62,36 @@ def test_a_missing_field(web, path):
 
 
 WRONG = [
-    ("n", 0), ("n", 129), ("n", "1"), ("n", 1.5), ("n", True), ("best_of", 21), ("temperature", -0.1),
-    ("temperature", 2.1), ("temperature", "hot"), ("top_p", 1.1), ("top_k", -2), ("min_p", 2), ("max_tokens", -1),
-    ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0), ("seed", 2**63), ("seed", "x"),
-    ("logprobs", 21), ("logprobs", -1), ("stream", "yes"), ("stop_token_ids", "1"), ("beam_width", 33),
-    ("priority", 2**31), ("early_stopping", "sometimes"), ("prompt", {"text": "x"}), ("model", ""), ("echo", 1),
+    ("n", 0),
+    ("n", 129),
+    ("n", "1"),
+    ("n", 1.5),
+    ("n", True),
+    ("best_of", 21),
+    ("temperature", -0.1),
+    ("temperature", 2.1),
+    ("temperature", "hot"),
+    ("top_p", 1.1),
+    ("top_k", -2),
+    ("min_p", 2),
+    ("max_tokens", -1),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -3),
+    ("repetition_penalty", 0),
+    ("seed", 2**63),
+    ("seed", "x"),
+    ("logprobs", 21),
+    ("logprobs", -1),
+    ("stream", "yes"),
+    ("stop_token_ids", "1"),
+    ("beam_width", 33),
+    ("priority", 2**31),
+    ("early_stopping", "sometimes"),
+    ("prompt", {"text": "x"}),
+    ("model", ""),
+    ("echo", 1),
     ("logit_bias", [1]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda value: str(value)[:20])
@@ -73,10 +102,12 @@ def test_a_wrong_field(web, field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", b"1e400"), ("n", b"99999999999999999999999999"), ("seed", b"1e30"),
+        ("temperature", b"1e400"),
+        ("n", b"99999999999999999999999999"),
+        ("seed", b"1e30"),
         ("logit_bias", b'{"3": -Infinity}'),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_are_none(web, field, value):
     body = b'{"model":"fake","prompt":"x","' + field.encode() + b'":' + value + b"}"
     assert web.post("/v1/completions", body).status == 400
@@ -85,25 +116,34 @@ def test_numbers_that_are_none(web, field, value):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 3, "best_of": 2}, "best_of"), ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"stop": [""]}, "stop"),
-        ({"stop": ["x"] * 33}, "stop"), ({"stop": "x" * 1025}, "stop"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"), ({"bad_words": [""]}, "bad_words"),
-        ({"allowed_token_ids": []}, "allowed_token_ids"), ({"length_penalty": 2.0}, "length_penalty"),
-        ({"beam_width": 3, "temperature": 0.7}, "temperature"), ({"prompt": []}, "prompt"),
-        ({"prompt": ["x", [1]]}, "prompt"), ({"prompt": [[]]}, "prompt"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"), ({"beam_width": 3, "n": 3}, "beam_width"),
+        ({"stop": ["x"] * 33}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"length_penalty": 2.0}, "length_penalty"),
+        ({"beam_width": 3, "temperature": 0.7}, "temperature"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["x", [1]]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"beam_width": 3, "n": 3}, "beam_width"),
     ],
     ids=lambda value: str(value)[:30],
-)  # fmt: skip
+)
 def test_fields_that_do_not_fit_together(web, fields, param):
     refused(web.complete(**fields), 400, code="invalid_value", param=param)
 
 
 UNSUPPORTED = [
-    ("suffix", "x"), ("logits_processors", ["os.system"]), ("use_beam_search", True),
+    ("suffix", "x"),
+    ("logits_processors", ["os.system"]),
+    ("use_beam_search", True),
     ("guided_decoding_backend", "xgrammar"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("field", "value"), UNSUPPORTED, ids=lambda value: str(value)[:20])
@@ -398,9 +438,12 @@ def test_labels_come_from_closed_sets(web):
 def test_an_abort_is_no_success():
     client = FakeClient()
     output = RequestOutput(
-        request_id="x", prompt=None, prompt_token_ids=[], finished=True,
+        request_id="x",
+        prompt=None,
+        prompt_token_ids=[],
+        finished=True,
         outputs=[CompletionOutput(index=0, text="half", finish_reason="abort")],
-    )  # fmt: skip
+    )
 
     async def generate(*_, **__):
         yield output

@@ -28,9 +28,13 @@ def web():
 
 @schema.parametrize()
 @settings(
-    max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
-)  # fmt: skip
+)
 def test_made_up_requests(case, web):
     fields = case.body if isinstance(case.body, dict) else {}
     if fields.get("model"):

@@ -33,9 +33,10 @@ def families(web) -> dict:
 def value(found: dict, name: str, suffix: str = "", **labels: str) -> float:
     family = found[f"jaxllm:{name}"]
     (sample,) = [
-        sample for sample in family.samples
+        sample
+        for sample in family.samples
         if sample.name == f"jaxllm:{name}{suffix}" and labels.items() <= sample.labels.items()
-    ]  # fmt: skip
+    ]
     return sample.value
 
 
@@ -71,9 +72,18 @@ def test_names_and_phases(vllm_names):
 
 def test_the_engines_own():
     stats = dict(
-        blocks_used=16, blocks_shared=3, blocks_cached=5, blocks_copied=7, blocks_swapped_out=11, blocks_swapped_in=9,
-        blocks_on_host=2, num_preemptions=6, num_swapped=4, num_not_finite=1, peak_blocks_used=20,
-    )  # fmt: skip
+        blocks_used=16,
+        blocks_shared=3,
+        blocks_cached=5,
+        blocks_copied=7,
+        blocks_swapped_out=11,
+        blocks_swapped_in=9,
+        blocks_on_host=2,
+        num_preemptions=6,
+        num_swapped=4,
+        num_not_finite=1,
+        peak_blocks_used=20,
+    )
     steps = StepCounter()
     for tokens in (1, 2, 8, 9, 16384, 99999):
         steps.count(tokens)
@@ -83,9 +93,18 @@ def test_the_engines_own():
     )
     with running(client) as web:
         found = families(web)
-    told = {name: value(found, name) for name in (
-        "kv_cache_usage_perc", "kv_blocks", "kv_blocks_used", "kv_blocks_shared", "kv_blocks_cached",
-        "kv_blocks_on_host", "kv_blocks_used_peak")}  # fmt: skip
+    told = {
+        name: value(found, name)
+        for name in (
+            "kv_cache_usage_perc",
+            "kv_blocks",
+            "kv_blocks_used",
+            "kv_blocks_shared",
+            "kv_blocks_cached",
+            "kv_blocks_on_host",
+            "kv_blocks_used_peak",
+        )
+    }
     assert list(told.values()) == [0.25, 64, 16, 3, 5, 2, 20]
     assert value(found, "kv_blocks_copied", "_total") == 7 and value(found, "nan_logits", "_total") == 1
     assert value(found, "preemptions_by_kind", "_total", kind="swap") == 4

@@ -78,8 +78,9 @@ def test_chat(ask, web):
     fields = dict(model="fake", messages=HI, n=2, logprobs=True, top_logprobs=2, max_completion_tokens=5)
     answer = ask(web.url, lambda client: client.chat.completions.create(**fields))
     assert [(c.index, c.message.content, c.finish_reason) for c in answer.choices] == [
-        (0, "Hello", "length"), (1, "Hello", "length"),
-    ]  # fmt: skip
+        (0, "Hello", "length"),
+        (1, "Hello", "length"),
+    ]
     content = answer.choices[1].logprobs.content
     assert [entry.token for entry in content] == list("Hello") and content[0].bytes == [72]
     assert [len(entry.top_logprobs) for entry in content] == [2] * 5
@@ -140,10 +141,18 @@ def test_streamed_responses(ask, web, tools):
     events = ask(web.url, lambda client: client.responses.create(model="fake", input="Hi", stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events]
-    assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added",
-                         "response.content_part.added"]  # fmt: skip
-    assert kinds[-4:] == ["response.output_text.done", "response.content_part.done", "response.output_item.done",
-                          "response.completed"]  # fmt: skip
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello, world"
     assert events[-1].response.output_text == "Hello, world"
     fields = dict(model="fake", input="Hi", stream=True, tools=[FLAT])

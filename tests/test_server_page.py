@@ -16,9 +16,14 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="there is no playwright: pip install it"),
 ]
 OPTIONS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 WAIT_MS = 20_000
 MARKDOWN = """## Title
 Some **bold** and `code` and *slanted*, __init__ and snake_case_name.
@@ -118,11 +123,19 @@ def test_markdown(visit):
         v.answered()
         answer = v.page.locator(".markdown")
         for selector, text in [
-            ("h4", "Title"), ("strong >> nth=0", "bold"), ("p code", "code"), ("em", "slanted"),
-            ("ol > li >> nth=1", "two"), ("ol ul li", "inner"), ("blockquote p", "quoted"), ("td.right", "2"),
+            ("h4", "Title"),
+            ("strong >> nth=0", "bold"),
+            ("p code", "code"),
+            ("em", "slanted"),
+            ("ol > li >> nth=1", "two"),
+            ("ol ul li", "inner"),
+            ("blockquote p", "quoted"),
+            ("td.right", "2"),
             ("pre .c-keyword >> nth=0", "def"),
-            ("pre .c-comment", "# a comment"), ("pre .c-string", '"<b>"'), (".code-head span", "python"),
-        ]:  # fmt: skip
+            ("pre .c-comment", "# a comment"),
+            ("pre .c-string", '"<b>"'),
+            (".code-head span", "python"),
+        ]:
             assert answer.locator(selector).inner_text() == text, selector
         assert "snake_case_name" in answer.inner_text()
         links = answer.locator("a").evaluate_all("nodes => nodes.map((a) => [a.href, a.rel, a.target])")

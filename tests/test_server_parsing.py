@@ -61,7 +61,7 @@ HERMES = [
     ('<tool_call>{"name": 7}</tool_call>', '<tool_call>{"name": 7}</tool_call>', []),
     ('<tool_call>{"na', '<tool_call>{"na', []),
     ("ends with <tool_ca", "ends with <tool_ca", []),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), HERMES, ids=range(len(HERMES)))
@@ -80,7 +80,7 @@ LLAMA = [
     ('{"answer": 42}', '{"answer": 42}', []),
     ("{not JSON", "{not JSON", []),
     ("  spaces", "  spaces", []),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), LLAMA, ids=range(len(LLAMA)))
@@ -97,7 +97,7 @@ THOUGHTS = [
     ("<think>never ends", "", "never ends", ""),
     ("<think></think>x", "", "", "x"),
     ("<thin", "", "", "<thin"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "prompt", "reasoning", "content"), THOUGHTS, ids=range(len(THOUGHTS)))

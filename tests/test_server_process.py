@@ -308,16 +308,27 @@ def test_no_orphans():
 @pytest.mark.parametrize(
     "given",
     [
-        SamplingParams(), params(),
+        SamplingParams(),
+        params(),
         SamplingParams(
-            n=2, best_of=3, temperature=0.5, stop=["a", "b"], seed=2**64 - 1, logit_bias={3: 1.5}, stop_token_ids=[1],
-            bad_words=["x"], allowed_token_ids=[1, 2], logprobs=3, prompt_logprobs=2, max_tokens=None,
+            n=2,
+            best_of=3,
+            temperature=0.5,
+            stop=["a", "b"],
+            seed=2**64 - 1,
+            logit_bias={3: 1.5},
+            stop_token_ids=[1],
+            bad_words=["x"],
+            allowed_token_ids=[1, 2],
+            logprobs=3,
+            prompt_logprobs=2,
+            max_tokens=None,
         ),
         SamplingParams(beam_width=3, length_penalty=-1.0, early_stopping="never", temperature=0.0),
         SamplingParams(logprob_token_ids=[1, 2], skip_special_tokens=False, output_kind=RequestOutputKind.FINAL_ONLY),
     ],
     ids=range(5),
-)  # fmt: skip
+)
 def test_parameters_arrive_as_they_were(given):
     sent = wire.frame(wire.Add("id", [1, 2], wire.pack_params(given), -3))
     message = wire.from_server.decode(sent[wire.HEAD_BYTES :])

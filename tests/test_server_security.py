@@ -16,10 +16,27 @@ def web():
 HI = {"role": "user", "content": "Hi"}
 KEYS = dict(api_keys=("key-one", "key-two"))
 PATHS = [
-    "/", "/v1/models", "/v1/completions", "/metrics", "/version", "/tokenize", "//v1/models", "/v1/../v1/models",
-    "/health/", "/health/../v1/models", "/%2e/v1/models", "/v1%2fmodels", "/healthz", "/health%00", "/ready?x/../..",
-    "/nowhere", "/Health", "/v1/models?path=/health", "/;/health", "/docs",
-]  # fmt: skip
+    "/",
+    "/v1/models",
+    "/v1/completions",
+    "/metrics",
+    "/version",
+    "/tokenize",
+    "//v1/models",
+    "/v1/../v1/models",
+    "/health/",
+    "/health/../v1/models",
+    "/%2e/v1/models",
+    "/v1%2fmodels",
+    "/healthz",
+    "/health%00",
+    "/ready?x/../..",
+    "/nowhere",
+    "/Health",
+    "/v1/models?path=/health",
+    "/;/health",
+    "/docs",
+]
 
 
 @pytest.fixture(scope="module")

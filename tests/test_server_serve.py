@@ -144,10 +144,13 @@ def test_a_killed_engine():
         assert "the engine has stopped" in command.shown
 
 
-HUNG = CODE.replace("sys.exit", """
+HUNG = CODE.replace(
+    "sys.exit",
+    """
 from jaxllm.server import config
 config.ServerConfig = partial(config.ServerConfig, watchdog_s=2.0)
-sys.exit""")
+sys.exit""",
+)
 
 
 def test_a_hung_engine_and_its_return():
@@ -250,10 +253,17 @@ def test_names_of_the_model():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"port": -1}, {"served_model_names": ()}, {"api_keys": ("",)}, {"api_keys": (" x",)}, {"max_queued_requests": -1},
-     {"request_timeout_s": -1.0}, {"keep_alive_s": float("nan")}],
+    [
+        {"port": -1},
+        {"served_model_names": ()},
+        {"api_keys": ("",)},
+        {"api_keys": (" x",)},
+        {"max_queued_requests": -1},
+        {"request_timeout_s": -1.0},
+        {"keep_alive_s": float("nan")},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_settings_are_checked(fields):
     with pytest.raises(ValueError, match=next(iter(fields)).split("_s")[0] + "|API key"):
         ServerConfig(**fields)

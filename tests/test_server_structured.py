@@ -18,9 +18,11 @@ from tests.fake_server import FakeClient, running
 openai = pytest.importorskip("openai")
 
 SCHEMA = {
-    "type": "object", "additionalProperties": False, "required": ["city", "days"],
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["city", "days"],
     "properties": {"city": {"enum": ["Bern", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-}  # fmt: skip
+}
 FORECAST = {"type": "function", "function": {"name": "forecast", "parameters": SCHEMA}}
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 NAMED = {"type": "function", "function": {"name": "forecast"}}
@@ -50,16 +52,20 @@ def asked(web) -> StructuredOutputs:
 
 
 FIELDS = [
-    ({"response_format": JSON}, {"json_object": True}), ({"response_format": JSON_SCHEMA}, {"json": SCHEMA}),
+    ({"response_format": JSON}, {"json_object": True}),
+    ({"response_format": JSON_SCHEMA}, {"json": SCHEMA}),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, {"json_object": True}),
     ({"structured_outputs": {"regex": "a+", "json": None}}, {"regex": "a+"}),
-    ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
-     {"json": SCHEMA, "disable_any_whitespace": True}),
-    ({"guided_json": SCHEMA}, {"json": SCHEMA}), ({"guided_regex": "a+"}, {"regex": "a+"}),
+    (
+        {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+        {"json": SCHEMA, "disable_any_whitespace": True},
+    ),
+    ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
     ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
     ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
     ({"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "expected"), FIELDS, ids=lambda value: str(value)[:40])
@@ -85,21 +91,28 @@ def test_a_format_in_responses(web):
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
-         "response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
-         "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
+            "response_format.json_schema.schema",
+        ),
         ({"structured_outputs": {"regex": "[a"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
-        ({"structured_outputs": "regex"}, "structured_outputs"), ({"structured_outputs": {}}, "structured_outputs"),
-        ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"), ({"guided_json": "{"}, "guided_json"),
-        ({"guided_choice": []}, "guided_choice"), ({"guided_grammar": "start: foo"}, "guided_grammar"),
+        ({"structured_outputs": "regex"}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": "start: foo"}, "guided_grammar"),
         ({"guided_regex": "a" * (1 << 20) + "a"}, "guided_regex"),
         ({"guided_regex": "a", "response_format": JSON}, "guided_regex"),
     ],
     ids=lambda value: str(value)[:50],
-)  # fmt: skip
+)
 def test_bad_forms_are_refused_before_they_queue(web, fields, param):
     before = len(web.client.seen)
     for ask in (web.complete, web.chat):
@@ -243,7 +256,7 @@ def test_extras_from_a_random_model(client):
         ({"guided_regex": "[a-c]{5}"}, "[a-c]{5}"),
         ({"guided_grammar": 'root ::= "a" | "b" "c"', "beam_width": 2, "temperature": 0}, "a|bc"),
         ({"guided_regex": "[a-c]{5}", "best_of": 3, "n": 2}, "[a-c]{5}"),
-    ]:  # fmt: skip
+    ]:
         answer = client.completions.create(**ask | {"extra_body": extra})
         assert all(re.fullmatch(right, choice.text) for choice in answer.choices)
         assert {choice.finish_reason for choice in answer.choices} == {"stop"}

@@ -30,9 +30,14 @@ class Family(Tiny):
 
 MODELS = {
     "opt": partial(Family, opt.Model, opt.Config(**SIZES, kv_heads=4, word_embed=32)),
-    "gemma2": partial(Family, gemma2.Model, gemma2.Config(
-        **SIZES, kv_heads=2, rope=Rope(theta=1e4), windows=(8, None), attn_soft_cap=1.0, logit_soft_cap=5.0)),
-}  # fmt: skip
+    "gemma2": partial(
+        Family,
+        gemma2.Model,
+        gemma2.Config(
+            **SIZES, kv_heads=2, rope=Rope(theta=1e4), windows=(8, None), attn_soft_cap=1.0, logit_soft_cap=5.0
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -37,9 +37,15 @@ def test_the_same_tokens_on_every_mesh(wide, drawn, mesh):
         params = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, min_p=0.01, seed=5, max_tokens=6, min_tokens=2)
         drawn.append(tokens(llm.generate(ids(*PROMPTS), params)))
         everything = SamplingParams(
-            seed=6, max_tokens=6, logprobs=2, prompt_logprobs=1, frequency_penalty=0.5, repetition_penalty=1.2,
-            logit_bias={5: 2.0}, allowed_token_ids=list(range(0, 96, 2)),
-        )  # fmt: skip
+            seed=6,
+            max_tokens=6,
+            logprobs=2,
+            prompt_logprobs=1,
+            frequency_penalty=0.5,
+            repetition_penalty=1.2,
+            logit_bias={5: 2.0},
+            allowed_token_ids=list(range(0, 96, 2)),
+        )
         outputs = llm.generate(ids(*PROMPTS), everything)
         drawn[-1] += tokens(outputs) + [list(found) for out in outputs for found in out.prompt_logprobs[1:]]
         assert drawn[0] == drawn[-1]  # one draw for one seed, on every mesh

@@ -19,12 +19,15 @@ VOCAB = 270  # of which the tokenizer has 263
 EOS = 257
 PROMPTS = prompts_of([9, 14, 5, 12, 17, 3, 8, 11], vocab=256, seed=5)
 PERSON = {
-    "type": "object", "additionalProperties": False, "required": ["name", "age", "ok"],
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["name", "age", "ok"],
     "properties": {
-        "name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "name": {"type": "string", "maxLength": 4},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
         "ok": {"type": "boolean"},
     },
-}  # fmt: skip
+}
 
 
 def is_json(schema):
@@ -33,14 +36,16 @@ def is_json(schema):
 
 FORMS = {
     "json": (StructuredOutputs(json=PERSON, disable_any_whitespace=True), is_json(PERSON)),
-    "spaced json": (StructuredOutputs(json=json.dumps({"enum": [[1, 2], {"a": None}]})),
-                    lambda text: json.loads(text) in ([1, 2], {"a": None})),
+    "spaced json": (
+        StructuredOutputs(json=json.dumps({"enum": [[1, 2], {"a": None}]})),
+        lambda text: json.loads(text) in ([1, 2], {"a": None}),
+    ),
     "json object": (StructuredOutputs(json_object=True), is_json({"type": "object"})),
     "regex": (StructuredOutputs(regex=r"[a-c]{3}-\d+(x|y)"), lambda text: re.fullmatch(r"[a-c]{3}-\d+(x|y)", text)),
     "choice": (StructuredOutputs(choice=["yes", "no", "n.b.", "où?"]), ["yes", "no", "n.b.", "où?"].__contains__),
     "lark": (StructuredOutputs(grammar='start: "(" start ")" | "x"'), lambda text: re.fullmatch(r"\(*x\)*", text)),
     "gbnf": (StructuredOutputs(grammar='root ::= "x" | "[" root "]"'), lambda text: re.fullmatch(r"\[*x\]*", text)),
-}  # fmt: skip
+}
 WAYS = {
     "greedy": dict(temperature=0.0),
     "samples": dict(n=3, temperature=1.5),
@@ -50,7 +55,7 @@ WAYS = {
         n=2, top_k=50, repetition_penalty=1.2, presence_penalty=0.5, logprobs=2, min_tokens=2, logit_bias={40: 1.0}
     ),
     "stop strings": dict(n=2, stop=["zq"], prompt_logprobs=1),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +157,7 @@ def test_stop_strings_and_allowed_tokens(llm):
 @pytest.mark.parametrize("fields", [{}, {"beam_width": 2}, {"logprobs": 1}], ids=str)
 def test_what_leaves_no_token_fails_alone(llm, fields):
     (a,) = llm.tokenizer.encode("a", add_special_tokens=False)
-    params = [
-        asking(StructuredOutputs(regex="b+"), allowed_token_ids=[a], **fields),
-        asking("choice"),
-    ]
+    params = [asking(StructuredOutputs(regex="b+"), allowed_token_ids=[a], **fields), asking("choice")]
     stuck, other = llm.generate(ids(*PROMPTS[:2]), params)
     assert stuck.outputs[0].finish_reason == "error" and "structured_outputs" in stuck.error
     assert check(llm, "choice", other.outputs[0])
@@ -288,11 +290,16 @@ def test_a_stream(llm):
 
 
 BAD = {
-    "regex": dict(regex="[a"), "look-ahead": dict(regex="(?=a)b"), "schema": dict(json={"type": "nonsense"}),
-    "keyword": dict(json={"not": {"type": "string"}}), "reference": dict(json={"$ref": "#/nope"}),
-    "lark": dict(grammar="start: foo"), "gbnf": dict(grammar="root ::= ("), "json": dict(grammar='{"grammars": 7'),
+    "regex": dict(regex="[a"),
+    "look-ahead": dict(regex="(?=a)b"),
+    "schema": dict(json={"type": "nonsense"}),
+    "keyword": dict(json={"not": {"type": "string"}}),
+    "reference": dict(json={"$ref": "#/nope"}),
+    "lark": dict(grammar="start: foo"),
+    "gbnf": dict(grammar="root ::= ("),
+    "json": dict(grammar='{"grammars": 7'),
     "slow": dict(regex="(a{1000}){1000}"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -308,17 +315,27 @@ def test_bad_grammars_are_refused_at_the_door(llm, name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "exactly one"), ({"regex": "a", "json": {}}, "exactly one"), ({"json": [1]}, "JSON schema"),
-        ({"json": "{"}, "not JSON"), ({"json": {"enum": [float("nan")]}}, "JSON schema"), ({"regex": ""}, "non-empty"),
-        ({"json": {"a": object()}}, "JSON schema"), ({"choice": []}, "at least one"), ({"choice": [1]}, "one string"),
-        ({"choice": "yes"}, "list"), ({"choice": ["x"] * 50_001}, "at most"), ({"grammar": 7}, "non-empty"),
-        ({"regex": "a" * (1 << 20) + "a"}, "characters"), ({"json_object": 1}, "True or False"),
-        ({"json_object": False}, "exactly one"), ({"regex": "a", "disable_any_whitespace": True}, "is for json"),
+        ({}, "exactly one"),
+        ({"regex": "a", "json": {}}, "exactly one"),
+        ({"json": [1]}, "JSON schema"),
+        ({"json": "{"}, "not JSON"),
+        ({"json": {"enum": [float("nan")]}}, "JSON schema"),
+        ({"regex": ""}, "non-empty"),
+        ({"json": {"a": object()}}, "JSON schema"),
+        ({"choice": []}, "at least one"),
+        ({"choice": [1]}, "one string"),
+        ({"choice": "yes"}, "list"),
+        ({"choice": ["x"] * 50_001}, "at most"),
+        ({"grammar": 7}, "non-empty"),
+        ({"regex": "a" * (1 << 20) + "a"}, "characters"),
+        ({"json_object": 1}, "True or False"),
+        ({"json_object": False}, "exactly one"),
+        ({"regex": "a", "disable_any_whitespace": True}, "is for json"),
         ({"json": {}, "disable_any_whitespace": 1}, "True or False"),
         ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "exclude"),
     ],
     ids=lambda value: str(value)[:40],
-)  # fmt: skip
+)
 def test_what_structured_outputs_refuse(fields, message):
     with pytest.raises(ValueError, match=message):
         StructuredOutputs(**fields)

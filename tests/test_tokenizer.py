@@ -15,11 +15,7 @@ from jaxllm.text import tokenizer as tokenizer_module
 from jaxllm.text.detokenizer import Detokenizer
 from jaxllm.text.tokenizer import Tokenizer, wrap
 
-CORPUS = [
-    "The quick brown fox jumps over the lazy dog.",
-    "naïve café, 東京 and 🙂",
-    "def f(x):\n    return x + 1",
-]
+CORPUS = ["The quick brown fox jumps over the lazy dog.", "naïve café, 東京 and 🙂", "def f(x):\n    return x + 1"]
 SPECIAL = ["<unk>", "<s>", "</s>"]
 BOS_FIRST = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
 

@@ -20,9 +20,12 @@ from jaxllm.pallas_kernels.paged_attention import kv_shape, reference, tpu, tpu_
 
 # Each transfer is taken for a device; with the default of one such clock for all of them most races pass unseen.
 EAGER = pltpu.InterpretParams(
-    dma_execution_mode="eager", detect_races=True, vector_clock_size=16, uninitialized_memory="nan",
+    dma_execution_mode="eager",
+    detect_races=True,
+    vector_clock_size=16,
+    uninitialized_memory="nan",
     out_of_bounds_reads="raise",
-)  # fmt: skip
+)
 LATE = pltpu.InterpretParams(
     dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise", random_seed=3
 )
@@ -52,29 +55,69 @@ RAGGED = Case(heads=4, kv_heads=2, head_dim=64, tokens=24, seqs=8, blocks_per_se
 CASES = {
     # More decodes than buffers; lengths around a block's and a tile's end.
     "decodes": Case(
-        heads=6, kv_heads=2, head_dim=64, tokens=8, seqs=8, blocks_per_seq=20, decodes=(1, 16, 17, 128, 129, 300, 2),
+        heads=6,
+        kv_heads=2,
+        head_dim=64,
+        tokens=8,
+        seqs=8,
+        blocks_per_seq=20,
+        decodes=(1, 16, 17, 128, 129, 300, 2),
         soft_cap=2.0,
     ),
     # A prompt; two passes that begin inside a block, the second reads what the first wrote; one token; a long prefix;
     # a chunk inside a block.
     "chunks": Case(
-        heads=4, kv_heads=2, head_dim=128, tokens=192, seqs=7, blocks_per_seq=20, decodes=(33,),
-        chunks=((20, 20), (140, 150), (1, 129), (20, 290), (5, 30)), sinks=True,
+        heads=4,
+        kv_heads=2,
+        head_dim=128,
+        tokens=192,
+        seqs=7,
+        blocks_per_seq=20,
+        decodes=(33,),
+        chunks=((20, 20), (140, 150), (1, 129), (20, 290), (5, 30)),
+        sinks=True,
     ),
     # Blocks in the second row of a table.
     "mqa window": Case(
-        heads=3, kv_heads=1, head_dim=80, tokens=180, seqs=5, blocks_per_seq=132, dtype="bfloat16", decodes=(2100, 9),
-        chunks=((140, 300), (9, 200)), sliding_window=45, sinks=True,
+        heads=3,
+        kv_heads=1,
+        head_dim=80,
+        tokens=180,
+        seqs=5,
+        blocks_per_seq=132,
+        dtype="bfloat16",
+        decodes=(2100, 9),
+        chunks=((140, 300), (9, 200)),
+        sliding_window=45,
+        sinks=True,
     ),
     "mha int8": Case(
-        heads=2, kv_heads=2, head_dim=96, tokens=48, seqs=4, blocks_per_seq=6, block_size=32, dtype="bfloat16",
-        pool_dtype="int8", decodes=(150, 33), chunks=((40, 70),),
+        heads=2,
+        kv_heads=2,
+        head_dim=96,
+        tokens=48,
+        seqs=4,
+        blocks_per_seq=6,
+        block_size=32,
+        dtype="bfloat16",
+        pool_dtype="int8",
+        decodes=(150, 33),
+        chunks=((40, 70),),
     ),
     "wide float8": Case(
-        heads=4, kv_heads=2, head_dim=256, tokens=20, seqs=3, blocks_per_seq=3, block_size=64,
-        pool_dtype="float8_e4m3fn", decodes=(65,), chunks=((17, 80),), sliding_window=70,
+        heads=4,
+        kv_heads=2,
+        head_dim=256,
+        tokens=20,
+        seqs=3,
+        blocks_per_seq=3,
+        block_size=64,
+        pool_dtype="float8_e4m3fn",
+        decodes=(65,),
+        chunks=((17, 80),),
+        sliding_window=70,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -111,9 +154,11 @@ def batch(case, decodes, chunks, seed):
             pool[table[at // case.block_size], :, :, at % case.block_size, : case.head_dim] = cell
             pool[table[at // case.block_size], :, :, at % case.block_size, case.head_dim :] = 0
     ints = (
-        tables, np.cumsum([0, *[n for n, _ in lens], *[0] * pad]),
-        [*[n for _, n in lens], *rng.integers(1, 99, pad)], [len(decodes), len(lens)],
-    )  # fmt: skip
+        tables,
+        np.cumsum([0, *[n for n, _ in lens], *[0] * pad]),
+        [*[n for _, n in lens], *rng.integers(1, 99, pad)],
+        [len(decodes), len(lens)],
+    )
     arrays = [jnp.asarray(x, dtype) for x in (q, k, v)] + [jnp.asarray(pool).astype(pool_dtype)]
     options = {"sinks": jnp.asarray(rng.normal(size=case.heads), jnp.float32) if case.sinks else None}
     return [*arrays, *(jnp.asarray(x, jnp.int32) for x in ints)], options | {"kv_scales": scales}
@@ -209,9 +254,13 @@ def test_a_race_is_noticed():
 
 def shapes(heads=32, kv_heads=8, head_dim=128, block_size=32, itemsize=2, kv_itemsize=2):
     return tpu_plan.Shapes(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, itemsize=itemsize,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        itemsize=itemsize,
         kv_itemsize=kv_itemsize,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128, 256])
@@ -243,10 +292,16 @@ def test_supports():
     assert tpu.supports(*arrays()) and tpu.supports(*arrays(block_size=256), sliding_window=3)
     assert tpu.supports(*arrays(block_size=32, pool_dtype=jnp.int8))
     for refused in (
-        {"block_size": 8}, {"block_size": 48}, {"block_size": 512}, {"block_size": 16, "pool_dtype": jnp.int8},
-        {"pool_dtype": jnp.float32}, {"dtype": jnp.float16, "pool_dtype": jnp.float16}, {"padded": 64},
-        {"head_dim": 512, "padded": 512}, {"kv_heads": 3},
-    ):  # fmt: skip
+        {"block_size": 8},
+        {"block_size": 48},
+        {"block_size": 512},
+        {"block_size": 16, "pool_dtype": jnp.int8},
+        {"pool_dtype": jnp.float32},
+        {"dtype": jnp.float16, "pool_dtype": jnp.float16},
+        {"padded": 64},
+        {"head_dim": 512, "padded": 512},
+        {"kv_heads": 3},
+    ):
         assert not tpu.supports(*arrays(**refused)), refused
 
 

@@ -144,8 +144,10 @@ def test_the_loss_and_its_gradients_are_those_of_optax(num_tokens):
 
 def test_muon_takes_the_matrices_inside_layers():
     shape = jax.ShapeDtypeStruct
-    layer = {"attn": {"o": shape((2, 2, 8, 16), jnp.float32), "qkv": shape((16, 2, 4, 8), jnp.float32)},
-             "norm": shape((16,), jnp.float32)}  # fmt: skip
+    layer = {
+        "attn": {"o": shape((2, 2, 8, 16), jnp.float32), "qkv": shape((16, 2, 4, 8), jnp.float32)},
+        "norm": shape((16,), jnp.float32),
+    }
     found = script.matrices({"embed": shape((30, 16), jnp.float32), "layers": [layer]})
     attn = found["layers"][0]["attn"]
     assert (attn["o"].reduction_axis, attn["o"].output_axis) == ((0, 1, 2), (3,))

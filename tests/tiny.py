@@ -21,9 +21,17 @@ class Tiny:
 
     def __init__(self, seed: int = 0, *, kv_heads: int = 2, **sizes):
         fields = dict(
-            vocab=96, embed=32, num_layers=2, heads=4, head_dim=16, mlp=48, rope=Rope(theta=1e4), max_len=MAX_LEN,
-            qk_norm=True, dtype=jnp.float32,
-        )  # fmt: skip
+            vocab=96,
+            embed=32,
+            num_layers=2,
+            heads=4,
+            head_dim=16,
+            mlp=48,
+            rope=Rope(theta=1e4),
+            max_len=MAX_LEN,
+            qk_norm=True,
+            dtype=jnp.float32,
+        )
         self.cfg = qwen3.Config(kv_heads=kv_heads, **(fields | sizes))
         self.model = qwen3.Model(self.cfg, rngs=nnx.Rngs(params=seed))
 

@@ -54,7 +54,7 @@ CHIPS = {
         Chip("h100", "gpu", 84_942_979_072, 3352e9, "NVIDIA H100 SXM data sheet", 50 * 2**20),
         Chip("h200", "gpu", 151_397_597_184, 4800e9, "NVIDIA H200 SXM data sheet", 50 * 2**20),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

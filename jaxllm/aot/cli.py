@@ -24,15 +24,24 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         prepared = prepare(
-            options.model_config, parse_target(options.target), options.mesh, dtype=options.dtype,
-            max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens, block_size=options.block_size,
+            options.model_config,
+            parse_target(options.target),
+            options.mesh,
+            dtype=options.dtype,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            block_size=options.block_size,
             num_blocks=options.num_blocks,
-        )  # fmt: skip
+        )
         report = make_report(
-            options.model_config, prepared, batch=options.batch, context=options.context,
-            steps_only=options.steps_only, progress=say,
-        )  # fmt: skip
+            options.model_config,
+            prepared,
+            batch=options.batch,
+            context=options.context,
+            steps_only=options.steps_only,
+            progress=say,
+        )
     except (ValueError, JaxLLMError) as error:
         say(f"error: {error}")
         return 2

@@ -78,9 +78,16 @@ def efficiency(prepared: Prepared, text: str, batch: int, context: int) -> Effic
     if counted.pallas_calls:
         moved[KERNELS] = declared_bytes(prepared, batch, context)
     return Efficiency(
-        batch, context, *fewest_bytes(prepared, batch, context), moved, counted.kernels, counted.pallas_calls,
-        counted.open_loops, dict(counted.largest.most_common(10)), chip.bandwidth,
-    )  # fmt: skip
+        batch,
+        context,
+        *fewest_bytes(prepared, batch, context),
+        moved,
+        counted.kernels,
+        counted.pallas_calls,
+        counted.open_loops,
+        dict(counted.largest.most_common(10)),
+        chip.bandwidth,
+    )
 
 
 def pick_batch(prepared: Prepared, context: int, wanted: int | None = None) -> int:
@@ -119,9 +126,14 @@ def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
     for window, count in Counter(cfg.layer_windows).items():
         seen = min(context, (window or context) + block_size)  # a window begins within a block
         total += count * kernel.bytes_moved(
-            [1] * batch, [seen] * batch, heads=cfg.heads // cfg.kv_heads * kv_heads, kv_heads=kv_heads,
-            head_dim=cfg.head_dim, block_size=block_size, itemsize=jnp.dtype(prepared.shape.dtype).itemsize,
-        )  # fmt: skip
+            [1] * batch,
+            [seen] * batch,
+            heads=cfg.heads // cfg.kv_heads * kv_heads,
+            kv_heads=kv_heads,
+            head_dim=cfg.head_dim,
+            block_size=block_size,
+            itemsize=jnp.dtype(prepared.shape.dtype).itemsize,
+        )
     return total
 
 

@@ -81,8 +81,17 @@ class Instruction:
     @cached_property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that it runs (for a loop, its body), without those that combine two elements."""
-        if self.opcode in ("reduce", "reduce-window", "scatter", "sort", "map", "all-reduce", "all-reduce-start",
-                           "reduce-scatter", "select-and-scatter"):  # fmt: skip
+        if self.opcode in (
+            "reduce",
+            "reduce-window",
+            "scatter",
+            "sort",
+            "map",
+            "all-reduce",
+            "all-reduce-start",
+            "reduce-scatter",
+            "select-and-scatter",
+        ):
             return ()
         found = re.findall(r"(?:calls|body|to_apply)=%?([\w.\-]+)", self.attributes)
         for group in re.findall(r"(?:branch_computations|called_computations)=\{([^}]*)\}", self.attributes):

@@ -121,9 +121,12 @@ def prepare(
     check_mesh(state, grid)
     shape = _model_shape(cfg, graph, state, grid)
     wanted = EngineConfig(
-        max_model_len=max_model_len or cfg.max_len, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs), block_size=block_size, num_blocks=2**30,
-    )  # fmt: skip
+        max_model_len=max_model_len or cfg.max_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+        block_size=block_size,
+        num_blocks=2**30,
+    )
     blocks = _num_blocks(target, shape, wanted, grid) if num_blocks is None else num_blocks
     room = blocks * block_size
     longest = wanted.max_model_len if max_model_len else min(room, cfg.max_len)

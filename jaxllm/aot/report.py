@@ -90,14 +90,19 @@ def compile_one(prepared: Prepared, name: Hashable, job: Any) -> Executable:
     seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
     costs = compiled.cost_analysis() or {}
     return Executable(
-        name=" ".join(map(str, name)) if isinstance(name, tuple) else str(name), seconds=seconds,
+        name=" ".join(map(str, name)) if isinstance(name, tuple) else str(name),
+        seconds=seconds,
         argument_bytes=stats.argument_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes - stats.alias_size_in_bytes, alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes, code_bytes=stats.generated_code_size_in_bytes,
-        cost_bytes=costs.get("bytes accessed"), launches=listed and listed.launches,
-        command_buffers=listed and listed.command_buffers, outer_thunks=listed and sum(listed.outer.values()),
+        output_bytes=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        code_bytes=stats.generated_code_size_in_bytes,
+        cost_bytes=costs.get("bytes accessed"),
+        launches=listed and listed.launches,
+        command_buffers=listed and listed.command_buffers,
+        outer_thunks=listed and sum(listed.outer.values()),
         text=compiled.as_text(),
-    )  # fmt: skip
+    )
 
 
 def make_report(
@@ -130,16 +135,26 @@ def to_json(report: Report) -> dict[str, Any]:
     prepared, decode = report.prepared, report.efficiency
     fields = ("params_bytes", "pool_bytes", "state_bytes", "code_bytes", "used_bytes", "num_executables")
     return {
-        "model": report.model, "target": str(prepared.target), "mesh": dict(prepared.mesh.shape),
-        "config": dataclasses.asdict(prepared.config), "device_bytes": prepared.target.chip.usable_bytes,
+        "model": report.model,
+        "target": str(prepared.target),
+        "mesh": dict(prepared.mesh.shape),
+        "config": dataclasses.asdict(prepared.config),
+        "device_bytes": prepared.target.chip.usable_bytes,
         **{name: getattr(report, name) for name in fields},
         "executables": [
             {f.name: getattr(e, f.name) for f in dataclasses.fields(e) if f.name != "text"} for e in report.executables
         ],
-        "decode": dataclasses.asdict(decode) | {
-            "name": report.decode.name, "launches": report.decode.launches, "fewest_bytes": decode.fewest,
-            "moved_bytes": decode.total, "static_efficiency": decode.ratio, "floor_ms": decode.floor_ms,
-            "kv_ratio": decode.kv_ratio, "uncached_ratio": decode.uncached_ratio, "other_ratio": decode.other_ratio,
+        "decode": dataclasses.asdict(decode)
+        | {
+            "name": report.decode.name,
+            "launches": report.decode.launches,
+            "fewest_bytes": decode.fewest,
+            "moved_bytes": decode.total,
+            "static_efficiency": decode.ratio,
+            "floor_ms": decode.floor_ms,
+            "kv_ratio": decode.kv_ratio,
+            "uncached_ratio": decode.uncached_ratio,
+            "other_ratio": decode.other_ratio,
         },
         "largest": report.largest.name,
-    }  # fmt: skip
+    }

@@ -37,17 +37,24 @@ def _memory(report: Report) -> Iterator[str]:
     chip, step = report.prepared.target.chip, report.largest
     yield f"Memory of each device, GB; {chip.usable_bytes / 1e9:.2f} may be used"
     rows = {
-        "parameters": report.params_bytes, "KV pool": report.pool_bytes, "slots and sampling": report.state_bytes,
-        f"temporaries of '{step.name}'": step.temp_bytes, f"results of '{step.name}'": step.output_bytes,
+        "parameters": report.params_bytes,
+        "KV pool": report.pool_bytes,
+        "slots and sampling": report.state_bytes,
+        f"temporaries of '{step.name}'": step.temp_bytes,
+        f"results of '{step.name}'": step.output_bytes,
         f"code of {len(report.executables)} executables": report.code_bytes,
-        "in all": report.used_bytes, "free": chip.usable_bytes - report.used_bytes,
-    }  # fmt: skip
+        "in all": report.used_bytes,
+        "free": chip.usable_bytes - report.used_bytes,
+    }
     yield from (f"  {name:<34}{size / 1e9:>10.3f}" for name, size in rows.items())
     for e in dict.fromkeys((report.decode, report.largest)):
         sizes = {
-            "arguments": e.argument_bytes, "of which updated in place": e.alias_bytes, "results": e.output_bytes,
-            "temporaries": e.temp_bytes, "code": e.code_bytes,
-        }  # fmt: skip
+            "arguments": e.argument_bytes,
+            "of which updated in place": e.alias_bytes,
+            "results": e.output_bytes,
+            "temporaries": e.temp_bytes,
+            "code": e.code_bytes,
+        }
         yield f"  '{e.name}': " + ", ".join(f"{name} {size / 1e9:.3f}" for name, size in sizes.items())
 
 

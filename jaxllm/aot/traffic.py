@@ -71,8 +71,10 @@ class _Counter:
         if op.opcode == "while":
             return self._loop(op, given, runs)
         if op.opcode in _CALLS and op.called:
-            results = [self.walk(self.module.computations[name], self._arguments(op, given, i), runs)
-                       for i, name in enumerate(op.called)]  # fmt: skip
+            results = [
+                self.walk(self.module.computations[name], self._arguments(op, given, i), runs)
+                for i, name in enumerate(op.called)
+            ]
             return results[0] if op.opcode == "call" else _spread(op.shape, OTHER)
         if op.opcode in _FREE or op.opcode.endswith(("-done", "-update")) or op.custom_call_target in _FREE_TARGETS:
             return _passed_on(op, given)

@@ -33,9 +33,12 @@ def output_fields(output: RequestOutput, *, token_ids: bool) -> dict[str, Any]:
 
 def _completion(completion: CompletionOutput, *, token_ids: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "index": completion.index, "text": completion.text, "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason, "num_tokens": len(completion.token_ids),
-    }  # fmt: skip
+        "index": completion.index,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_tokens": len(completion.token_ids),
+    }
     if token_ids or completion.logprobs is not None:
         fields["token_ids"] = completion.token_ids
     if completion.cumulative_logprob is not None:

@@ -129,9 +129,13 @@ class Batch:
         self._running: dict[int, Line] = {}
         self._start_s = time.perf_counter()
         self._bar = tqdm(
-            total=num_requests, initial=results.num_done, desc="requests", unit="req", file=sys.stderr,
+            total=num_requests,
+            initial=results.num_done,
+            desc="requests",
+            unit="req",
+            file=sys.stderr,
             disable=True if job.quiet else None,
-        )  # fmt: skip
+        )
 
     def run(self, lines: Iterator[Line | BadLine]) -> None:
         """Ends when all lines are done, after a bad line when what runs is done, or at an interrupt."""

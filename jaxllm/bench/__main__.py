@@ -66,10 +66,13 @@ def _add_memory(commands: Any) -> None:
     add = parser.add_argument
     add("--requests", type=int, default=1000, metavar="N", help="of each trace of lengths (default: 1000)")
     add(
-        "--beam-requests", type=int, default=16, metavar="N",
+        "--beam-requests",
+        type=int,
+        default=16,
+        metavar="N",
         help="searches with ShareGPT-like lengths, by the embedded model; eight times as many with Alpaca-like ones, "
         "which are short (default: 16)",
-    )  # fmt: skip
+    )
     add("--no-beams", action="store_true", help="leave out the searches, which take longest")
     add("--max-len", type=int, default=2048, metavar="N", help="most tokens of a sequence (default: 2048)")
     add("--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals (default: 0)")
@@ -119,9 +122,13 @@ def _throughput(arguments: argparse.Namespace) -> int:
     from jaxllm.bench import throughput
 
     report = throughput.run(
-        model, kinds=arguments.kinds, scale=arguments.scale, repeats=arguments.repeats, seed=arguments.seed,
+        model,
+        kinds=arguments.kinds,
+        scale=arguments.scale,
+        repeats=arguments.repeats,
+        seed=arguments.seed,
         vocab=arguments.vocab,
-    )  # fmt: skip
+    )
     return _print(report, throughput.table, arguments)
 
 
@@ -188,9 +195,11 @@ def _memory(arguments: argparse.Namespace) -> int:
     if not arguments.no_beams:
         setup_compilation_cache()
     report = memory.run(
-        requests=arguments.requests, beam_requests=0 if arguments.no_beams else arguments.beam_requests,
-        seed=arguments.seed, max_len=arguments.max_len,
-    )  # fmt: skip
+        requests=arguments.requests,
+        beam_requests=0 if arguments.no_beams else arguments.beam_requests,
+        seed=arguments.seed,
+        max_len=arguments.max_len,
+    )
     _print(report, memory.table, arguments)
     if plot is not None:
         memory_plot.draw(report, plot)
@@ -203,9 +212,14 @@ def _print(report: dict[str, Any], table: Callable[[dict[str, Any]], str], argum
 
 
 _COMMANDS = {
-    "throughput": _throughput, "latency": _latency, "startup": _startup,
-    "preemption": _preemption, "serve": _serve, "steps": _steps, "memory": _memory,
-}  # fmt: skip
+    "throughput": _throughput,
+    "latency": _latency,
+    "startup": _startup,
+    "preemption": _preemption,
+    "serve": _serve,
+    "steps": _steps,
+    "memory": _memory,
+}
 
 
 if __name__ == "__main__":

@@ -49,10 +49,15 @@ def run(
                 bar.update()
         about = report.about(llm, model=model.get("model"), dummy_weights=model["dummy_weights"])
     options = {
-        "batch_size": batch_size, "input_len": input_len, "output_len": output_len, "repeats": repeats, "seed": seed,
-        "vocab": vocab, "prefix_caching": about["engine"]["enable_prefix_caching"],
+        "batch_size": batch_size,
+        "input_len": input_len,
+        "output_len": output_len,
+        "repeats": repeats,
+        "seed": seed,
+        "vocab": vocab,
+        "prefix_caching": about["engine"]["enable_prefix_caching"],
         "prefix_cache_at_start_of_run": "empty",
-    }  # fmt: skip
+    }
     times = Times(*(sum(parts, []) for parts in zip(*runs, strict=True)))
     return {"benchmark": "latency", **about, "options": options, "results": summary(times)}
 

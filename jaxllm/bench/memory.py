@@ -34,9 +34,11 @@ LOAD = 0.7  # of the pool or of the seats, by sequences that share nothing: litt
 # Published in the paper, in percent: memory without a token (figure 2), savings of 2 and of 6 sequences (section 6.3).
 PAPER_WASTED = {"max": 79.6, "pow2": 73.2, "oracle": 61.8, "blocks": 3.7}
 PAPER_SAVED = {
-    ("samples", "alpaca"): (6.1, 9.8), ("samples", "sharegpt"): (16.2, 30.5),
-    ("beams", "alpaca"): (37.6, 55.2), ("beams", "sharegpt"): (44.3, 66.3),
-}  # fmt: skip
+    ("samples", "alpaca"): (6.1, 9.8),
+    ("samples", "sharegpt"): (16.2, 30.5),
+    ("beams", "alpaca"): (37.6, 55.2),
+    ("beams", "sharegpt"): (44.3, 66.3),
+}
 
 
 @dataclass
@@ -120,11 +122,16 @@ def _group(item: Item, n: int, arrival: int, rng: random.Random) -> SequenceGrou
     group = SequenceGroup([])
     group.members = [
         Request(
-            prompt_token_ids=prompt, params=params, arrival=arrival + i, seed=0, sample_index=i, group=group,
+            prompt_token_ids=prompt,
+            params=params,
+            arrival=arrival + i,
+            seed=0,
+            sample_index=i,
+            group=group,
             max_total_len=item.prompt_len + item.output_len,
         )
         for i in range(n)
-    ]  # fmt: skip
+    ]
     return group
 
 
@@ -143,18 +150,28 @@ def run(*, requests: int, beam_requests: int, seed: int, max_len: int) -> dict[s
         wasted = [row for each in traces.values() for row in _wasted(each, seed, max_len, bar.update)]
         saved = [row for each in traces.values() for row in _saved_by_samples(each, seed, bar.update)]
     report = {
-        "benchmark": "memory", "date": datetime.date.today().isoformat(), "python": platform.python_version(),
+        "benchmark": "memory",
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
         "options": {
-            "requests": requests, "beam_requests": beam_requests, "seed": seed, "max_len": max_len,
-            "pool_slots": POOL_SLOTS, "max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+            "requests": requests,
+            "beam_requests": beam_requests,
+            "seed": seed,
+            "max_len": max_len,
+            "pool_slots": POOL_SLOTS,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
             "load": LOAD,
         },
         "traces": {name: each.summary for name, each in traces.items()},
-        "wasted": wasted, "saved": saved, "beams": None,
+        "wasted": wasted,
+        "saved": saved,
+        "beams": None,
         "paper_percent": {
-            "wasted": PAPER_WASTED, "saved": {" ".join(key): list(ends) for key, ends in PAPER_SAVED.items()},
+            "wasted": PAPER_WASTED,
+            "saved": {" ".join(key): list(ends) for key, ends in PAPER_SAVED.items()},
         },
-    }  # fmt: skip
+    }
     if beam_requests:
         from jaxllm.bench import memory_beams
 
@@ -178,9 +195,13 @@ def _wasted(each: Trace, seed: int, max_len: int, tick: Callable[[], Any]) -> li
     rows = []
     for name, reserved in contiguous.RESERVED.items():
         usage = contiguous.simulate(
-            items, arrivals, partial(reserved, max_len=max_len), num_slots=POOL_SLOTS, max_num_seqs=MAX_NUM_SEQS,
+            items,
+            arrivals,
+            partial(reserved, max_len=max_len),
+            num_slots=POOL_SLOTS,
+            max_num_seqs=MAX_NUM_SEQS,
             max_tokens=MAX_NUM_BATCHED_TOKENS,
-        )  # fmt: skip
+        )
         figures = {"wasted": usage.wasted, "steps": usage.steps, "preemptions": 0}
         rows.append({"trace": each.name, "memory": name, "block_size": None, **figures})
         tick()
@@ -204,9 +225,14 @@ def _saved_by_samples(each: Trace, seed: int, tick: Callable[[], Any]) -> list[d
 
 def saved_row(each: Trace, method: str, width: int, done: Run) -> dict[str, Any]:
     return {
-        "trace": each.name, "method": method, "width": width, "saved": done.usage.saved, "wasted": done.usage.wasted,
-        "steps": done.steps, "preemptions": done.preemptions,
-    }  # fmt: skip
+        "trace": each.name,
+        "method": method,
+        "width": width,
+        "saved": done.usage.saved,
+        "wasted": done.usage.wasted,
+        "steps": done.steps,
+        "preemptions": done.preemptions,
+    }
 
 
 def _arrivals(each: Trace, n: int, seed: int) -> list[float]:

@@ -29,9 +29,12 @@ _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "encodings", "lib2to3"
 def open_embedded() -> LLM:
     """The embedded model, all compiled, with a pool that holds as many of its longest sequences as can run."""
     llm = LLM(
-        max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        block_size=BLOCK_SIZE, num_blocks=MAX_NUM_SEQS * MAX_MODEL_LEN // BLOCK_SIZE,
-    )  # fmt: skip
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        block_size=BLOCK_SIZE,
+        num_blocks=MAX_NUM_SEQS * MAX_MODEL_LEN // BLOCK_SIZE,
+    )
     llm.wait_compiled()
     return llm
 
@@ -40,13 +43,12 @@ def measure(*, requests: int, seed: int) -> tuple[list[dict[str, Any]], dict[str
     """Rows of the report, and what they were measured on. `requests` are those of ShareGPT-like lengths, which are cut
     to the model's context."""
     rows = []
-    with open_embedded() as llm, tqdm(
-        total=len(trace.MEANS) * len(WIDTHS), desc="searching", unit="run", disable=None, leave=False
-    ) as bar:  # fmt: skip
+    with (
+        open_embedded() as llm,
+        tqdm(total=len(trace.MEANS) * len(WIDTHS), desc="searching", unit="run", disable=None, leave=False) as bar,
+    ):
         max_len = llm.engine.config.max_model_len
-        traces = {
-            name: trace.make(name, MORE[name] * requests, seed=seed, max_len=max_len) for name in trace.MEANS
-        }  # fmt: skip
+        traces = {name: trace.make(name, MORE[name] * requests, seed=seed, max_len=max_len) for name in trace.MEANS}
         for each in traces.values():
             prompts = source_prompts(llm.tokenizer, [item.prompt_len for item in each.items], seed)
             lengths = [item.output_len for item in each.items]

@@ -13,9 +13,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="one JSON object instead of a table")
     add_engine_arguments(parser)
     add(
-        "--dummy-weights", action="store_true",
+        "--dummy-weights",
+        action="store_true",
         help="random parameters: --model needs no more than its config.json, and may be that file",
-    )  # fmt: skip
+    )
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:

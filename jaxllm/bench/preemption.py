@@ -16,20 +16,17 @@ from jaxllm.sampling_params import SamplingParams
 
 CAPPED = "none"  # as a kind of preemption
 _COLUMNS = (
-    ("wall_s", "wall s", ".3f"), ("output_tokens_per_s", "output/s", ".1f"), ("share_of_capped", "of capped", ".2f"),
-    ("preempted", "preempted", "d"), ("swapped", "swapped", "d"), ("blocks_swapped_out", "blocks out", "d"),
-)  # fmt: skip
+    ("wall_s", "wall s", ".3f"),
+    ("output_tokens_per_s", "output/s", ".1f"),
+    ("share_of_capped", "of capped", ".2f"),
+    ("preempted", "preempted", "d"),
+    ("swapped", "swapped", "d"),
+    ("blocks_swapped_out", "blocks out", "d"),
+)
 
 
 def run(
-    model: dict[str, Any],
-    *,
-    requests: int,
-    input_len: int,
-    output_len: int,
-    overcommit: float,
-    repeats: int,
-    seed: int,
+    model: dict[str, Any], *, requests: int, input_len: int, output_len: int, overcommit: float, repeats: int, seed: int
 ) -> dict[str, Any]:
     """The report. `model` are the arguments of `open_llm`; all requests want `overcommit` times what the pool holds."""
     block_size = model.get("block_size") or _default_block_size()
@@ -49,9 +46,15 @@ def run(
     for row in rows:
         row["share_of_capped"] = row["output_tokens_per_s"] / rows[0]["output_tokens_per_s"]
     options = {
-        "requests": requests, "input_len": input_len, "output_len": output_len, "overcommit": overcommit,
-        "repeats": repeats, "seed": seed, "vocab": vocab, "capped_num_seqs": num_blocks // blocks_each,
-    }  # fmt: skip
+        "requests": requests,
+        "input_len": input_len,
+        "output_len": output_len,
+        "overcommit": overcommit,
+        "repeats": repeats,
+        "seed": seed,
+        "vocab": vocab,
+        "capped_num_seqs": num_blocks // blocks_each,
+    }
     return {"benchmark": "preemption", **about, "options": options, "results": rows}
 
 

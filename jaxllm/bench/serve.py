@@ -93,8 +93,15 @@ def server_options(engine: dict[str, Any]) -> list[str]:
 
 
 async def stream(port: int, prompt: list[int], output_len: int) -> Sample:
-    body = {"model": "bench", "prompt": prompt, "max_tokens": output_len, "ignore_eos": True, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    body = {
+        "model": "bench",
+        "prompt": prompt,
+        "max_tokens": output_len,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
     start = time.monotonic()
@@ -201,14 +208,21 @@ def run(engine: dict[str, Any], *, streams: int, seconds: float, input_len: int,
         status = child.stop()
     good = [sample for sample in samples if sample.error is None]
     return {
-        "date": datetime.date.today().isoformat(), "streams": streams, "seconds": round(elapsed_s, 2), **sizes,
-        "requests": len(samples), "errors": sorted({s.error for s in samples if s.error is not None}),
+        "date": datetime.date.today().isoformat(),
+        "streams": streams,
+        "seconds": round(elapsed_s, 2),
+        **sizes,
+        "requests": len(samples),
+        "errors": sorted({s.error for s in samples if s.error is not None}),
         "failed": len(samples) - len(good),
         "tokens_per_s": round(sum(sample.num_tokens for sample in good) / elapsed_s, 1),
         "time_to_first_token_ms": _percentiles([sample.first_s for sample in good]),
         "time_per_output_token_ms": _percentiles([sample.per_token_s for sample in good]),
-        "rss_mb": memory, "left": left, "exit_status": status, "last_log": [line.strip() for line in child.log[-3:]],
-    }  # fmt: skip
+        "rss_mb": memory,
+        "left": left,
+        "exit_status": status,
+        "last_log": [line.strip() for line in child.log[-3:]],
+    }
 
 
 async def _few(port: int, given: list[list[int]], output_len: int) -> list[Sample]:
@@ -250,10 +264,14 @@ def compare(engine: dict[str, Any], *, streams: int, input_len: int, output_len:
         llm.close()
     ratios = [http / library for http, library in zip(rates["http"], rates["library"], strict=True)]
     return {
-        "date": datetime.date.today().isoformat(), "streams": streams, "input_len": input_len,
-        "output_len": output_len, "tokens_per_s": {name: [round(x, 1) for x in found] for name, found in rates.items()},
-        "ratios": [round(ratio, 3) for ratio in ratios], "median_ratio": round(statistics.median(ratios), 3),
-    }  # fmt: skip
+        "date": datetime.date.today().isoformat(),
+        "streams": streams,
+        "input_len": input_len,
+        "output_len": output_len,
+        "tokens_per_s": {name: [round(x, 1) for x in found] for name, found in rates.items()},
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "median_ratio": round(statistics.median(ratios), 3),
+    }
 
 
 def table(report: dict[str, Any]) -> str:

@@ -85,10 +85,7 @@ def _check_end(code: int, errors: str) -> None:
 
 
 def table(results: dict[str, Any]) -> str:
-    lines = [
-        report.heading(results),
-        f"{'cache':<8}" + "".join(f"{event.replace('_', ' '):>14}" for event in EVENTS),
-    ]
+    lines = [report.heading(results), f"{'cache':<8}" + "".join(f"{event.replace('_', ' '):>14}" for event in EVENTS)]
     for name, row in results["results"].items():
         lines.append(f"{name:<8}" + "".join(f"{row[f'{event}_s']:>14.2f}" for event in EVENTS))
     return "\n".join([*lines, f"seconds from the start of the process; medians of {results['options']['repeats']}"])

@@ -19,9 +19,17 @@ from jaxllm.sampling_params import SamplingParams
 
 def tiny_model() -> llama.Model:
     cfg = llama.Config(
-        vocab=512, embed=16, num_layers=2, heads=2, kv_heads=1, head_dim=8, mlp=32, rope=Rope(theta=1e4), max_len=1024,
+        vocab=512,
+        embed=16,
+        num_layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        mlp=32,
+        rope=Rope(theta=1e4),
+        max_len=1024,
         dtype=jnp.float32,
-    )  # fmt: skip
+    )
     return llama.Model(cfg, rngs=nnx.Rngs(params=0))
 
 

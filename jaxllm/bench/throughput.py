@@ -20,11 +20,17 @@ from jaxllm.sampling_params import SamplingParams
 
 WARM_UP_SEED = 99  # added to the workload's
 _COLUMNS = (
-    ("requests", "requests", "d"), ("prompt_tokens", "prompt", "d"), ("output_tokens", "output", "d"),
-    ("wall_s", "wall s", ".3f"), ("best_wall_s", "best s", ".3f"), ("output_tokens_per_s", "output/s", ".1f"),
-    ("best_output_tokens_per_s", "best/s", ".1f"), ("total_tokens_per_s", "total/s", ".1f"),
-    ("cached_tokens", "cached", "d"), ("preemptions", "preempted", "d"),
-)  # fmt: skip
+    ("requests", "requests", "d"),
+    ("prompt_tokens", "prompt", "d"),
+    ("output_tokens", "output", "d"),
+    ("wall_s", "wall s", ".3f"),
+    ("best_wall_s", "best s", ".3f"),
+    ("output_tokens_per_s", "output/s", ".1f"),
+    ("best_output_tokens_per_s", "best/s", ".1f"),
+    ("total_tokens_per_s", "total/s", ".1f"),
+    ("cached_tokens", "cached", "d"),
+    ("preemptions", "preempted", "d"),
+)
 
 
 class Run(NamedTuple):
@@ -58,9 +64,14 @@ def run(
             ]
         about = report.about(llm, model=model.get("model"), dummy_weights=model["dummy_weights"])
     options = {
-        "kinds": list(kinds), "scale": scale, "repeats": repeats, "seed": seed, "vocab": vocab,
-        "prefix_caching": about["engine"]["enable_prefix_caching"], "prefix_cache_at_start_of_run": "empty",
-    }  # fmt: skip
+        "kinds": list(kinds),
+        "scale": scale,
+        "repeats": repeats,
+        "seed": seed,
+        "vocab": vocab,
+        "prefix_caching": about["engine"]["enable_prefix_caching"],
+        "prefix_cache_at_start_of_run": "empty",
+    }
     return {"benchmark": "throughput", **about, "options": options, "results": results}
 
 
@@ -104,12 +115,16 @@ def _run_once(llm: Any, items: Sequence[Item], clock: Callable[[], float]) -> Ru
     prompts = [{"prompt_token_ids": item.prompt_token_ids} for item in items]
     params = [
         SamplingParams(
-            n=item.n, temperature=1.0 if item.n > 1 or item.is_apart else 0.0, max_tokens=item.max_tokens,
-            ignore_eos=True, detokenize=False, beam_width=item.beam_width,
+            n=item.n,
+            temperature=1.0 if item.n > 1 or item.is_apart else 0.0,
+            max_tokens=item.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            beam_width=item.beam_width,
             skip_reading_prefix_cache=item.is_apart or None,
         )
         for item in items
-    ]  # fmt: skip
+    ]
     llm.engine.scheduler.pool.forget_keys()
     before = llm.stats()
     start = clock()

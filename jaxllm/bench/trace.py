@@ -27,9 +27,11 @@ class Trace(NamedTuple):
     def summary(self) -> dict[str, Any]:
         prompts, outputs = zip(*self.items, strict=True)
         return {
-            "requests": len(self.items), "cut": self.num_cut, "mean_prompt_len": sum(prompts) / len(prompts),
+            "requests": len(self.items),
+            "cut": self.num_cut,
+            "mean_prompt_len": sum(prompts) / len(prompts),
             "mean_output_len": sum(outputs) / len(outputs),
-        }  # fmt: skip
+        }
 
 
 def make(name: str, requests: int, *, seed: int, max_len: int) -> Trace:

@@ -17,22 +17,40 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float
 # Far above any model that exists, and low enough that a damaged file cannot ask for terabytes.
 _MAX_LEN = 2**30
 _SIZES = {
-    "vocab_size": 2**24, "hidden_size": 2**18, "num_hidden_layers": 2**10, "num_attention_heads": 2**12,
-    "intermediate_size": 2**20, "ffn_dim": 2**20, "max_position_embeddings": _MAX_LEN,
-}  # fmt: skip
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**12,
+    "intermediate_size": 2**20,
+    "ffn_dim": 2**20,
+    "max_position_embeddings": _MAX_LEN,
+}
 _OPTIONAL_SIZES = {
-    "num_key_value_heads": 2**12, "head_dim": 2**12, "word_embed_proj_dim": 2**18, "sliding_window": _MAX_LEN,
-    "sliding_window_pattern": 2**10, "original_max_position_embeddings": _MAX_LEN,
-}  # fmt: skip
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**12,
+    "word_embed_proj_dim": 2**18,
+    "sliding_window": _MAX_LEN,
+    "sliding_window_pattern": 2**10,
+    "original_max_position_embeddings": _MAX_LEN,
+}
 _FLAGS = (
-    "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_bidirectional_attention",
-    "do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine", "enable_bias",
-)  # fmt: skip
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "use_bidirectional_attention",
+    "do_layer_norm_before",
+    "_remove_final_layer_norm",
+    "layer_norm_elementwise_affine",
+    "enable_bias",
+)
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _OPTIONAL_NUMBERS = ("attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor")
 _ROPE_NUMBERS = {  # those that each kind must have
-    "linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}  # fmt: skip
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 _OPTIONAL_ROPE_NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor")
 
 

@@ -122,10 +122,15 @@ def _rewrite(
     require("torch")
     total = sum(file.stat().st_size for file in weights)
     job = {
-        "task": "weights", "files": [str(file.absolute()) for file in weights], "index": index, "dtype": dtype,
-        "config": {key: hf.get(key) for key in ("architectures",)}, "is_tied": is_tied(hf),
-        "out": str(folder.absolute()), "max_shard_bytes": max_shard_bytes,
-    }  # fmt: skip
+        "task": "weights",
+        "files": [str(file.absolute()) for file in weights],
+        "index": index,
+        "dtype": dtype,
+        "config": {key: hf.get(key) for key in ("architectures",)},
+        "is_tied": is_tied(hf),
+        "out": str(folder.absolute()),
+        "max_shard_bytes": max_shard_bytes,
+    }
     with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None, leave=False) as bar:
         # Tensors that share memory in the source are written, and counted, more than once.
         result = run(job, lambda count: bar.update(min(count, total - bar.n)))

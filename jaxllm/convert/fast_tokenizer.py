@@ -12,10 +12,22 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 _TEXTS = (
-    "Hello world", " Hello  two", "", " ", "   ", "a\n\nb\tc\r\n", "def f(x):\n    return x + 1  ", "1234567890 3.14",
-    "don't I'll we're THEY'VE", "naïve café, 東京 and 🙂👍🏽", "①②㎏ ﬁ e\u0301 \u00a0x\u3000y",
-    "مرحبا שלום नमस्ते", "x▁y <0x0A>", "aaaaaaa bbbb ----------", "".join(" " * n + "x" for n in range(1, 20)),
-)  # fmt: skip
+    "Hello world",
+    " Hello  two",
+    "",
+    " ",
+    "   ",
+    "a\n\nb\tc\r\n",
+    "def f(x):\n    return x + 1  ",
+    "1234567890 3.14",
+    "don't I'll we're THEY'VE",
+    "naïve café, 東京 and 🙂👍🏽",
+    "①②㎏ ﬁ e\u0301 \u00a0x\u3000y",
+    "مرحبا שלום नमस्ते",
+    "x▁y <0x0A>",
+    "aaaaaaa bbbb ----------",
+    "".join(" " * n + "x" for n in range(1, 20)),
+)
 _NUM_VOCABULARY_TEXTS, _PIECES_IN_TEXT, _NUM_SPECIAL_TEXTS = 16, 64, 64
 
 
@@ -80,11 +92,14 @@ def _added_tokens(names: Mapping[str, str], job: Mapping[str, Any]) -> list[Adde
     special = dict.fromkeys([*names.values(), *job["additional_special_tokens"]])
     added = {
         token["content"]: AddedToken(
-            token["content"], lstrip=token["lstrip"], rstrip=token["rstrip"], normalized=False,
+            token["content"],
+            lstrip=token["lstrip"],
+            rstrip=token["rstrip"],
+            normalized=False,
             special=token["special"] or token["content"] in special,
         )
         for token in sorted(job["added"], key=lambda token: token["id"])
-    }  # fmt: skip
+    }
     rest = [AddedToken(name, normalized=False, special=True) for name in special if name not in added]
     return [*added.values(), *rest]
 

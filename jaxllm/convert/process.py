@@ -43,9 +43,15 @@ def run(job: dict[str, Any], on_bytes: Callable[[int], None] = lambda count: Non
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     with tempfile.TemporaryFile() as errors:
         worker = subprocess.Popen(
-            [sys.executable, "-I", "-c", _BOOT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-            env=environment | {"CUDA_VISIBLE_DEVICES": ""}, start_new_session=True, text=True, encoding="utf-8",
-        )  # fmt: skip
+            [sys.executable, "-I", "-c", _BOOT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+            text=True,
+            encoding="utf-8",
+        )
         try:
             _send(worker, job | {"sys_path": _search_path()})
             for line in worker.stdout:

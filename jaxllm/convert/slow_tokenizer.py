@@ -17,9 +17,15 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _MAX_ID = 2**24
 # They name other files or classes, or are told by tokenizer.json.
 _LEFT_OUT = (
-    "auto_map", "tokenizer_file", "special_tokens_map_file", "name_or_path", "sp_model_kwargs", "legacy",
-    "added_tokens_decoder", "extra_special_tokens",
-)  # fmt: skip
+    "auto_map",
+    "tokenizer_file",
+    "special_tokens_map_file",
+    "name_or_path",
+    "sp_model_kwargs",
+    "legacy",
+    "added_tokens_decoder",
+    "extra_special_tokens",
+)
 
 
 class _Format(NamedTuple):
@@ -40,10 +46,16 @@ _CLASSES = {
     "GPT2Tokenizer": ("byte_level", False),
 }
 _CLASS_OF_MODEL = {
-    "llama": "LlamaTokenizer", "mistral": "LlamaTokenizer", "mixtral": "LlamaTokenizer", "phi3": "LlamaTokenizer",
-    "gemma": "GemmaTokenizer", "gemma2": "GemmaTokenizer", "gemma3_text": "GemmaTokenizer",
-    "gpt2": "GPT2Tokenizer", "opt": "GPT2Tokenizer",
-}  # fmt: skip
+    "llama": "LlamaTokenizer",
+    "mistral": "LlamaTokenizer",
+    "mixtral": "LlamaTokenizer",
+    "phi3": "LlamaTokenizer",
+    "gemma": "GemmaTokenizer",
+    "gemma2": "GemmaTokenizer",
+    "gemma3_text": "GemmaTokenizer",
+    "gpt2": "GPT2Tokenizer",
+    "opt": "GPT2Tokenizer",
+}
 
 
 def write_tokenizer(src: Path, out: Path, hf: Mapping[str, Any]) -> str:
@@ -80,12 +92,17 @@ def _convert(src: Path, out: Path, hf: Mapping[str, Any], form: _Format) -> None
         if file.stat().st_size > MAX_FILE_BYTES:
             raise ModelFormatError(f"{file} is larger than {MAX_FILE_BYTES} bytes; download it again")
     job = {
-        "task": "tokenizer", "kind": form.kind, "files": [str(file.absolute()) for file in files],
-        "out": str((out / FILE).absolute()), "names": _special_names(src, config, special),
+        "task": "tokenizer",
+        "kind": form.kind,
+        "files": [str(file.absolute()) for file in files],
+        "out": str((out / FILE).absolute()),
+        "names": _special_names(src, config, special),
         "additional_special_tokens": _additional(src, config) or _additional(src, special),
-        "added": _added(src, config), "add_bos_token": begins, "add_eos_token": ends,
+        "added": _added(src, config),
+        "add_bos_token": begins,
+        "add_eos_token": ends,
         "is_legacy": config.get("legacy") is not False,
-    }  # fmt: skip
+    }
     result = run(job)
     config = {key: value for key, value in config.items() if key not in _LEFT_OUT} | result["names"]
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": begins, "add_eos_token": ends}

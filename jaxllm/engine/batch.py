@@ -181,13 +181,21 @@ def _packed_params(request: Request) -> np.ndarray:
     params, seed = request.params, request.seed % 2**64
     temperature = 0.0 if request.group.is_search else params.temperature  # nothing is drawn for a beam
     floats = (
-        temperature, params.top_p, params.min_p,
-        params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
-    )  # fmt: skip
+        temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
     ints = (
-        request.sample_index, max(params.top_k, 0), min(len(request.prompt_token_ids) + params.min_tokens, 2**31 - 1),
-        params.alters_logits, params.tracks_logprobs, request.group.is_search,
-    )  # fmt: skip
+        request.sample_index,
+        max(params.top_k, 0),
+        min(len(request.prompt_token_ids) + params.min_tokens, 2**31 - 1),
+        params.alters_logits,
+        params.tracks_logprobs,
+        request.group.is_search,
+    )
     stop_ids = np.full(NUM_STOP_IDS, -1, np.int32)
     stop_ids[: len(request.stop_ids)] = sorted(request.stop_ids)
     bits = [np.array(floats, np.float32), np.array([seed >> 32, seed % 2**32], np.uint32)]

@@ -23,9 +23,12 @@ def start(members: list[Request], text: Any = None) -> SequenceGroup:
     first = members[0]
     params = first.params
     search = BeamSearch(
-        width=params.beam_width, length_penalty=params.length_penalty, early_stopping=params.early_stopping,
-        max_new_tokens=first.max_total_len - len(first.prompt_token_ids), num_stop_ids=len(first.stop_ids),
-    )  # fmt: skip
+        width=params.beam_width,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        max_new_tokens=first.max_total_len - len(first.prompt_token_ids),
+        num_stop_ids=len(first.stop_ids),
+    )
     group = SequenceGroup(members, Round(search, [Line([], [], text, first.matcher)]), members[:1])
     for member in members:
         member.group = group
@@ -135,9 +138,20 @@ def results(group: SequenceGroup, reason: FinishReason, error: str | None) -> li
 
 def _result(first: Request, index: int, line: Line, why: tuple[Any, Any], error: str | None) -> Request:
     return Request(
-        prompt_token_ids=first.prompt_token_ids, params=first.params, arrival=first.arrival, seed=first.seed,
-        max_total_len=first.max_total_len, sample_index=index, owner=first.owner, output_token_ids=line.token_ids,
-        logprobs=line.logprobs, prompt_logprobs=first.prompt_logprobs, num_cached=first.num_cached,
+        prompt_token_ids=first.prompt_token_ids,
+        params=first.params,
+        arrival=first.arrival,
+        seed=first.seed,
+        max_total_len=first.max_total_len,
+        sample_index=index,
+        owner=first.owner,
+        output_token_ids=line.token_ids,
+        logprobs=line.logprobs,
+        prompt_logprobs=first.prompt_logprobs,
+        num_cached=first.num_cached,
         stop_ids=first.stop_ids,
-        status=Status.FINISHED, finish_reason=why[0], stop_reason=why[1], error=error,
-    )  # fmt: skip
+        status=Status.FINISHED,
+        finish_reason=why[0],
+        stop_reason=why[1],
+        error=error,
+    )

@@ -22,9 +22,7 @@ class CompilePlan:
     """
 
     def __init__(
-        self,
-        jobs: Mapping[Hashable, Job],
-        check: Callable[[Hashable, Any], None] = lambda name, compiled: None,
+        self, jobs: Mapping[Hashable, Job], check: Callable[[Hashable, Any], None] = lambda name, compiled: None
     ):
         self._check = check
         self.names = tuple(jobs)

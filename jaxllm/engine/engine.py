@@ -88,9 +88,13 @@ class Engine:
         prompt_token_ids = self.validate(prompt_token_ids, params)
         grammar = grammar or self.compile_grammar(params)
         group = Group(
-            request_id=request_id, prompt=prompt, prompt_token_ids=prompt_token_ids, params=params,
-            tokenizer=self.tokenizer, stream=stream,
-        )  # fmt: skip
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            tokenizer=self.tokenizer,
+            stream=stream,
+        )
         siblings = self._siblings(group, priority, grammar)
         self._groups[request_id] = group
         self.scheduler.add(siblings)
@@ -148,11 +152,20 @@ class Engine:
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
         return Request(
-            prompt_token_ids=prompt, params=params, arrival=next(self._arrivals), seed=seed, sample_index=index,
-            max_total_len=limit, stop_ids=eos_ids.union(params.stop_token_ids), eos_ids=eos_ids, priority=priority,
-            bad_words=bad_words, owner=group, host_dependent=params.beam_width is not None or grammar is not None,
+            prompt_token_ids=prompt,
+            params=params,
+            arrival=next(self._arrivals),
+            seed=seed,
+            sample_index=index,
+            max_total_len=limit,
+            stop_ids=eos_ids.union(params.stop_token_ids),
+            eos_ids=eos_ids,
+            priority=priority,
+            bad_words=bad_words,
+            owner=group,
+            host_dependent=params.beam_width is not None or grammar is not None,
             matcher=None if grammar is None else grammar.matcher(),
-        )  # fmt: skip
+        )
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request at any time and frees its blocks; None if there is no such request (any more)."""

@@ -217,9 +217,12 @@ class Lowering:
         fn = partial(step, model_shape=self.model_shape, layout=layout, mesh=self.mesh)
         everywhere = replicated(self.mesh)
         out = (
-            [pool.sharding for pool in state.kv_pools], jax.tree.map(lambda _: everywhere, state.slots),
-            everywhere, self._logits(layout.seqs).sharding, everywhere,
-        )  # fmt: skip
+            [pool.sharding for pool in state.kv_pools],
+            jax.tree.map(lambda _: everywhere, state.slots),
+            everywhere,
+            self._logits(layout.seqs).sharding,
+            everywhere,
+        )
         jitted = jax.jit(fn, donate_argnums=(1, 2, 3), out_shardings=out)
         leaves, packed = list(self.model_shape.leaves), self._ints(layout.size)
         return jitted.lower(leaves, state.kv_pools, state.slots, state.hidden, packed)

@@ -19,9 +19,13 @@ MAX_COMPILE_S = 2.0  # of a processor
 MAX_MASK_S = 0.1  # of a processor, for one of the first masks: no step waits longer for a grammar
 _PROBED_TOKENS = 4
 _LIMITS = {
-    "max_items_in_row": 2000, "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000,
-    "max_lexer_states": 50_000, "max_grammar_size": 500_000,
-}  # fmt: skip
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+}
 _MAX_GBNF_CHARS = 1 << 16
 _CACHE_CHARS = 1 << 23  # of the grammars that are kept compiled
 _CACHE_GRAMMARS = 256

@@ -21,11 +21,7 @@ class Preemption:
     """
 
     def __init__(
-        self,
-        queue: WaitingQueue,
-        residents: Residents,
-        prefers_swap: Callable[[int, int], bool],
-        max_host_blocks: int,
+        self, queue: WaitingQueue, residents: Residents, prefers_swap: Callable[[int, int], bool], max_host_blocks: int
     ):
         self.queue, self.residents, self.pool = queue, residents, residents.pool
         self.max_host_blocks, self.num_host_blocks = max_host_blocks, 0

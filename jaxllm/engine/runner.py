@@ -246,8 +246,10 @@ class Runner:
             log.warning(
                 "a step of %d tokens takes %.2f GB of temporary memory, more than the %.2f GB left beside the KV pool; "
                 "if it runs out of memory, lower max_num_batched_tokens or num_blocks",
-                self.ladder[-1], analysis.temp_size_in_bytes / 1e9, self._temp_bound / 1e9,
-            )  # fmt: skip
+                self.ladder[-1],
+                analysis.temp_size_in_bytes / 1e9,
+                self._temp_bound / 1e9,
+            )
 
 
 def _spans_to_score(plan: Plan) -> list[Span]:

@@ -68,11 +68,21 @@ def empty_slots(max_num_seqs: int, blocks_per_seq: int) -> tuple[Slots, Sampling
     floats = jnp.zeros(max_num_seqs, jnp.float32)
     slots = Slots(jnp.zeros((max_num_seqs, blocks_per_seq), jnp.int32), ints, ints)
     return slots, SamplingTable(
-        seed=jnp.zeros((max_num_seqs, 2), jnp.uint32), sample_index=ints, temperature=floats, top_k=ints,
-        top_p=floats, min_p=floats, min_len=ints, stop_ids=jnp.full((max_num_seqs, NUM_STOP_IDS), -1, jnp.int32),
-        alters_logits=ints, wants_logprobs=ints, is_beam=ints,
-        repetition_penalty=floats, frequency_penalty=floats, presence_penalty=floats,
-    )  # fmt: skip
+        seed=jnp.zeros((max_num_seqs, 2), jnp.uint32),
+        sample_index=ints,
+        temperature=floats,
+        top_k=ints,
+        top_p=floats,
+        min_p=floats,
+        min_len=ints,
+        stop_ids=jnp.full((max_num_seqs, NUM_STOP_IDS), -1, jnp.int32),
+        alters_logits=ints,
+        wants_logprobs=ints,
+        is_beam=ints,
+        repetition_penalty=floats,
+        frequency_penalty=floats,
+        presence_penalty=floats,
+    )
 
 
 def empty_extras(max_num_seqs: int, vocab: int) -> SamplingExtras:

@@ -92,9 +92,16 @@ def create_app(server: Server) -> App:
         "/detokenize": (DetokenizeRequest, _detokenize),
     }
     gets = {
-        "/": _page, "/stats": _stats, "/health": _health, "/ready": _ready, "/version": _version, "/metrics": _metrics,
-        "/v1/models": _models, "/tokenizer_info": _tokenizer_info, "/v1/models/{name:path}": _model,
-    }  # fmt: skip
+        "/": _page,
+        "/stats": _stats,
+        "/health": _health,
+        "/ready": _ready,
+        "/version": _version,
+        "/metrics": _metrics,
+        "/v1/models": _models,
+        "/tokenizer_info": _tokenizer_info,
+        "/v1/models/{name:path}": _model,
+    }
     routes = [Route(path, Post(server, *post), methods=["POST"]) for path, post in posts.items()]
     routes += [Route(path, get(handler), methods=["GET"]) for path, handler in gets.items()]
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
@@ -134,9 +141,11 @@ async def _tokenize(server: Server, request: TokenizeRequest, exchange: Exchange
         text, special = request.prompt, request.add_special_tokens is not False
         if request.messages is not None:
             text = prepare.chat_text(
-                server.model, request.messages, request.tools,
+                server.model,
+                request.messages,
+                request.tools,
                 add_generation_prompt=request.add_generation_prompt is not False,
-            )  # fmt: skip
+            )
             special = bool(request.add_special_tokens)
         ids = prepare.encode(server.model, info, text, "prompt", add_special_tokens=special)
         strings = [server.model.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
@@ -206,9 +215,12 @@ def _metrics(server: Server, request: Request) -> Response:
 def _model_card(server: Server, name: str) -> dict[str, Any]:
     info = server.client.info
     return {
-        "id": name, "object": "model", "created": server.model.created, "owned_by": "jaxllm",
+        "id": name,
+        "object": "model",
+        "created": server.model.created,
+        "owned_by": "jaxllm",
         "max_model_len": None if info is None else info.config.max_model_len,
-    }  # fmt: skip
+    }
 
 
 def _models(server: Server, request: Request) -> Response:

@@ -75,9 +75,10 @@ def prepare_talk(server: Server, info: Any, request: ChatRequest) -> Talk:
     calls = tool_format(config.tool_call_parser, template) if tools else None
     if tools and calls is None:
         raise unsupported(
-            "tools", "it is not known how this model calls tools: its chat template has none of the known formats. "
+            "tools",
+            "it is not known how this model calls tools: its chat template has none of the known formats. "
             "Start the server with --tool-call-parser, or send tool_choice: none",
-        )  # fmt: skip
+        )
     has_thoughts = thinks(config.reasoning_parser, template)
 
     def form_after(prompt: str) -> Form | None:
@@ -174,9 +175,12 @@ class ChatAnswer:
         choice, _ = self._choice(completion.index)
         message = assemble(choice.take(completion))
         finished = {
-            "index": completion.index, "message": message, "logprobs": choice.logprobs(),
-            "finish_reason": choice.finish_reason(completion), "stop_reason": completion.stop_reason,
-        }  # fmt: skip
+            "index": completion.index,
+            "message": message,
+            "logprobs": choice.logprobs(),
+            "finish_reason": choice.finish_reason(completion),
+            "stop_reason": completion.stop_reason,
+        }
         return finished | ({"token_ids": completion.token_ids} if self.request.return_token_ids else {})
 
     async def stream(self, exchange: Exchange, news: AsyncIterator[News]) -> None:

@@ -21,9 +21,7 @@ class CompletionAnswer:
         self._hides_output = request.max_tokens == 0
         self.usage = Usage(jobs, counts_output=not self._hides_output)
         self._n = request.n or 1
-        self._logprobs = {
-            index: CompletionLogprobs(request.logprobs or 0) for index in range(len(jobs) * self._n)
-        }  # fmt: skip
+        self._logprobs = {index: CompletionLogprobs(request.logprobs or 0) for index in range(len(jobs) * self._n)}
         self._scores: dict[int, Any] = {}  # of prompts, which the engine tells once
         self._echoed: set[int] = set()  # choices whose prompt was shown
 
@@ -73,9 +71,11 @@ class CompletionAnswer:
         if self.request.logprobs is not None and not self._hides_output:
             parts.append(self._logprobs[index].part(completion.token_ids, completion.logprobs or []))
         choice = {
-            "index": index, "text": text, "logprobs": joined(parts) if parts else None,
+            "index": index,
+            "text": text,
+            "logprobs": joined(parts) if parts else None,
             "finish_reason": self._reason(completion) if is_last else None,
-        }  # fmt: skip
+        }
         if is_last:
             choice["stop_reason"] = completion.stop_reason
         if self.request.prompt_logprobs is not None and is_first:

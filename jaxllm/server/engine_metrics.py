@@ -35,16 +35,27 @@ _COUNTERS = (
     ("compile_seconds", "Seconds spent compiling.", lambda s: s.compile_s),
 )
 _BY_LABEL = (  # name, help, label, its values
-    ("preemptions_by_kind", "Sequences preempted.", "kind",
-     {"swap": lambda s: s.num_swapped, "recompute": lambda s: s.num_preemptions - s.num_swapped}),
-    ("kv_blocks_swapped", "KV blocks moved to host memory and back.", "direction",
-     {"out": lambda s: s.blocks_swapped_out, "in": lambda s: s.blocks_swapped_in}),
-)  # fmt: skip
+    (
+        "preemptions_by_kind",
+        "Sequences preempted.",
+        "kind",
+        {"swap": lambda s: s.num_swapped, "recompute": lambda s: s.num_preemptions - s.num_swapped},
+    ),
+    (
+        "kv_blocks_swapped",
+        "KV blocks moved to host memory and back.",
+        "direction",
+        {"out": lambda s: s.blocks_swapped_out, "in": lambda s: s.blocks_swapped_in},
+    ),
+)
 _CONFIG = (  # label of cache_config_info, field of EngineConfig
-    ("block_size", "block_size"), ("num_gpu_blocks", "num_blocks"), ("enable_prefix_caching", "enable_prefix_caching"),
-    ("gpu_memory_utilization", "gpu_memory_utilization"), ("max_model_len", "max_model_len"),
+    ("block_size", "block_size"),
+    ("num_gpu_blocks", "num_blocks"),
+    ("enable_prefix_caching", "enable_prefix_caching"),
+    ("gpu_memory_utilization", "gpu_memory_utilization"),
+    ("max_model_len", "max_model_len"),
     ("max_num_seqs", "max_num_seqs"),
-)  # fmt: skip
+)
 
 
 class EngineCollector:

@@ -96,8 +96,11 @@ class EngineLoop:
 
         self._engine.scheduler.check()
         stats = self._engine.stats()
-        log.info("the server has gone; %d of %d blocks are used, and the books are in order",
-                 stats.blocks_used, stats.num_blocks)  # fmt: skip
+        log.info(
+            "the server has gone; %d of %d blocks are used, and the books are in order",
+            stats.blocks_used,
+            stats.num_blocks,
+        )
 
     def _take(self, *, wait: bool) -> bool:
         """Does what has been asked for; with `wait`, at least one thing. False if there is no server any more."""
@@ -151,9 +154,13 @@ class EngineLoop:
     def _add(self, message: wire.Add, params: SamplingParams, grammar: Any = None) -> None:
         try:
             self._engine.add(
-                message.token_ids, params, request_id=message.request_id, priority=message.priority, stream=True,
+                message.token_ids,
+                params,
+                request_id=message.request_id,
+                priority=message.priority,
+                stream=True,
                 grammar=grammar,
-            )  # fmt: skip
+            )
         except ValueError as error:
             self._send(wire.Refused(message.request_id, str(error)))
         except EngineDeadError:

@@ -19,9 +19,15 @@ class APIError(Exception):
     """An answer with an error status. `message` is shown to the client, so it never holds what a bug said."""
 
     def __init__(
-        self, status: int, message: str, *, type: str = "invalid_request_error", code: str | None = None,
-        param: str | None = None, headers: Mapping[str, str] | None = None,
-    ):  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
         super().__init__(message)
         self.status, self.message, self.type, self.code, self.param = status, message, type, code, param
         self.headers = dict(headers or {})
@@ -47,9 +53,11 @@ def too_long(message: str, param: str) -> APIError:
 
 def unauthorized() -> APIError:
     return APIError(
-        401, "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
-        code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
-    )  # fmt: skip
+        401,
+        "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 def unknown_model(name: str, known: list[str]) -> APIError:

@@ -46,8 +46,11 @@ class Exchange:
     async def events(self) -> AsyncIterator[None]:
         """A stream of server-sent events, which ends with this; comments keep it alive while there is nothing."""
         self.is_streaming = True
-        head = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no")]  # fmt: skip
+        head = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
         asides = [asyncio.create_task(self._ping()), asyncio.create_task(self._tell_place())]
         try:
@@ -95,9 +98,13 @@ class Exchange:
 
 
 async def send_body(
-    send: Send, status: int, body: bytes, *, content_type: str = "application/json",
+    send: Send,
+    status: int,
+    body: bytes,
+    *,
+    content_type: str = "application/json",
     headers: Mapping[str, str] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     head = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
     raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in head.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})

@@ -41,22 +41,26 @@ class Usage:
 
     def answer(self) -> dict[str, Any]:
         return {
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-        }  # fmt: skip
+        }
 
 
 async def run(
-    client: EngineClient, metrics: Metrics, jobs: Sequence[Job], *, request_id: str, priority: int,
+    client: EngineClient,
+    metrics: Metrics,
+    jobs: Sequence[Job],
+    *,
+    request_id: str,
+    priority: int,
     record: Record | None = None,
-) -> AsyncIterator[News]:  # fmt: skip
+) -> AsyncIterator[News]:
     """All jobs at once; their deltas as they come. Closing the iterator aborts what is left, and the end of one job
     in an error is the end of all. `record` is told of each that is over. Raises `APIError`, `EngineDeadError`."""
-    streams = [
-        _run_one(client, metrics, job, f"{request_id}-{i}", i, priority, record) for i, job in enumerate(jobs)
-    ]  # fmt: skip
+    streams = [_run_one(client, metrics, job, f"{request_id}-{i}", i, priority, record) for i, job in enumerate(jobs)]
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
             async for news in stream:
@@ -120,9 +124,12 @@ def _check(output: RequestOutput, request_id: str) -> None:
         raise internal(request_id)
     if "abort" in reasons:
         raise APIError(
-            503, "the request was ended by the server", type="service_unavailable_error", code="request_aborted",
+            503,
+            "the request was ended by the server",
+            type="service_unavailable_error",
+            code="request_aborted",
             headers={"Retry-After": "2"},
-        )  # fmt: skip
+        )
 
 
 class Whole:

@@ -12,9 +12,12 @@ from jaxllm.server.schemas import ChatRequest, Sampling, Tool
 from jaxllm.structured_outputs import StructuredOutputs
 
 _OLD_NAMES = {
-    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
     "grammar": "grammar",
-}  # fmt: skip
+}
 _FORMATS = ("text", "json_object", "json_schema")
 _GAP = r"/\n{1,4}/"
 

@@ -13,10 +13,58 @@ from jaxllm.server.engine_metrics import LABELS, PREFIX, EngineCollector
 from jaxllm.server.prepare import Job
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_FIRST = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-_BETWEEN = (.0005, .001, .002, .004, .006, .008, .01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5,
-            10, 20, 40, 80)  # fmt: skip
-_WHOLE = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
+_BETWEEN = (
+    0.0005,
+    0.001,
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _N = (1, 2, 5, 10, 20)
 FINISHED = ("stop", "length", "abort", "error")
 SOURCES = ("local_compute", "local_cache_hit")
@@ -194,12 +242,17 @@ class Outcome:
             self._metrics.aborted.inc()
         has_tokens = self._num_tokens > 0
         course = Course(
-            params=self._job.params, started_ns=self._started_ns, reason=self.reason or "abort",
-            num_prompt=len(self._job.token_ids), num_cached=self._num_cached, num_generated=self._num_tokens,
-            most_generated=max(self._lengths.values(), default=0), whole_s=time.monotonic() - self._start,
+            params=self._job.params,
+            started_ns=self._started_ns,
+            reason=self.reason or "abort",
+            num_prompt=len(self._job.token_ids),
+            num_cached=self._num_cached,
+            num_generated=self._num_tokens,
+            most_generated=max(self._lengths.values(), default=0),
+            whole_s=time.monotonic() - self._start,
             first_token_s=self._first - self._start if has_tokens else None,
             queued_s=self._queued_s if has_tokens else None,
             decode_s=self._last - self._first if has_tokens else None,
-        )  # fmt: skip
+        )
         self._metrics.ended(course)
         return course

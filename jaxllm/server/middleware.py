@@ -65,9 +65,11 @@ class Guard:
             raise unauthorized()
         if self._hosts is not None and not any(_hostname(v) in self._hosts for n, v in headers if n == b"host"):
             raise APIError(
-                403, "this server answers to loopback names only; use http://localhost, or start it with --host",
-                type="permission_error", code="host_not_allowed",
-            )  # fmt: skip
+                403,
+                "this server answers to loopback names only; use http://localhost, or start it with --host",
+                type="permission_error",
+                code="host_not_allowed",
+            )
         return digest
 
     def _known_key(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:

@@ -19,9 +19,12 @@ def read_model(config: ServerConfig, model_dir: str | None, *, created: int = 0)
     directory = _EMBEDDED if model_dir is None else Path(model_dir)
     tokenizer = Tokenizer.from_dir(directory)
     return Model(
-        names=config.served_model_names, tokenizer=tokenizer, defaults=recommended(directory), created=created,
+        names=config.served_model_names,
+        tokenizer=tokenizer,
+        defaults=recommended(directory),
+        created=created,
         chat_template=None if config.chat_template is None else tokenizer.chat.source(config.chat_template),
-    )  # fmt: skip
+    )
 
 
 def recommended(model_dir: Path) -> dict[str, Any]:

@@ -10,17 +10,29 @@ if TYPE_CHECKING:
 def overview(server: "Server") -> dict[str, Any]:
     """The answer of /stats. Numbers of the engine are null while the model is being loaded."""
     info, stats, model = server.client.info, server.client.stats(), server.model
-    engine = None if info is None or stats is None else {
-        "num_requests_running": stats.num_running, "num_requests_waiting": stats.num_waiting,
-        "kv_cache_usage": stats.blocks_used / stats.num_blocks,
-        "kv_cache_tokens": info.config.num_blocks * info.config.block_size,
-        "max_model_len": info.config.max_model_len, "max_num_seqs": info.config.max_num_seqs,
-        "num_executables": stats.num_executables, "num_compiled": stats.num_compiled,
-    }  # fmt: skip
+    engine = (
+        None
+        if info is None or stats is None
+        else {
+            "num_requests_running": stats.num_running,
+            "num_requests_waiting": stats.num_waiting,
+            "kv_cache_usage": stats.blocks_used / stats.num_blocks,
+            "kv_cache_tokens": info.config.num_blocks * info.config.block_size,
+            "max_model_len": info.config.max_model_len,
+            "max_num_seqs": info.config.max_num_seqs,
+            "num_executables": stats.num_executables,
+            "num_compiled": stats.num_compiled,
+        }
+    )
     return {
-        "model": model.name, "version": package_version(), "is_ready": server.is_ready, "has_chat": model.has_chat,
-        "defaults": model.defaults, "generation_tokens_per_s": server.metrics.rate.per_s(), "engine": engine,
-    }  # fmt: skip
+        "model": model.name,
+        "version": package_version(),
+        "is_ready": server.is_ready,
+        "has_chat": model.has_chat,
+        "defaults": model.defaults,
+        "generation_tokens_per_s": server.metrics.rate.per_s(),
+        "engine": engine,
+    }
 
 
 def package_version() -> str:

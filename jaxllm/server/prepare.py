@@ -29,11 +29,32 @@ from jaxllm.server.schemas import (
 from jaxllm.text.tokenizer import Tokenizer
 
 _PASSED = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words",
-    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "skip_reading_prefix_cache",
-    "cache_salt", "beam_width", "length_penalty", "early_stopping", "prompt_logprobs",
-)  # fmt: skip
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "skip_reading_prefix_cache",
+    "cache_salt",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
+    "prompt_logprobs",
+)
 _FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) | {"logprobs"}
 _UNARY_INTERVAL = 16  # tokens between two deltas that nobody sees
 _MOST_CHARS_PER_TOKEN = 32  # a prompt that needs longer tokens than this on average isn't text
@@ -118,11 +139,13 @@ def completion_jobs(model: Model, info: EngineInfo, request: CompletionRequest) 
     """A job for each prompt. Raises `APIError`."""
     wants_scores = request.echo and request.logprobs is not None
     params = sampling_params(
-        model, request, form_of(request),
+        model,
+        request,
+        form_of(request),
         max_tokens=request.max_tokens or (None if request.max_tokens is None else 1),  # 0: one that is not shown
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if wants_scores else request.prompt_logprobs,
-    )  # fmt: skip
+    )
     jobs = []
     for ids, text in _prompts(model, info, request):
         check_job(model, info, ids, params, "prompt")
@@ -171,9 +194,14 @@ def encode(model: Model, info: EngineInfo, text: str, param: str, *, add_special
 
 
 def sampling_params(
-    model: Model, request: Sampling, form: Form | None, *,
-    max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None,
-) -> SamplingParams:  # fmt: skip
+    model: Model,
+    request: Sampling,
+    form: Form | None,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
     """What a request wants of the sampler, over what the model recommends, for a text of some form. Raises
     `APIError`."""
     if form is not None:
@@ -183,11 +211,19 @@ def sampling_params(
     defaults = {} if request.beam_width is not None else model.defaults
     if request.best_of:
         given["best_of"] = request.best_of
-    fields = defaults | given | {
-        "max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs,
-        "output_kind": RequestOutputKind.DELTA, "stream_interval": 1 if request.stream else _UNARY_INTERVAL,
-        "detokenize": model.tokenizer is not None, "structured_outputs": None if form is None else form.wanted,
-    }  # fmt: skip
+    fields = (
+        defaults
+        | given
+        | {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "output_kind": RequestOutputKind.DELTA,
+            "stream_interval": 1 if request.stream else _UNARY_INTERVAL,
+            "detokenize": model.tokenizer is not None,
+            "structured_outputs": None if form is None else form.wanted,
+        }
+    )
     with refusing(None, _FIELDS):
         return SamplingParams(**fields)
 
@@ -232,9 +268,11 @@ def chat_text(
             return tokenizer.chat.render(
                 [_plain(message) for message in messages],
                 tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
-                chat_template=model.chat_template, add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message, chat_template_kwargs=variables,
-            )  # fmt: skip
+                chat_template=model.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=variables,
+            )
     except RecursionError as error:
         raise invalid("a tool call's arguments are nested too deep", "messages") from error
 
@@ -260,9 +298,12 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def chat_job(
-    model: Model, info: EngineInfo, request: ChatRequest, tools: Sequence[Tool] | None,
+    model: Model,
+    info: EngineInfo,
+    request: ChatRequest,
+    tools: Sequence[Tool] | None,
     form_after: Callable[[str], Form | None],
-) -> Job:  # fmt: skip
+) -> Job:
     """The one job of a conversation, with the rendered text as `text`; `form_after` tells the form of what follows it.
     Raises `APIError`."""
     if request.top_logprobs is not None and not request.logprobs:
@@ -271,14 +312,21 @@ def chat_job(
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
     text = chat_text(
-        model, request.messages, tools,
+        model,
+        request.messages,
+        tools,
         add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
-        continue_final_message=bool(request.continue_final_message), variables=variables,
-    )  # fmt: skip
+        continue_final_message=bool(request.continue_final_message),
+        variables=variables,
+    )
     params = sampling_params(
-        model, request, form_after(text), max_tokens=request.max_completion_tokens or request.max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None, prompt_logprobs=request.prompt_logprobs,
-    )  # fmt: skip
+        model,
+        request,
+        form_after(text),
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+    )
     ids = encode(model, info, text, "messages", add_special_tokens=False)
     check_job(model, info, ids, params, "messages")
     return Job(ids, params, text)

@@ -66,10 +66,11 @@ class ProcessClient:
             listener.listen(1)
             listener.setblocking(False)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module, str(path)], stdin=subprocess.DEVNULL,
+                [sys.executable, "-P", "-m", self._module, str(path)],
+                stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
                 start_new_session=True,  # the terminal's Ctrl-C is for the server, which drains
-            )  # fmt: skip
+            )
             accepting = asyncio.ensure_future(loop.sock_accept(listener))
             try:
                 while not (await asyncio.wait({accepting}, timeout=_TICK_S))[0]:

@@ -85,17 +85,25 @@ class Response:
     def _whole(self, status: str) -> dict[str, Any]:
         usage = self._usage
         return {
-            "id": self.id, "object": "response", "created_at": self._created, "status": status, "error": None,
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self._request.model, "output": self._output, **echo(self._request),
-            "usage": None if status == "in_progress" else {
+            "model": self._request.model,
+            "output": self._output,
+            **echo(self._request),
+            "usage": None
+            if status == "in_progress"
+            else {
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
-        }  # fmt: skip
+        }
 
     # ---- what comes in
 
@@ -126,10 +134,16 @@ class Response:
                 if self._request.parallel_tool_calls is False and index > 0:
                     self._num_hidden_calls += 1
                     return self._close()
-                return self._close() + self._open({
-                    "type": "function_call", "id": _new_id("fc"), "call_id": _new_id("call"), "name": name,
-                    "arguments": "", "status": "in_progress",
-                })  # fmt: skip
+                return self._close() + self._open(
+                    {
+                        "type": "function_call",
+                        "id": _new_id("fc"),
+                        "call_id": _new_id("call"),
+                        "name": name,
+                        "arguments": "",
+                        "status": "in_progress",
+                    }
+                )
             case CallArguments(_, text):
                 if self._num_hidden_calls:
                     return []

@@ -113,14 +113,21 @@ def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     return ChatRequest(
-        model=model, messages=messages, max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature, top_p=request.top_p, tools=tools or None, tool_choice=choice,
-        parallel_tool_calls=request.parallel_tool_calls, stream=request.stream,
-        logprobs=None if request.top_logprobs is None else True, top_logprobs=request.top_logprobs,
+        model=model,
+        messages=messages,
+        max_completion_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        tools=tools or None,
+        tool_choice=choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        stream=request.stream,
+        logprobs=None if request.top_logprobs is None else True,
+        top_logprobs=request.top_logprobs,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         response_format=_response_format(request),
         cache_salt=request.cache_salt,
-    )  # fmt: skip
+    )
 
 
 def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
@@ -155,13 +162,18 @@ def _add_item(messages: list[Message], item: Item, param: str) -> None:
 def echo(request: ResponsesRequest) -> dict[str, Any]:
     """What a response repeats of its request."""
     return {
-        "instructions": request.instructions, "metadata": request.metadata or {},
+        "instructions": request.instructions,
+        "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
-        "tools": msgspec.to_builtins(request.tools or []), "max_output_tokens": request.max_output_tokens,
-        "previous_response_id": None, "background": False, "store": False, "truncation": "disabled",
+        "tools": msgspec.to_builtins(request.tools or []),
+        "max_output_tokens": request.max_output_tokens,
+        "previous_response_id": None,
+        "background": False,
+        "store": False,
+        "truncation": "disabled",
         "text": {"format": (request.text and request.text.format) or {"type": "text"}},
         "reasoning": {"effort": request.reasoning and request.reasoning.effort},
-    }  # fmt: skip
+    }

@@ -61,8 +61,11 @@ def protocol_of(config: ServerConfig) -> type[H11Protocol]:
                 self.transport.abort()
                 return
             body = invalid("this is no HTTP/1.1 request, or its head is too long", code=None).encode()
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()),
-                       (b"connection", b"close")]  # fmt: skip
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
             self.transport.close()
@@ -92,11 +95,23 @@ def bind(config: ServerConfig) -> socket.socket:
 def make_web(server: Server) -> uvicorn.Server:
     """The web server; its `serve(sockets=[...])` runs until its `should_exit`."""
     config = server.config
-    return _Uvicorn(uvicorn.Config(
-        create_app(server), http=protocol_of(config), lifespan="off", access_log=False, log_level="warning",
-        log_config=None, h11_max_incomplete_event_size=config.max_header_bytes, timeout_keep_alive=_KEEP_ALIVE_S,
-        ws="none", timeout_graceful_shutdown=_LAST_ANSWERS_S, server_header=False, backlog=1024, proxy_headers=False,
-    ))  # fmt: skip
+    return _Uvicorn(
+        uvicorn.Config(
+            create_app(server),
+            http=protocol_of(config),
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            log_config=None,
+            h11_max_incomplete_event_size=config.max_header_bytes,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            ws="none",
+            timeout_graceful_shutdown=_LAST_ANSWERS_S,
+            server_header=False,
+            backlog=1024,
+            proxy_headers=False,
+        )
+    )
 
 
 async def serve(server: Server, listener: socket.socket) -> int:
@@ -169,9 +184,7 @@ async def drain(server: Server, hurry: asyncio.Event) -> None:
     server.admission.is_draining = True
     log.info("shutting down: %d requests run", server.admission.num_admitted)
     empty, hurried = asyncio.ensure_future(server.admission.wait_empty()), asyncio.ensure_future(hurry.wait())
-    await asyncio.wait(
-        {empty, hurried}, timeout=server.config.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED
-    )
+    await asyncio.wait({empty, hurried}, timeout=server.config.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if not empty.done():
         server.client.fail_all("the server was shut down")
         await asyncio.wait({empty}, timeout=_LAST_ANSWERS_S)
@@ -199,5 +212,6 @@ def banner(server: Server, listener: socket.socket, seconds: float) -> str:
         f"""  -d '{{"model": "{server.model.name}", "prompt": "def read_lines(path", "max_tokens": 32}}'""",
     ]
     width = max(map(len, lines))
-    return "\n".join(["┌" + "─" * (width + 2) + "┐", *(f"│ {line:<{width}} │" for line in lines),
-                      "└" + "─" * (width + 2) + "┘"])  # fmt: skip
+    return "\n".join(
+        ["┌" + "─" * (width + 2) + "┐", *(f"│ {line:<{width}} │" for line in lines), "└" + "─" * (width + 2) + "┘"]
+    )

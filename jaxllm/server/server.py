@@ -110,9 +110,7 @@ class Server:
             record = partial(self._tracing.record, headers=exchange.headers)
         if self.config.isolates_keys and exchange.tenant is not None:
             jobs = [job.salted(exchange.tenant) for job in jobs]
-        stream = run(
-            self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0, record=record
-        )  # fmt: skip
+        stream = run(self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0, record=record)
         with self.line.join(priority or 0) as place:
             if tells_place:
                 exchange.ahead = lambda: place.ahead(self._num_waiting())

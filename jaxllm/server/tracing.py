@@ -30,9 +30,12 @@ class Tracing:
             if name in (b"traceparent", b"tracestate")
         }
         span = self._tracer.start_span(
-            SPAN, context=self._propagator.extract(carrier), kind=SpanKind.SERVER,
-            attributes=_attributes(course, request_id, self._model), start_time=course.started_ns,
-        )  # fmt: skip
+            SPAN,
+            context=self._propagator.extract(carrier),
+            kind=SpanKind.SERVER,
+            attributes=_attributes(course, request_id, self._model),
+            start_time=course.started_ns,
+        )
         if course.reason == "error":
             span.set_status(StatusCode.ERROR)
         span.end(end_time=course.started_ns + int(course.whole_s * 1e9))
@@ -45,21 +48,30 @@ class Tracing:
 def _attributes(course: Course, request_id: str, model_name: str) -> dict[str, Any]:
     params = course.params
     optional = {
-        "gen_ai.request.max_tokens": params.max_tokens, "gen_ai.request.seed": params.seed,
-        "gen_ai.latency.time_to_first_token": course.first_token_s, "gen_ai.latency.time_in_queue": course.queued_s,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.latency.time_to_first_token": course.first_token_s,
+        "gen_ai.latency.time_in_queue": course.queued_s,
         "gen_ai.latency.time_in_model_prefill": course.prefill_s,
         "gen_ai.latency.time_in_model_decode": course.decode_s,
         "gen_ai.latency.time_in_model_inference": course.inference_s,
-    }  # fmt: skip
+    }
     return {
-        "gen_ai.request.id": request_id, "gen_ai.request.model": model_name, "gen_ai.response.model": model_name,
-        "gen_ai.request.n": params.n, "gen_ai.request.temperature": float(params.temperature),
-        "gen_ai.request.top_p": float(params.top_p), "gen_ai.request.top_k": params.top_k,
-        "gen_ai.usage.prompt_tokens": course.num_prompt, "gen_ai.usage.completion_tokens": course.num_generated,
-        "gen_ai.usage.input_tokens": course.num_prompt, "gen_ai.usage.output_tokens": course.num_generated,
+        "gen_ai.request.id": request_id,
+        "gen_ai.request.model": model_name,
+        "gen_ai.response.model": model_name,
+        "gen_ai.request.n": params.n,
+        "gen_ai.request.temperature": float(params.temperature),
+        "gen_ai.request.top_p": float(params.top_p),
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.usage.prompt_tokens": course.num_prompt,
+        "gen_ai.usage.completion_tokens": course.num_generated,
+        "gen_ai.usage.input_tokens": course.num_prompt,
+        "gen_ai.usage.output_tokens": course.num_generated,
         "gen_ai.usage.cache_read.input_tokens": course.num_cached,
-        "gen_ai.response.finish_reasons": [course.reason], "gen_ai.latency.e2e": course.whole_s,
-    } | {name: value for name, value in optional.items() if value is not None}  # fmt: skip
+        "gen_ai.response.finish_reasons": [course.reason],
+        "gen_ai.latency.e2e": course.whole_s,
+    } | {name: value for name, value in optional.items() if value is not None}
 
 
 def open_tracing(endpoint: str, model_name: str) -> Tracing:

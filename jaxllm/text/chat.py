@@ -44,9 +44,13 @@ class Chat:
         template = self.source(chat_template, has_tools=tools is not None)
         end = _mark_end(messages) if continue_final_message else None
         variables = {
-            **self.special_tokens, **parse_kwargs(chat_template_kwargs), "messages": messages, "tools": tools,
-            "documents": None, "add_generation_prompt": add_generation_prompt,
-        }  # fmt: skip
+            **self.special_tokens,
+            **parse_kwargs(chat_template_kwargs),
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         text = self._renderer.render(template, variables)
         return text if end is None else _cut_end(text, end)
 

@@ -5,8 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _OWN_VARIABLES = {
-    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
-}  # fmt: skip
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+}
 
 
 def parse_messages(messages: Any) -> list[dict[str, Any]]:

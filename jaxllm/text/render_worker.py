@@ -45,10 +45,14 @@ def _to_json(
 def _environment(template: str) -> minijinja.Environment:
     source = _GENERATION.sub(lambda tag: f"{{%{tag[1]} {'endif' if tag[2] else 'if true'} {tag[3]}%}}", template)
     return minijinja.Environment(
-        templates={"chat": source}, fuel=FUEL, trim_blocks=True, lstrip_blocks=True,
-        auto_escape_callback=lambda name: False, filters={"tojson": _to_json},
+        templates={"chat": source},
+        fuel=FUEL,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_escape_callback=lambda name: False,
+        filters={"tojson": _to_json},
         globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
-    )  # fmt: skip
+    )
 
 
 def _answer(line: bytes) -> dict[str, str]:

@@ -85,9 +85,13 @@ class Tokenizer:
     ) -> str | list[int]:
         """The prompt of one conversation, as ids or as text. `variables` are the template's own; see `LLM.chat`."""
         text = self.chat.render(
-            conversation, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message, chat_template_kwargs=variables,
-        )  # fmt: skip
+            conversation,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=variables,
+        )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -11,9 +11,13 @@ IMPLEMENTATIONS: dict[str, Callable] = {"reference": reference.einsum, "native":
 
 
 def einsum(
-    equation: str, x: Float[Array, "..."], weight: Float[Array, "..."], *,
-    implementation: str = "auto", platform: str | None = None,
-) -> Float[Array, "..."]:  # fmt: skip
+    equation: str,
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
+    *,
+    implementation: str = "auto",
+    platform: str | None = None,
+) -> Float[Array, "..."]:
     """See `reference.einsum`. `platform` is that of the one device that the arrays are on; None: of several, or
     unknown, where XLA divides the work."""
     preferred: dict[str, str] = {}

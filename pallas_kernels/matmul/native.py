@@ -35,4 +35,3 @@ def einsum(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -
     call = native.ffi_call("jaxllm_matmul", jax.ShapeDtypeStruct((math.prod(rows), size), x.dtype))
     matrix = jnp.reshape(weight, (size, depth) if transposed else (depth, size))
     return call(jnp.reshape(x, (-1, depth)), matrix, transposed=transposed).reshape(*rows, *columns)
-

@@ -9,8 +9,13 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 TARGETS = (
-    "jaxllm_copy_blocks", "jaxllm_matmul", "jaxllm_paged_attention", "jaxllm_normalize", "jaxllm_draw", "jaxllm_best",
-)  # fmt: skip
+    "jaxllm_copy_blocks",
+    "jaxllm_matmul",
+    "jaxllm_paged_attention",
+    "jaxllm_normalize",
+    "jaxllm_draw",
+    "jaxllm_best",
+)
 
 
 @functools.cache

@@ -74,17 +74,34 @@ def tile_shape(row_bytes: int, itemsize: int, *, wide: bool, hopper: bool) -> Sh
 
 
 def plan(
-    tokens: int, seqs: int, capacity: int, *, heads: int, kv_heads: int, head_dim: int, block_size: int, itemsize: int,
-    scale: float = 1.0, sliding_window: int | None = None, soft_cap: float | None = None, hopper: bool = True,
+    tokens: int,
+    seqs: int,
+    capacity: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    itemsize: int,
+    scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    hopper: bool = True,
     interpret: bool = False,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Tiles and splits for `tokens` of up to `seqs` sequences, each of up to `capacity` keys; `itemsize` is q's."""
     group = heads // kv_heads
     padded_group, row_bytes = pl.next_power_of_2(group), pl.next_power_of_2(head_dim) * itemsize
     base = partial(
-        Spec, group=group, head_dim=head_dim, block_size=block_size, scale=scale, sliding_window=sliding_window,
-        soft_cap=soft_cap, interpret=interpret,
-    )  # fmt: skip
+        Spec,
+        group=group,
+        head_dim=head_dim,
+        block_size=block_size,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        interpret=interpret,
+    )
     shape, ragged = row_shape(row_bytes), tokens <= MAX_ROW_TOKENS
     num_rows = tokens if ragged else seqs
     if sliding_window is not None:
@@ -94,11 +111,13 @@ def plan(
     fill, spread = -(-RESIDENT // programs), min(4, capacity // 4096)
     min_split = MIN_SPLIT if programs < RESIDENT else MIN_SPLIT_OF_MANY
     rows = base(
-        rows=max(shape.rows, padded_group), tile_kv=shape.tile_kv,
+        rows=max(shape.rows, padded_group),
+        tile_kv=shape.tile_kv,
         splits=max(1, min(max(fill, spread), -(-capacity // min_split), MAX_SPLITS)),
-        min_split_tiles=-(-min_split // shape.tile_kv), ragged_rows=ragged,
+        min_split_tiles=-(-min_split // shape.tile_kv),
+        ragged_rows=ragged,
         local_keys=max(16, pl.next_power_of_2(tokens)) if ragged else 16,
-    )  # fmt: skip
+    )
     wide = -(-tokens * padded_group // 128) * kv_heads >= 128
     tile = tile_shape(row_bytes, itemsize, wide=wide, hopper=hopper)
     tiles = base(rows=max(tile.rows, padded_group), tile_kv=tile.tile_kv)
@@ -107,18 +126,33 @@ def plan(
 
 
 def bytes_moved(
-    q_lens: Sequence[int], kv_lens: Sequence[int], *, heads: int, kv_heads: int, head_dim: int, block_size: int,
-    itemsize: int, kv_itemsize: int | None = None, sliding_window: int | None = None,
-) -> int:  # fmt: skip
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    itemsize: int,
+    kv_itemsize: int | None = None,
+    sliding_window: int | None = None,
+) -> int:
     """Bytes of device memory that the kernels read and write for sequences of these lengths (tokens of the step, all).
 
     `itemsize` is that of q, `kv_itemsize` (the same by default) the pool's. What programs that run together read from
     L2 after the first is counted once.
     """
     run = plan(
-        sum(q_lens), len(q_lens), max(kv_lens), heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        block_size=block_size, itemsize=itemsize, sliding_window=sliding_window,
-    )  # fmt: skip
+        sum(q_lens),
+        len(q_lens),
+        max(kv_lens),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        itemsize=itemsize,
+        sliding_window=sliding_window,
+    )
     key = 2 * kv_heads * head_dim * (kv_itemsize or itemsize)  # K and V of one token
     token = 2 * heads * head_dim * itemsize + 3 * key  # q, out; k and v attended to and stored, the pool
     tile_q, total, leading = run.tiles.rows // run.tiles.padded_group, 0, True
@@ -147,11 +181,16 @@ def supports(q: Array, k: Array, v: Array, kv_pool: Array, *args: Any, **kwargs:
     if kv_pool.dtype == jnp.float8_e4m3fn and capability < 89:
         return False  # no instruction reads them
     return (
-        capability >= 80 and q.dtype.name in DTYPES and k.dtype == v.dtype == q.dtype
+        capability >= 80
+        and q.dtype.name in DTYPES
+        and k.dtype == v.dtype == q.dtype
         and (kv_pool.dtype == q.dtype or kv_pool.dtype.name in POOL_DTYPES)
-        and head_dim in HEAD_DIMS and kv_pool.shape[4] == head_dim and heads % kv_heads == 0 and heads // kv_heads <= 64
+        and head_dim in HEAD_DIMS
+        and kv_pool.shape[4] == head_dim
+        and heads % kv_heads == 0
+        and heads // kv_heads <= 64
         and block_size in (16, 32, 64, 128, 256)
-    )  # fmt: skip
+    )
 
 
 def _compute_capability() -> int:
@@ -196,10 +235,20 @@ def ragged_paged_attention(
     _, _, kv_heads, block_size, _ = kv_pool.shape
     seqs, blocks_per_seq = block_tables.shape
     run = plan(
-        tokens, seqs, blocks_per_seq * block_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        block_size=block_size, itemsize=q.dtype.itemsize, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap,
-        hopper=_compute_capability() >= 90, interpret=bool(interpret),
-    )  # fmt: skip
+        tokens,
+        seqs,
+        blocks_per_seq * block_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        itemsize=q.dtype.itemsize,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        hopper=_compute_capability() >= 90,
+        interpret=bool(interpret),
+    )
     batch = Batch(*(x.astype(jnp.int32) for x in (block_tables, cu_q_lens, kv_lens, distribution)))
     if is_quantised(kv_pool.dtype):  # here, where XLA fuses it into what computes k and v
         k, v = (quantise(x, kv_scales[i][None, :, None], kv_pool.dtype) for i, x in enumerate((k, v)))
@@ -208,26 +257,34 @@ def ragged_paged_attention(
     partials = (run.num_rows, heads, rows.splits)
     read_bytes = kv_pool.dtype.itemsize * 2 * kv_heads * head_dim * blocks_per_seq * block_size
     acc, weight = call(
-        partial(gpu_kernels.attend_rows, rows), grid=(kv_heads, rows.splits, run.num_rows),
+        partial(gpu_kernels.attend_rows, rows),
+        grid=(kv_heads, rows.splits, run.num_rows),
         out_shape=(shape((*partials, head_dim), jnp.float32), shape(partials, jnp.float32)),
-        compiler_params=run.row_params, name="attend_rows",
+        compiler_params=run.row_params,
+        name="attend_rows",
         cost_estimate=_cost(run.num_rows, blocks_per_seq * block_size, q, run.num_rows * read_bytes),
-    )(batch, q, k, v, kv_pool, kv_scales)  # fmt: skip
+    )(batch, q, k, v, kv_pool, kv_scales)
     out, pool = call(
-        partial(gpu_kernels.combine, rows), grid=(heads, run.num_rows),
-        out_shape=(shape(q.shape, q.dtype), pool_shape), input_output_aliases={8: 1},
-        compiler_params=plt.CompilerParams(num_warps=4 if rows.splits > 16 else 1, num_stages=1), name="combine_splits",
+        partial(gpu_kernels.combine, rows),
+        grid=(heads, run.num_rows),
+        out_shape=(shape(q.shape, q.dtype), pool_shape),
+        input_output_aliases={8: 1},
+        compiler_params=plt.CompilerParams(num_warps=4 if rows.splits > 16 else 1, num_stages=1),
+        name="combine_splits",
         cost_estimate=_cost(run.num_rows, rows.splits, q, acc.size * 4),
-    )(batch, acc, weight, k, v, kv_pool, kv_scales, sinks)  # fmt: skip
+    )(batch, acc, weight, k, v, kv_pool, kv_scales, sinks)
     if not run.num_tiles:
         return out, pool
     before_out = 8 + (kv_scales is not None) + (sinks is not None)
     out, pool = call(
-        partial(gpu_kernels.attend_tiles, run.tiles), grid=(run.num_tiles, kv_heads),
-        out_shape=(shape(q.shape, q.dtype), pool_shape), input_output_aliases={before_out: 0, 7: 1},
-        compiler_params=run.tile_params, name="attend_tiles",
+        partial(gpu_kernels.attend_tiles, run.tiles),
+        grid=(run.num_tiles, kv_heads),
+        out_shape=(shape(q.shape, q.dtype), pool_shape),
+        input_output_aliases={before_out: 0, 7: 1},
+        compiler_params=run.tile_params,
+        name="attend_tiles",
         cost_estimate=_cost(tokens, blocks_per_seq * block_size, q, seqs * read_bytes),
-    )(batch, q, k, v, pool, kv_scales, sinks, out)  # fmt: skip
+    )(batch, q, k, v, pool, kv_scales, sinks, out)
     return out, pool
 
 

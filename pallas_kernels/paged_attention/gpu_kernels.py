@@ -222,8 +222,9 @@ def attend_rows(spec: Spec, batch: Batch, q_ref, k_ref, v_ref, pool_ref, scales_
             plt.store(weight_ref.at[index, q_head, split], top + jnp.log2(safe), mask=real)
 
 
-def combine(spec: Spec, batch: Batch, acc_ref, weight_ref, k_ref, v_ref, pool_ref, scales_ref, sinks_ref, out_ref,
-            out_pool_ref):  # fmt: skip
+def combine(
+    spec: Spec, batch: Batch, acc_ref, weight_ref, k_ref, v_ref, pool_ref, scales_ref, sinks_ref, out_ref, out_pool_ref
+):
     """Grid (head, row): the row's attention from that of its splits; its K and V into the pool."""
     del pool_ref  # the same memory as out_pool_ref
     head, index = pl.program_id(0), pl.program_id(1)
@@ -259,8 +260,9 @@ def combine(spec: Spec, batch: Batch, acc_ref, weight_ref, k_ref, v_ref, pool_re
                 plt.store(out_pool_ref.at[block, jnp.full_like(block, i), kv_head, cell, dim], x, mask=inside)
 
 
-def attend_tiles(spec: Spec, batch: Batch, q_ref, k_ref, v_ref, pool_ref, scales_ref, sinks_ref, rows_out_ref, out_ref,
-                 out_pool_ref):  # fmt: skip
+def attend_tiles(
+    spec: Spec, batch: Batch, q_ref, k_ref, v_ref, pool_ref, scales_ref, sinks_ref, rows_out_ref, out_ref, out_pool_ref
+):
     """Grid (tile, KV head): attention of all tokens of a tile that are no rows, and their K and V into the pool.
 
     Tiles are of the flat tokens, the last first as causal attention has most to do there. A tile may hold tokens of

@@ -40,6 +40,13 @@ def ragged_paged_attention(
     ints = (x.astype(jnp.int32) for x in (block_tables, cu_q_lens, kv_lens, distribution))
     floats = (jnp.zeros(0) if x is None else x.astype(jnp.float32).reshape(-1) for x in (sinks, kv_scales))
     return call(
-        q, k, v, kv_pool, *ints, *floats,
-        scale=np.float32(scale), window=np.int64(sliding_window or 0), soft_cap=np.float32(soft_cap or 0),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        kv_pool,
+        *ints,
+        *floats,
+        scale=np.float32(scale),
+        window=np.int64(sliding_window or 0),
+        soft_cap=np.float32(soft_cap or 0),
+    )

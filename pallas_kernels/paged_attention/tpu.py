@@ -60,9 +60,13 @@ def supports(q: Array, k: Array, v: Array, kv_pool: Array, *, block_tables: Arra
 def shapes_of(q: Array, kv_pool: Array) -> Shapes:
     _, _, kv_heads, block_size, head_dim = kv_pool.shape
     return Shapes(
-        heads=q.shape[1], kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, itemsize=q.dtype.itemsize,
+        heads=q.shape[1],
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        itemsize=q.dtype.itemsize,
         kv_itemsize=kv_pool.dtype.itemsize,
-    )  # fmt: skip
+    )
 
 
 def ragged_paged_attention(
@@ -94,9 +98,15 @@ def ragged_paged_attention(
         )
     shapes = shapes_of(q, kv_pool)
     static = Static(
-        shapes=shapes, tiles=pick_tiles(shapes), dtype=q.dtype, scale=scale, sliding_window=sliding_window,
-        soft_cap=soft_cap, has_sinks=sinks is not None, has_scales=kv_scales is not None,
-    )  # fmt: skip
+        shapes=shapes,
+        tiles=pick_tiles(shapes),
+        dtype=q.dtype,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None,
+        has_scales=kv_scales is not None,
+    )
     if kv_scales is not None:  # what the pool will hold, in the queries' dtype, which has all these numbers
         k, v = (quantise(x, kv_scales[i, None, :, None], kv_pool.dtype).astype(q.dtype) for i, x in enumerate((k, v)))
     q_words = to_words(q[:, : shapes.words], q[:, shapes.words :], shapes.words)
@@ -155,9 +165,16 @@ def cost_at_capacity(static: Static, tokens: int, seqs: int, blocks_per_seq: int
     seen = kv_len if static.sliding_window is None else min(static.sliding_window, kv_len)
     scores = sum(q_lens) * s.heads * seen
     moved = bytes_moved(
-        q_lens, [kv_len] * seqs, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, block_size=s.block_size,
-        itemsize=s.itemsize, kv_itemsize=s.kv_itemsize, sliding_window=static.sliding_window,
-    )  # fmt: skip
+        q_lens,
+        [kv_len] * seqs,
+        heads=s.heads,
+        kv_heads=s.kv_heads,
+        head_dim=s.head_dim,
+        block_size=s.block_size,
+        itemsize=s.itemsize,
+        kv_itemsize=s.kv_itemsize,
+        sliding_window=static.sliding_window,
+    )
     return pl.CostEstimate(flops=4 * scores * s.head_dim, transcendentals=scores, bytes_accessed=moved)
 
 

@@ -101,10 +101,15 @@ def run_chunks(static: Static, refs: Refs, begin, end, *scratch):
         if static.sliding_window is not None:
             first = div(jnp.maximum(first_token - static.sliding_window + 1, 0), block_size)
         return Pass(
-            seq, at, first_token, jnp.minimum(at + static.tiles.queries, kv_len),
-            refs.cu_q_lens[seq] + first_token - start, first, jnp.maximum(div(at, block_size) - first, 0),
+            seq,
+            at,
+            first_token,
+            jnp.minimum(at + static.tiles.queries, kv_len),
+            refs.cu_q_lens[seq] + first_token - start,
+            first,
+            jnp.maximum(div(at, block_size) - first, 0),
             at + static.tiles.queries >= kv_len,
-        )  # fmt: skip
+        )
 
     def for_token_copies(p: Pass, buffer, do):
         """`do(copy)` for what a pass needs first: its queries, keys and values, and the blocks it writes in part."""

@@ -137,9 +137,14 @@ def pick_tiles(s: Shapes, budget_bytes: int = VMEM_BUDGET_BYTES) -> Tiles:
     product_rows = 256 if s.kv_heads > 2 else 512  # of four heads at once, if there are so many
     sub_queries = min(queries, max(16, product_rows // next_power(s.group)))
     return Tiles(
-        decode_keys=decode_keys, decode_edge=max(least, min(decode_keys // 2, 1024)), queries=queries,
-        sub_queries=sub_queries, keys=keys, edge=min(keys, queries, max(least, 256)), vmem_bytes=vmem_bytes,
-    )  # fmt: skip
+        decode_keys=decode_keys,
+        decode_edge=max(least, min(decode_keys // 2, 1024)),
+        queries=queries,
+        sub_queries=sub_queries,
+        keys=keys,
+        edge=min(keys, queries, max(least, 256)),
+        vmem_bytes=vmem_bytes,
+    )
 
 
 def next_power(x: int) -> int:
@@ -176,9 +181,13 @@ def bytes_moved(
     default) the pool's.
     """
     s = Shapes(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim_in_pool(head_dim), block_size=block_size, itemsize=itemsize,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim_in_pool(head_dim),
+        block_size=block_size,
+        itemsize=itemsize,
         kv_itemsize=kv_itemsize or itemsize,
-    )  # fmt: skip
+    )
     window = sliding_window or max(kv_lens, default=0) + 1
     queries, block_bytes = pick_tiles(s).queries, block_size * s.key_bytes
     total, decoding = 4 * (2 * len(q_lens) + 3), True

@@ -68,10 +68,11 @@ def best(
     call = _call(kernel, rows, shapes, KEPT, jnp.int32, interpret, "jaxllm_best", spare=_tile(vocab))
     ids, found, own, ranks, given_logits, given_ranks, *_ = call(scores, logits, tokens)
     return Best(
-        ids[:, :k], found[:, :k],
+        ids[:, :k],
+        found[:, :k],
         jnp.concatenate([own[:, :k], given_logits[:, :num_tokens]], axis=1),
         jnp.concatenate([ranks[:, :k], given_ranks[:, :num_tokens]], axis=1),
-    )  # fmt: skip
+    )
 
 
 def _tile(vocab: int) -> int:
@@ -86,6 +87,10 @@ def _call(
     width = kept + (kept if spare is None else spare) if interpret else kept
     aside = [jax.ShapeDtypeStruct((rows, width), kind) for kind in (dtype, jnp.int32)]
     return pl.pallas_call(
-        partial(kernel, kept=kept, interpret=interpret), out_shape=(*results, *aside), grid=(rows,), name=name,
-        compiler_params=PARAMS, interpret=interpret,
-    )  # fmt: skip
+        partial(kernel, kept=kept, interpret=interpret),
+        out_shape=(*results, *aside),
+        grid=(rows,),
+        name=name,
+        compiler_params=PARAMS,
+        interpret=interpret,
+    )

@@ -8,24 +8,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
-from jaxllm.pallas_kernels.sampling.gpu_rows import (
-    LEAST,
-    Aside,
-    from_ordered,
-    highest,
-    loop,
-    middle,
-    ordered,
-    stream,
-)
+from jaxllm.pallas_kernels.sampling.gpu_rows import LEAST, Aside, from_ordered, highest, loop, middle, ordered, stream
 
 PART = 256  # logits compared with every one of the best at once, when those of a row are not its largest
 
 
 def best_kernel(
-    scores, logits, tokens, ids, found, own, ranks, given_logits, given_ranks, values, aside_ids, *, vocab: int,
-    size: int, k: int, kept: int, interpret: bool,
-):  # fmt: skip
+    scores,
+    logits,
+    tokens,
+    ids,
+    found,
+    own,
+    ranks,
+    given_logits,
+    given_ranks,
+    values,
+    aside_ids,
+    *,
+    vocab: int,
+    size: int,
+    k: int,
+    kept: int,
+    interpret: bool,
+):
     row = pl.program_id(0)
     aside = Aside(values, aside_ids, kept, interpret)
     there = _put_best_aside(aside, row, *stream(scores, row, vocab, size), k, size)
@@ -83,9 +89,10 @@ def _put_best_aside(aside: Aside, row: Array, count: int, tile: Any, k: int, siz
     )
     fits = found <= aside.size  # or `low` is the k-th, of so many ties that only the first of them fit
     (above,) = loop(
-        count * (~fits).astype(jnp.int32), lambda j, sums: (sums[0] + (places(j)[1] > low).astype(jnp.int32),),
+        count * (~fits).astype(jnp.int32),
+        lambda j, sums: (sums[0] + (places(j)[1] > low).astype(jnp.int32),),
         jnp.zeros(size, jnp.int32),
-    )  # fmt: skip
+    )
 
     def put(j: Array, carry: tuple) -> tuple:
         ids, place = places(j)

@@ -12,9 +12,23 @@ from jaxllm.pallas_kernels.sampling.gpu_rows import MINUS_INF, Aside, from_order
 
 
 def draw_kernel(
-    logits, temperatures, top_ks, top_ps, at_leasts, keys, tokens, tops, values, aside_ids, *, vocab: int, size: int,
-    partitionable: bool, kept: int, interpret: bool,
-):  # fmt: skip
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    at_leasts,
+    keys,
+    tokens,
+    tops,
+    values,
+    aside_ids,
+    *,
+    vocab: int,
+    size: int,
+    partitionable: bool,
+    kept: int,
+    interpret: bool,
+):
     row = pl.program_id(0)
     count, tile = stream(logits, row, vocab, size)
     largest, ids, is_nan = _largest_of_groups(count, tile, size)
@@ -34,9 +48,10 @@ def draw_kernel(
     has_k, has_p = (k > 0) & (k < vocab), p < 1
     at_least = at_leasts[row]
     (total,) = loop(
-        jnp.where(has_p & ~has_k, count, 0), lambda j, sums: (sums[0] + _mass(scaled(j)[1], at_least),),
+        jnp.where(has_p & ~has_k, count, 0),
+        lambda j, sums: (sums[0] + _mass(scaled(j)[1], at_least),),
         jnp.zeros(size, jnp.float32),
-    )  # fmt: skip
+    )
     total = jnp.sum(total)
     low = jnp.maximum(at_least, _bound(largest, shift, divisor, k, has_k, size))
     # All that is less likely than this has together no more than the share that top-p drops.

@@ -26,9 +26,12 @@ MODELS = {
 }
 # Tokens, sequences, block size, blocks a sequence.
 STEPS = {
-    "decode 8": (8, 8, 16, 2048), "decode 64": (64, 64, 32, 4096), "decode 256": (256, 256, 64, 512),
-    "mixed 512": (512, 64, 16, 2048), "mixed 2048": (2048, 256, 32, 4096),
-}  # fmt: skip
+    "decode 8": (8, 8, 16, 2048),
+    "decode 64": (64, 64, 32, 4096),
+    "decode 256": (256, 256, 64, 512),
+    "mixed 512": (512, 64, 16, 2048),
+    "mixed 2048": (2048, 256, 32, 4096),
+}
 # Bytes a thread may spill: what it keeps from one sequence to the next, outside the loops over keys. Few where
 # head_dim is 128.
 FEW_SPILLED = 32
@@ -71,14 +74,24 @@ def check(chip, model, step, dump, dtype=jnp.bfloat16, pool_dtype=None, **option
     op = partial(gpu.ragged_paged_attention, scale=head_dim**-0.5, sliding_window=window, **options)
     shapes = operands(model, step, dtype, pool_dtype)
     compiled = compile_on(
-        mesh_of(chip), lambda *args: op(*args[:8], **dict(zip(names, args[8:], strict=True))),
-        *shapes, *[extra[name] for name in names], donate_argnums=(3,),
+        mesh_of(chip),
+        lambda *args: op(*args[:8], **dict(zip(names, args[8:], strict=True))),
+        *shapes,
+        *[extra[name] for name in names],
+        donate_argnums=(3,),
         compiler_options={"xla_dump_to": str(dump), "xla_dump_emitter_re": "ptx"},
-    )  # fmt: skip
+    )
     run = gpu.plan(
-        tokens, seqs, blocks_per_seq * block_size, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        block_size=block_size, itemsize=jnp.dtype(dtype).itemsize, sliding_window=window,
-    )  # fmt: skip
+        tokens,
+        seqs,
+        blocks_per_seq * block_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        itemsize=jnp.dtype(dtype).itemsize,
+        sliding_window=window,
+    )
     memory, (pool, _) = compiled.memory_analysis(), shapes[3]
     assert memory.alias_size_in_bytes == math.prod(pool) * pool_dtype.itemsize
     partials = 4 * run.num_rows * heads * run.rows.splits * (head_dim + 1)
@@ -143,9 +156,14 @@ def test_layers_are_one_graph(chip, tmp_path):
         dump = tmp_path / step.replace(" ", "_")
         shapes = operands(MODELS["qwen3-0.6b"], STEPS[step], jnp.bfloat16, jnp.bfloat16)
         compile_on(
-            mesh_of(chip), layers, *shapes[:4], shapes[3], *shapes[4:], donate_argnums=(3, 4),
+            mesh_of(chip),
+            layers,
+            *shapes[:4],
+            shapes[3],
+            *shapes[4:],
+            donate_argnums=(3, 4),
             compiler_options={"xla_dump_to": str(dump)},
-        )  # fmt: skip
+        )
         (path,) = dump.glob("*thunk_sequence_after_thunk_passes.txt")
         thunks = re.findall(r"^( *)\d+: (k\w+)", path.read_text(), re.MULTILINE)
         outer, inner = ([kind for indent, kind in thunks if bool(indent) == nested] for nested in (False, True))

@@ -20,9 +20,12 @@ MODELS = {
 }
 # Tokens, sequences, block size, blocks a sequence: decodes and mixed steps, up to 131072 tokens a sequence.
 STEPS = {
-    "decode 8": (8, 8, 16, 512), "decode 64": (64, 64, 32, 4096), "decode 256": (256, 256, 128, 1024),
-    "mixed 512": (512, 64, 16, 2048), "mixed 2048": (2048, 256, 32, 4096),
-}  # fmt: skip
+    "decode 8": (8, 8, 16, 512),
+    "decode 64": (64, 64, 32, 4096),
+    "decode 256": (256, 256, 128, 1024),
+    "mixed 512": (512, 64, 16, 2048),
+    "mixed 2048": (2048, 256, 32, 4096),
+}
 
 
 def check(chip, model, step, dtype=jnp.bfloat16, pool_dtype=None, **options):
@@ -36,9 +39,12 @@ def check(chip, model, step, dtype=jnp.bfloat16, pool_dtype=None, **options):
     names = [name for name in extra if options.pop(name, False)]
     op = partial(tpu.ragged_paged_attention, scale=head_dim**-0.5, sliding_window=window, **options)
     compiled = compile_on(
-        mesh_of(chip), lambda *args: op(*args[:8], **dict(zip(names, args[8:], strict=True))),
-        *shapes, *[extra[name] for name in names], donate_argnums=(3,),
-    )  # fmt: skip
+        mesh_of(chip),
+        lambda *args: op(*args[:8], **dict(zip(names, args[8:], strict=True))),
+        *shapes,
+        *[extra[name] for name in names],
+        donate_argnums=(3,),
+    )
     memory, pool_bytes = compiled.memory_analysis(), pool_dtype.itemsize
     for n in pool:
         pool_bytes *= n

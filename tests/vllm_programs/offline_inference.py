@@ -2,11 +2,7 @@
 
 from vllm import LLM, SamplingParams
 
-prompts = [
-    "The ship left the harbour at",
-    "My favourite number is",
-    "It rained until",
-]
+prompts = ["The ship left the harbour at", "My favourite number is", "It rained until"]
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=12)
 
 

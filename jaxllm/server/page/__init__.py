@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _FOLDER = Path(__file__).parent
-_SCRIPTS = (
-    "common.js", "markdown.js", "highlight.js", "store.js", "api.js", "chat.js", "complete.js", "main.js",
-)  # fmt: skip
+_SCRIPTS = ("common.js", "markdown.js", "highlight.js", "store.js", "api.js", "chat.js", "complete.js", "main.js")
 
 
 class Page(NamedTuple):
@@ -26,16 +24,26 @@ def page() -> Page:
     script = '"use strict";\n' + "\n".join((_FOLDER / name).read_text() for name in _SCRIPTS)
     body = (_FOLDER / "index.html").read_text().replace("{{style}}", style, 1).replace("{{script}}", script, 1)
     policy = {
-        "default-src": "'none'", "script-src": _hash(script), "style-src": _hash(style), "connect-src": "'self'",
-        "img-src": "data:", "base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'", "trusted-types": "'none'",
-    }  # fmt: skip
+        "default-src": "'none'",
+        "script-src": _hash(script),
+        "style-src": _hash(style),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
     headers = {
         "content-type": "text/html; charset=utf-8",
         "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
-        "cache-control": "no-cache", "cross-origin-opener-policy": "same-origin", "referrer-policy": "no-referrer",
-        "x-content-type-options": "nosniff", "x-frame-options": "DENY",
-    }  # fmt: skip
+        "cache-control": "no-cache",
+        "cross-origin-opener-policy": "same-origin",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+        "x-frame-options": "DENY",
+    }
     return Page(body.encode(), headers)
 
 

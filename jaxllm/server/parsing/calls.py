@@ -84,9 +84,11 @@ class CallScanner:
         if char in _SPACE:
             return
         expected = {
-            (State.START, "{"): State.KEY, (State.COLON, ":"): State.VALUE, (State.NEXT, ","): State.KEY,
+            (State.START, "{"): State.KEY,
+            (State.COLON, ":"): State.VALUE,
+            (State.NEXT, ","): State.KEY,
             (State.NEXT, "}"): State.END,
-        }  # fmt: skip
+        }
         self.state = expected.get((self.state, char), State.BROKEN)
         if self.state is State.END and self.name is None:
             self.state = State.BROKEN
