@@ -1,21 +1,15 @@
 """An LLM inference engine for people who live in JAX."""
 
 from importlib import import_module as _import_module
-from pathlib import Path as _Path
 from typing import TYPE_CHECKING
-
-# A checkout keeps models/, sharding/ and pallas_kernels/ beside this folder, a wheel inside it.
-_root = _Path(__file__).parents[1]
-if (_root / "pyproject.toml").is_file():
-    __path__.append(str(_root))
 
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
     from jaxllm.llm import LLM
     from jaxllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
-    from jaxllm.prompts import TextPrompt, TokensPrompt
     from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jaxllm.structured_outputs import StructuredOutputs
+    from jaxllm.text.prompts import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
@@ -43,8 +37,8 @@ _HOMES = {
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
     "StructuredOutputs": "structured_outputs",
-    "TextPrompt": "prompts",
-    "TokensPrompt": "prompts",
+    "TextPrompt": "text.prompts",
+    "TokensPrompt": "text.prompts",
 }
 
 

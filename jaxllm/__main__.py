@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxllm.main import main
+from jaxllm.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,13 +10,13 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from jaxllm.build import build_engine
+from jaxllm.engine.build import build_engine
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineDeadError
 from jaxllm.outputs import RequestOutput
-from jaxllm.prompts import parse_prompt
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.text.prompts import parse_prompt
 
 log = logging.getLogger(__name__)
 

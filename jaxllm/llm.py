@@ -9,13 +9,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxllm.build import DEFAULT_MODEL, build_engine
+from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.checkpoint.loader import place_params
+from jaxllm.engine.build import DEFAULT_MODEL, build_engine
 from jaxllm.engine.stats import EngineStats
-from jaxllm.generation_config import default_sampling_params
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
-from jaxllm.prompts import TokensPrompt, is_conversation, parse_each, parse_params, parse_prompt, parse_prompts
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
+from jaxllm.text.prompts import TokensPrompt, is_conversation, parse_each, parse_params, parse_prompt, parse_prompts
 
 Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | Sequence[int] | int]
 _AHEAD = 4  # times max_num_seqs: requests that wait in the engine, so that a step never lacks some

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-from jaxllm.checks import as_bias, as_ids, as_list, check_float, check_int, check_words
+from jaxllm.argument_checks import as_bias, as_ids, as_list, check_float, check_int, check_words
 from jaxllm.structured_outputs import StructuredOutputs, as_form
 
 MAX_N = 128

@@ -29,7 +29,7 @@ def make_mesh(spec: str | Mesh | None) -> Mesh:
                 f"jaxllm.sharding.mesh.rename_axes(mesh, {{{unknown[0]!r}: 'tensor'}})"
             )
         return _mesh(spec.devices, spec.axis_names)
-    sizes = _parse(spec)
+    sizes = parse_axes(spec)
     want, have = math.prod(sizes.values()), jax.devices()
     if want > len(have):
         raise MeshError(f"mesh {spec!r} needs {want} devices, but there are {len(have)} ({have[0].platform})")
@@ -45,7 +45,7 @@ def _mesh(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def _parse(spec: str) -> dict[str, int]:
+def parse_axes(spec: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in spec.split(","):
         name, _, size = part.partition("=")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from jaxllm.convert.__main__ import main
+from jaxllm.cli.convert import main
 
 OPT = {"architectures": ["OPTForCausalLM"], "model_type": "opt"}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

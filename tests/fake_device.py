@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxllm.engine.beam import Candidates
-from jaxllm.engine.plan import Plan
-from jaxllm.engine.request import Request
+from jaxllm.engine.beam.search import Candidates
+from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.sequence import Request
 
 EOS = 0
 PROMPT_TOKENS = (1, 2)  # few, so that prefixes collide

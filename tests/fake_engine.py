@@ -5,11 +5,11 @@ import itertools
 import sys
 from collections import Counter
 
-from jaxllm.engine import beam_round
-from jaxllm.engine.beam import LENGTH, BeamSearch
-from jaxllm.engine.block_pool import BlockPool
-from jaxllm.engine.request import Request, SequenceGroup, Status
-from jaxllm.engine.scheduler import Plan, Scheduler
+from jaxllm.engine.beam import group as beam_round
+from jaxllm.engine.beam.search import LENGTH, BeamSearch
+from jaxllm.engine.schedule.block_pool import BlockPool
+from jaxllm.engine.schedule.scheduler import Plan, Scheduler
+from jaxllm.engine.schedule.sequence import Request, SequenceGroup, Status
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_device import EOS, PROMPT_TOKENS, Device, candidates, sampled
 

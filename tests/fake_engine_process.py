@@ -1,4 +1,4 @@
-"""The engine's process with an engine that is none: `jaxllm.server.engine_process` as it is, but for `build_engine`.
+"""The engine's process with an engine that is none: `engine_process` as it is, but for `build_engine`.
 
 Every request gets the letters of the alphabet, one a step. What its first token id is can happen to it: 1 is refused,
 2 kills the process's engine, 3 makes a step that takes long, 4 fails alone, 5 waits for a compilation, 6 is a bug when
@@ -12,7 +12,7 @@ import types
 from dataclasses import dataclass, field, replace
 
 from jaxllm.outputs import CompletionOutput, RequestOutput
-from jaxllm.server import engine_process
+from jaxllm.server.engine import engine_process
 from tests.fake_server import CONFIG, STATS
 
 STEP_S = 0.01
@@ -115,8 +115,8 @@ def build_engine(**options):
 
 
 def install() -> None:
-    sys.modules["jaxllm.build"] = types.SimpleNamespace(build_engine=build_engine)
-    sys.modules["jaxllm.cli"] = types.SimpleNamespace(setup_compilation_cache=lambda: None)
+    sys.modules["jaxllm.engine.build"] = types.SimpleNamespace(build_engine=build_engine)
+    sys.modules["jaxllm.cli.common"] = types.SimpleNamespace(setup_compilation_cache=lambda: None)
 
 
 if __name__ == "__main__":

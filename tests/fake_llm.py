@@ -9,7 +9,7 @@ import sys
 import types
 from dataclasses import dataclass
 
-from jaxllm import generate
+from jaxllm.cli import generate
 from jaxllm.errors import JaxLLMError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 

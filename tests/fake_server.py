@@ -12,12 +12,12 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineDeadError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxllm.server.client import EngineInfo, Health
 from jaxllm.server.config import ServerConfig
-from jaxllm.server.prepare import Model
-from jaxllm.server.run import bind, make_web
+from jaxllm.server.engine.client import EngineInfo, Health
+from jaxllm.server.http.run import bind, make_web
+from jaxllm.server.openai.prepare import Model
 from jaxllm.server.server import Server
-from jaxllm.text.chat import Chat
+from jaxllm.text.chat_template import Chat
 from jaxllm.text.tokenizer import Tokenizer
 from tests.chat_model import SPECIAL, TEMPLATE, backend
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import SamplingParams
-from jaxllm.engine.sampler import sample_key
+from jaxllm.engine.device.sampler import sample_key
 from tests.tiny import Tiny
 
 CLOSE = 1e-4  # two scores no further apart may change places

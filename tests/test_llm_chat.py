@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from jaxllm import LLM, SamplingParams, generate
+from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoint.generation_config import default_sampling_params
+from jaxllm.cli import generate
 from jaxllm.errors import ModelFormatError
-from jaxllm.generation_config import default_sampling_params
-from jaxllm.prompts import TokensPrompt
+from jaxllm.text.prompts import TokensPrompt
 from jaxllm.text.tokenizer import Tokenizer, wrap
 from tests.chat_model import TEMPLATE, TURNS, save_tokenizer, write_model
 from tests.tiny import Tiny, clean

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm import async_llm, build, llm
+from jaxllm import async_llm, llm
+from jaxllm.engine import build
 from tests.chat_model import write_model
 
 PROGRAMS = {file.stem: file.read_text() for file in (Path(__file__).parent / "vllm_programs").glob("*.py")}
@@ -34,8 +35,8 @@ def run(tmp_path, monkeypatch, capsys, engines):
         "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
     )
-    monkeypatch.setitem(build.MAX_NUM_SEQS, "cpu", 8)  # fewer executables to compile
-    monkeypatch.setitem(build.MAX_NUM_BATCHED_TOKENS, "cpu", 32)
+    monkeypatch.setitem(build.CPU_SIZES, "max_num_seqs", 8)  # fewer executables to compile
+    monkeypatch.setitem(build.CPU_SIZES, "max_num_batched_tokens", 32)
 
     def build_once(*args, **options):
         key = repr((args, sorted(options.items())))

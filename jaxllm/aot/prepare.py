@@ -14,20 +14,19 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from jaxllm.aot.chips import Target, devices
-from jaxllm.build import BLOCK_SIZE, _model_shape
 from jaxllm.checkpoint.config import read_config, resolve_dtype
 from jaxllm.checkpoint.loader import check_mesh
-from jaxllm.engine import memory
-from jaxllm.engine.batch import StepLayout, pick_bucket, token_ladder
-from jaxllm.engine.block_moves import MAX_STAGED_BYTES
-from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.executables import Lowering, ModelShape
+from jaxllm.engine.build import model_shape
+from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
+from jaxllm.engine.device import memory
+from jaxllm.engine.device.block_moves import MAX_STAGED_BYTES
+from jaxllm.engine.device.executables import Lowering, ModelShape
+from jaxllm.engine.device.packing import StepLayout, pick_bucket, token_ladder
 from jaxllm.errors import MeshError, OutOfMemoryError
 from jaxllm.models import transformer
-from jaxllm.sharding.mesh import _parse
+from jaxllm.sharding.mesh import parse_axes
 
 MODELS = Path(__file__).parent / "models"
-MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2048
 
 
 def find_model(name: str) -> Path:
@@ -47,7 +46,7 @@ def find_model(name: str) -> Path:
 
 def make_mesh(target: Target, axes: str) -> Mesh:
     """The target's devices as a mesh of "tensor=8" or the like, in the engine's order. Raises `MeshError`."""
-    sizes = _parse(axes)
+    sizes = parse_axes(axes)
     if math.prod(sizes.values()) != target.count:
         raise MeshError(
             f"mesh {axes!r} has {math.prod(sizes.values())} devices, but target {target} has {target.count}; "
@@ -119,7 +118,7 @@ def prepare(
     cfg, abstract = spec.cfg, transformer.abstract(spec.module.Model, spec.cfg)
     graph, state = nnx.split(abstract)
     check_mesh(state, grid)
-    shape = _model_shape(cfg, graph, state, grid)
+    shape = model_shape(cfg, graph, state, grid)
     wanted = EngineConfig(
         max_model_len=max_model_len or cfg.max_len,
         max_num_seqs=max_num_seqs,

@@ -13,9 +13,7 @@ import jax
 from jaxllm.aot import thunks
 from jaxllm.aot.efficiency import Efficiency, efficiency, pick_batch
 from jaxllm.aot.prepare import Prepared
-from jaxllm.engine import memory
-
-CONTEXT = 4096
+from jaxllm.engine.device import memory
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ def make_report(
     prepared: Prepared,
     *,
     batch: int | None = None,
-    context: int = CONTEXT,
+    context: int,
     steps_only: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Report:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.checkpoint.config import ModelSpec, read_config, resolve_dtype
 from jaxllm.checkpoint.loader import abstract_params, check_mesh
-from jaxllm.engine.memory import device_bytes, leaf_bytes, machine_bytes
+from jaxllm.engine.device.memory import device_bytes, leaf_bytes, machine_bytes
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
 from jaxllm.sharding.rules import sharding

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxllm.cli import add_engine_arguments, engine_kwargs
+from jaxllm.cli.common import add_engine_arguments, engine_kwargs
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

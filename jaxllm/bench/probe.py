@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.bench import report
 from jaxllm.bench.options import open_llm
-from jaxllm.cli import run_command, setup_compilation_cache
+from jaxllm.cli.common import run_command, setup_compilation_cache
 from jaxllm.sampling_params import SamplingParams
 
 EVENTS = ("imported", "ready", "first_token", "compiled")  # a line each

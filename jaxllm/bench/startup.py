@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from jaxllm.bench import report
 from jaxllm.bench.probe import EVENTS, REPORT
-from jaxllm.cli import EXIT_USER_ERROR
+from jaxllm.cli.common import EXIT_USER_ERROR
 from jaxllm.errors import JaxLLMError
 
 PROBE = (sys.executable, "-m", "jaxllm.bench.probe")

@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxllm.errors import ModelFormatError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _READ_BYTES = 2**24
 
 

@@ -1,52 +1,8 @@
-"""`python -m jaxllm.convert`: a checkpoint with pickled weights or a slow tokenizer into one that the engine loads."""
+"""`python -m jaxllm.convert`: the command lives in `jaxllm.cli.convert`."""
 
-import argparse
-import re
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
-from jaxllm.cli import program, run_command
-
-_DTYPES = ("auto", "bfloat16", "float16", "float32")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 2 for bad input, 130 on Ctrl-C."""
-    arguments = _parser().parse_args(argv)
-    return run_command(lambda: _convert(arguments))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("convert"),
-        description="Writes SRC, a Hugging Face directory with pytorch_model*.bin or a slow tokenizer, to OUT with "
-        "safetensors and tokenizer.json. Files are read in a process of their own, and no code in them is run.",
-        epilog="Needs the extra: pip install 'jaxllm[convert]'",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("src", type=Path, metavar="SRC", help="the directory to read")
-    add("out", type=Path, metavar="OUT", help="the directory to make; it appears when it is complete")
-    add("--dtype", choices=_DTYPES, default="auto", help="of floating weights (default: auto, as they are stored)")
-    add("--max-shard-size", type=_num_bytes, default="5GB", metavar="SIZE", help="most of a file (default: 5GB)")
-    return parser
-
-
-def _num_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B|)", text.upper())
-    if match is None or match[2] not in _UNITS or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write one as 5GB or 500MB")
-    return size
-
-
-def _convert(arguments: argparse.Namespace) -> int:
-    from jaxllm.convert.directory import convert  # imports jax, which --help need not wait for
-
-    print(convert(arguments.src, arguments.out, dtype=arguments.dtype, max_shard_bytes=arguments.max_shard_size))
-    return 0
-
+from jaxllm.cli.convert import main
 
 if __name__ == "__main__":
     sys.exit(main())

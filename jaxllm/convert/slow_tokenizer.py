@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jaxllm.checkpoint.files import read_json
 from jaxllm.convert.process import require, run
 from jaxllm.errors import ModelFormatError
-from jaxllm.text.chat import OLD_TEMPLATE_FILE, TEMPLATE_DIR, TEMPLATE_FILE
+from jaxllm.text.chat_template import OLD_TEMPLATE_FILE, TEMPLATE_DIR, TEMPLATE_FILE
 from jaxllm.text.tokenizer import CONFIG, FILE, MAX_FILE_BYTES, Tokenizer
 
 _MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"

@@ -3,8 +3,10 @@
 import os
 from dataclasses import dataclass
 
-from jaxllm.checks import check_float, check_int
+from jaxllm.argument_checks import check_float, check_int
 
+BLOCK_SIZE = 32  # tokens
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2048  # on accelerators
 PREEMPTIONS = ("auto", "swap", "recompute")
 
 

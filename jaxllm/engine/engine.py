@@ -7,21 +7,21 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxllm.engine import beam_round
-from jaxllm.engine.batch import NUM_STOP_IDS
-from jaxllm.engine.block_pool import BlockPool
-from jaxllm.engine.candidates import BeamRow, read_candidates
+from jaxllm.engine.beam import group as beam_round
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.grammar import Grammar, GrammarCompiler
-from jaxllm.engine.logprobs import compact
+from jaxllm.engine.device.candidates import BeamRow, read_candidates
+from jaxllm.engine.device.logprobs import compact
+from jaxllm.engine.device.packing import NUM_STOP_IDS
+from jaxllm.engine.device.runner import Handle, Result, Runner
+from jaxllm.engine.intake import bad_word_ids, check_params, check_prompt, check_room
 from jaxllm.engine.output import Group
-from jaxllm.engine.plan import Plan
-from jaxllm.engine.request import Request, SequenceGroup
-from jaxllm.engine.runner import Handle, Result, Runner
-from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.schedule.block_pool import BlockPool
+from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.scheduler import Scheduler
+from jaxllm.engine.schedule.sequence import Request, SequenceGroup
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
-from jaxllm.engine.validation import bad_word_ids, check_params, check_prompt, check_room
 from jaxllm.errors import EngineDeadError
+from jaxllm.grammar.compiler import Grammar, GrammarCompiler
 from jaxllm.models.transformer import Params
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams

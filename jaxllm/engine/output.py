@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxllm.engine.logprobs import Kept, to_logprobs
-from jaxllm.engine.request import Request
+from jaxllm.engine.device.logprobs import Kept, to_logprobs
+from jaxllm.engine.schedule.sequence import Request
 from jaxllm.outputs import CompletionOutput, Logprobs, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer

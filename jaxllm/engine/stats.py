@@ -3,8 +3,8 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from jaxllm.engine.compiler import CompilePlan
-from jaxllm.engine.scheduler import Scheduler
+from jaxllm.engine.device.compile_plan import CompilePlan
+from jaxllm.engine.schedule.scheduler import Scheduler
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 

@@ -9,18 +9,18 @@ from contextlib import ExitStack, aclosing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxllm.server.admission import Admission
-from jaxllm.server.client import EngineClient, EngineInfo
 from jaxllm.server.config import ServerConfig
-from jaxllm.server.errors import APIError, engine_dead, unavailable
-from jaxllm.server.exchange import Exchange
-from jaxllm.server.generation import News, run
-from jaxllm.server.line import Line
-from jaxllm.server.metrics import Metrics
-from jaxllm.server.prepare import Job, Model
+from jaxllm.server.engine.client import EngineClient, EngineInfo
+from jaxllm.server.http.errors import APIError, engine_dead, unavailable
+from jaxllm.server.http.exchange import Exchange
+from jaxllm.server.http.limits import Admission
+from jaxllm.server.http.queue_position import Line
+from jaxllm.server.observe.metrics import Metrics
+from jaxllm.server.openai.generation import News, run
+from jaxllm.server.openai.prepare import Job, Model
 
 if TYPE_CHECKING:
-    from jaxllm.server.tracing import Tracing
+    from jaxllm.server.observe.tracing import Tracing
 
 log = logging.getLogger(__name__)
 

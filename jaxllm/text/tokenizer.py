@@ -13,7 +13,7 @@ import tokenizers
 
 from jaxllm.checkpoint.files import read_json
 from jaxllm.errors import ModelFormatError
-from jaxllm.text.chat import Chat, ForeignChat, parse_templates, read_templates
+from jaxllm.text.chat_template import Chat, ForeignChat, parse_templates, read_templates
 from jaxllm.text.streams import ByteStream, ByteTable, PieceStream, PieceTable, TextStream, WindowStream
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"

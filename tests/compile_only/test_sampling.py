@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm.aot import thunks
-from jaxllm.engine.executables import sample_full_step, sample_step
-from jaxllm.engine.state import empty_extras, empty_slots
+from jaxllm.engine.device.executables import sample_full_step, sample_step
+from jaxllm.engine.device.state import empty_extras, empty_slots
 from jaxllm.sharding.rules import replicated, sharding
 from tests.compile_only.targets import chip_names, mesh_of
 

@@ -11,7 +11,7 @@ from jaxllm.aot import efficiency, hlo, traffic
 from jaxllm.aot.chips import parse_target
 from jaxllm.aot.prepare import Prepared, prepare
 from jaxllm.aot.report import Executable, compile_one
-from jaxllm.engine import memory
+from jaxllm.engine.device import memory
 from tests.compile_only.targets import chip_names
 
 MODELS = ("llama-3.1-8b", "qwen3-0.6b", "gemma-3-4b")

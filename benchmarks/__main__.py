@@ -1,0 +1,115 @@
+"""`python -m benchmarks`: what the engine's developers measure, as text or JSON. Users have `jaxllm bench`."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxllm.bench.options import add_model_arguments, check_at_least, model_options
+from jaxllm.cli.common import run_command, setup_compilation_cache
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code, as `run_command` does."""
+    arguments = _parser().parse_args(argv)
+    return run_command(lambda: _COMMANDS[arguments.command](arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_preemption(commands)
+    steps = commands.add_parser("steps", help="host time of a decode step by number of running requests")
+    steps.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 128, 256], metavar="N")
+    steps.add_argument("--steps", type=int, default=200, help="decode steps measured for each N (default 200)")
+    steps.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    _add_memory(commands)
+    return parser
+
+
+def _add_memory(commands: Any) -> None:
+    text = "KV memory without a token in it by block size, and blocks saved by sharing, as in the PagedAttention paper"
+    parser = commands.add_parser("memory", help=text, description=text, allow_abbrev=False)
+    add = parser.add_argument
+    add("--requests", type=int, default=1000, metavar="N", help="of each trace of lengths (default: 1000)")
+    add(
+        "--beam-requests",
+        type=int,
+        default=16,
+        metavar="N",
+        help="searches with ShareGPT-like lengths, by the embedded model; eight times as many with Alpaca-like ones, "
+        "which are short (default: 16)",
+    )
+    add("--no-beams", action="store_true", help="leave out the searches, which take longest")
+    add("--max-len", type=int, default=2048, metavar="N", help="most tokens of a sequence (default: 2048)")
+    add("--seed", type=int, default=0, metavar="N", help="of lengths, prompts and arrivals (default: 0)")
+    add("--json", action="store_true", help="one JSON object instead of tables")
+    add("--plot", metavar="FILE", help="draw the figures as well, in a PNG file")
+
+
+def _add_preemption(commands: Any) -> None:
+    text = "throughput when requests want several times the KV memory there is, by kind of preemption"
+    parser = commands.add_parser("preemption", help=text, description=text, allow_abbrev=False)
+    for name, kind, default, what in (
+        ("--requests", int, 64, "handed in at once"),
+        ("--input-len", int, 64, "tokens of each prompt"),
+        ("--output-len", int, 128, "tokens of each output"),
+        ("--overcommit", float, 8.0, "times the pool that all requests together want"),
+        ("--seed", int, 0, "of the prompts"),
+    ):
+        parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
+    add_model_arguments(parser)
+
+
+def _preemption(arguments: argparse.Namespace) -> int:
+    names = ("requests", "input_len", "output_len", "overcommit", "repeats")
+    sizes = {name: getattr(arguments, name) for name in names}
+    check_at_least(1, **sizes)
+    model = model_options(arguments)
+    setup_compilation_cache()
+    from benchmarks import preemption
+
+    return _print(preemption.run(model, **sizes, seed=arguments.seed), preemption.table, arguments)
+
+
+def _steps(arguments: argparse.Namespace) -> int:
+    setup_compilation_cache()
+    from benchmarks.steps import measure, table
+
+    return _print({"steps": measure(arguments.running, arguments.steps)}, lambda r: table(r["steps"]), arguments)
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    check_at_least(1, requests=arguments.requests, beam_requests=arguments.beam_requests)
+    check_at_least(2, max_len=arguments.max_len)
+    from benchmarks.paper import memory, memory_plot
+
+    memory.check_max_len(arguments.max_len)
+    plot = None if arguments.plot is None else Path(arguments.plot)
+    if plot is not None:
+        memory_plot.check(plot)  # before the minutes of work
+    if not arguments.no_beams:
+        setup_compilation_cache()
+    report = memory.run(
+        requests=arguments.requests,
+        beam_requests=0 if arguments.no_beams else arguments.beam_requests,
+        seed=arguments.seed,
+        max_len=arguments.max_len,
+    )
+    _print(report, memory.table, arguments)
+    if plot is not None:
+        memory_plot.draw(report, plot)
+    return 0
+
+
+def _print(report: dict[str, Any], table: Callable[[dict[str, Any]], str], arguments: argparse.Namespace) -> int:
+    print(json.dumps(report) if arguments.json else table(report))
+    return 0
+
+
+_COMMANDS = {"preemption": _preemption, "steps": _steps, "memory": _memory}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,109 @@
+"""Native CPU kernels against XLA's: milliseconds of each op and their ratio, both measured in turns in one run.
+
+PYTHONPATH=. python benchmarks/native.py
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.matmul import einsum
+from jaxllm.pallas_kernels.paged_attention import kv_shape, ragged_paged_attention
+
+LAYERS, EMBED, MLP, VOCAB, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 512, 1536, 8192, 8, 4, 64, 32
+ATTENTION = {  # tokens of each row, tokens that it has then
+    "16 decodes of 30-90": ([1] * 16, range(30, 94, 4)),
+    "64 decodes of 100-856": ([1] * 64, range(100, 868, 12)),
+    "4 decodes of 2000": ([1] * 4, [2000] * 4),
+    "prompt of 512": ([512], [512]),
+    "chunk of 256 after 1024": ([256], [1280]),
+    "8 prompts of 40": ([40] * 8, [40] * 8),
+}
+
+
+def products(dtype: jnp.dtype, rows: int, implementation: str) -> Callable[[], object]:
+    """All products of a step of a model of 33 million parameters."""
+    rng = np.random.default_rng(0)
+
+    def weight(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, dtype)
+
+    shapes = [(EMBED, (HEADS + 2 * KV_HEADS) * HEAD_DIM), (HEADS * HEAD_DIM, EMBED), (EMBED, 2 * MLP), (MLP, EMBED)]
+    layers, head = [[weight(*shape) for shape in shapes] for _ in range(LAYERS)], weight(EMBED, VOCAB)
+    product = partial(einsum, "...d,dn->...n", implementation=implementation)
+
+    @jax.jit
+    def run(x, layers, head):
+        for qkv, o, gate_up, down in layers:
+            x = jnp.tanh(x + product(product(x, qkv)[:, : HEADS * HEAD_DIM], o))
+            x = jnp.tanh(x + product(product(x, gate_up)[:, :MLP], down))
+        return product(x, head)
+
+    return partial(run, weight(rows, EMBED), layers, head)
+
+
+def head(dtype: jnp.dtype, rows: int, implementation: str) -> Callable[[], object]:
+    """Logits from a tied embedding."""
+    rng = np.random.default_rng(0)
+    x, table = (jnp.asarray(rng.normal(size=(n, EMBED)), dtype) for n in (rows, VOCAB))
+    return partial(jax.jit(partial(einsum, "...d,vd->...v", implementation=implementation)), x, table)
+
+
+def attention(dtype: jnp.dtype, case: str, implementation: str) -> Callable[[], object]:
+    q_lens, kv_lens = (list(x) for x in ATTENTION[case])
+    rng, tokens, per_seq = np.random.default_rng(0), sum(q_lens), -(-max(kv_lens) // BLOCK_SIZE)
+    tables = rng.permutation(len(q_lens) * per_seq).reshape(len(q_lens), per_seq)
+    q, k, v = (jnp.asarray(rng.normal(size=(tokens, n, HEAD_DIM)), dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+    shape = kv_shape(tables.size, BLOCK_SIZE, KV_HEADS, HEAD_DIM, platform="cpu")
+    pool = jnp.asarray(rng.normal(size=shape), dtype)
+    num_decodes = len(q_lens) if max(q_lens) == 1 else 0
+    ints = [jnp.asarray(x, jnp.int32) for x in (tables, np.cumsum([0, *q_lens]), kv_lens, [num_decodes, len(q_lens)])]
+    op = partial(ragged_paged_attention, implementation=implementation, scale=HEAD_DIM**-0.5)
+    step = jax.jit(op, donate_argnums=3)
+
+    def run() -> jax.Array:
+        nonlocal pool
+        out, pool = step(q, k, v, pool, *ints)
+        return out
+
+    return run
+
+
+def compare(name: str, ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> None:
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeats + 1):
+        for times, run in zip(seconds, (ours, theirs), strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            times.append(time.perf_counter() - start)
+    native_ms, xla_ms = (np.median(times[1:]) * 1e3 for times in seconds)
+    best = min(seconds[1][1:]) / min(seconds[0][1:])
+    print(f"{name:45} {native_ms:8.3f} {xla_ms:8.3f} {xla_ms / native_ms:7.2f} {best:7.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=30)
+    args = parser.parse_args()
+    if not native.is_built():
+        raise SystemExit("the native kernels are not built: python -m jaxllm.pallas_kernels.native.build")
+    print(f"JAX {jax.__version__}, {args.dtype}, {native.instruction_set()}")
+    print(f"{'median ms':45} {'native':>8} {'XLA':>8} {'ratio':>7} {'of best':>7}")
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        for op in (products, head):
+            pair = (op(args.dtype, rows, name) for name in ("native", "reference"))
+            compare(f"{op.__name__}, {rows} rows", *pair, args.repeats)
+    for case in ATTENTION:
+        pair = (attention(args.dtype, case, name) for name in ("native", "cpu"))
+        compare(f"attention of a layer, {case}", *pair, args.repeats)
+
+
+if __name__ == "__main__":
+    main()

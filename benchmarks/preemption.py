@@ -1,0 +1,108 @@
+"""What it costs when KV memory runs out: requests that want several times the pool, preempted by each kind, beside the
+same requests on an engine that never starts more than fit to their end."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxllm.bench import report, workload
+from jaxllm.bench.options import open_llm
+from jaxllm.bench.throughput import check_lengths_made
+from jaxllm.engine.config import PREEMPTIONS
+from jaxllm.sampling_params import SamplingParams
+
+CAPPED = "none"  # as a kind of preemption
+_COLUMNS = (
+    ("wall_s", "wall s", ".3f"),
+    ("output_tokens_per_s", "output/s", ".1f"),
+    ("share_of_capped", "of capped", ".2f"),
+    ("preempted", "preempted", "d"),
+    ("swapped", "swapped", "d"),
+    ("blocks_swapped_out", "blocks out", "d"),
+)
+
+
+def run(
+    model: dict[str, Any], *, requests: int, input_len: int, output_len: int, overcommit: float, repeats: int, seed: int
+) -> dict[str, Any]:
+    """The report. `model` are the arguments of `open_llm`; all requests want `overcommit` times what the pool holds."""
+    block_size = model.get("block_size") or _default_block_size()
+    blocks_each = -(-(input_len + output_len) // block_size)
+    num_blocks = max(blocks_each, int(requests * blocks_each / overcommit))
+    sizes = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": input_len + output_len}
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=4 * (1 + repeats), desc="measuring", unit="run", disable=None, leave=False) as bar:
+        for kinds, num_seqs in (((CAPPED,), num_blocks // blocks_each), (PREEMPTIONS, requests)):
+            with open_llm(**model | sizes | {"max_num_seqs": min(requests, num_seqs)}) as llm:
+                vocab = min(llm.engine.vocab, workload.MAX_VOCAB)
+                prompts = workload.prompts(requests, input_len, vocab=vocab, seed=seed)
+                llm.wait_compiled()
+                for kind in kinds:
+                    rows.append(_measure(llm, kind, prompts, output_len, repeats, bar.update))
+                about = report.about(llm, model=model.get("model"), dummy_weights=model["dummy_weights"])
+    for row in rows:
+        row["share_of_capped"] = row["output_tokens_per_s"] / rows[0]["output_tokens_per_s"]
+    options = {
+        "requests": requests,
+        "input_len": input_len,
+        "output_len": output_len,
+        "overcommit": overcommit,
+        "repeats": repeats,
+        "seed": seed,
+        "vocab": vocab,
+        "capped_num_seqs": num_blocks // blocks_each,
+    }
+    return {"benchmark": "preemption", **about, "options": options, "results": rows}
+
+
+def _default_block_size() -> int:
+    from jaxllm.engine.config import BLOCK_SIZE
+
+    return BLOCK_SIZE
+
+
+def _measure(
+    llm: Any, kind: str, prompts: list[list[int]], output_len: int, repeats: int, tick: Callable[[], Any]
+) -> dict[str, Any]:
+    """A row of the table: the median wall time of `repeats` runs after one to warm up, and one run's counts."""
+    if kind != CAPPED:
+        llm.engine.set_preemption(kind)
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    seconds = []
+    for _ in range(1 + repeats):
+        llm.engine.scheduler.pool.forget_keys()
+        before = llm.stats()
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+        check_lengths_made(outputs, output_len)
+        after = llm.stats()
+        tick()
+    wall_s = median(seconds[1:])
+    return {
+        "preemption": kind,
+        "wall_s": wall_s,
+        "output_tokens_per_s": len(prompts) * output_len / wall_s,
+        "preempted": after.num_preemptions - before.num_preemptions,
+        "swapped": after.num_swapped - before.num_swapped,
+        "blocks_swapped_out": after.blocks_swapped_out - before.blocks_swapped_out,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    options = results["options"]
+    lines = [
+        report.heading(results),
+        f"{options['requests']} requests of {options['input_len']} + {options['output_len']} tokens, which want "
+        f"{options['overcommit']:g} times the pool of {results['engine']['num_blocks']} blocks of "
+        f"{results['engine']['block_size']}; {options['capped_num_seqs']} fit to their end",
+        f"{'preemption':<12}" + "".join(f"{title:>12}" for _, title, _ in _COLUMNS),
+    ]
+    lines += [
+        f"{row['preemption']:<12}" + "".join(f"{row[name]:>12{form}}" for name, _, form in _COLUMNS)
+        for row in results["results"]
+    ]
+    return "\n".join([*lines, f"median of {options['repeats']} runs; sequences, those swapped among them, and blocks"])

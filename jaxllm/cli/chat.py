@@ -1,0 +1,182 @@
+"""`python -m jaxllm.chat`: a conversation in the terminal, with the model in this process."""
+
+import argparse
+import secrets
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from jaxllm.cli.common import (
+    EXIT_INTERRUPTED,
+    add_engine_arguments,
+    engine_kwargs,
+    program,
+    run_command,
+    setup_compilation_cache,
+)
+from jaxllm.cli.conversation import Conversation
+from jaxllm.cli.sampling_options import add_sampling_arguments, parse_field, sampling_fields, with_defaults
+from jaxllm.cli.terminal import Meter, clean
+from jaxllm.cli.terminal_input import LineInput
+from jaxllm.sampling_params import SamplingParams
+
+MAX_TOKENS = 512  # of an answer
+HELP = """\
+/system TEXT   begin the conversation with TEXT, or without any
+/set NAME X    a sampling parameter, as in /set temperature 0.2; alone, shows them
+/retry         another answer to the last message
+/reset         a new conversation
+/save FILE     write it as JSON messages
+/quit          leave, as does Ctrl-D
+Ctrl-C stops an answer. A message of several lines begins and ends with \"\"\"."""
+_ONE_ANSWER = ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "logprob_token_ids")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 if an answer failed in a pipe, 2 for bad options or models, 130 after two Ctrl-C."""
+    arguments = _parser().parse_args(argv)
+    return run_command(lambda: _run(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program("chat"),
+        allow_abbrev=False,
+        description="A conversation with a model. From a pipe, each line is a message.",
+    )
+    add = parser.add_argument
+    add("--system", metavar="TEXT", help="what the conversation begins with")
+    add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
+    add("--quiet", action="store_true", help="leave out greeting and speed")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    fields = sampling_fields(arguments)
+    for name in _ONE_ANSWER:
+        if name in fields:
+            raise ValueError(f"--{name.replace('_', '-')} is not for a conversation; use jaxllm.generate --chat")
+    fields = with_defaults({"max_tokens": MAX_TOKENS} | fields)
+    SamplingParams(**fields)  # a bad option is told before the model is loaded
+    setup_compilation_cache()
+    from jaxllm.llm import LLM  # imports jax, which --help need not wait for
+
+    with LLM(**engine_kwargs(arguments), seed=secrets.randbits(63)) as llm, LineInput() as lines:
+        conversation = Conversation(
+            llm.chat_prompt,
+            most_tokens=llm.engine.config.max_model_len,
+            system=arguments.system,
+            chat_template=arguments.chat_template,
+        )
+        conversation.check()
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
+        chat = Chat(llm, conversation, fields, lines, quiet=arguments.quiet)
+        if lines.is_terminal and not arguments.quiet:
+            print(f"{Path(arguments.model or 'the embedded model').name}. /help tells what can be said besides.")
+        return chat.run()
+
+
+class Chat:
+    """Reads, answers, and does what commands say, until the input ends."""
+
+    def __init__(self, llm: Any, conversation: Conversation, fields: dict[str, Any], lines: LineInput, *, quiet: bool):
+        self._llm, self._conversation, self._fields, self._lines, self._quiet = llm, conversation, fields, lines, quiet
+        self._has_failed = False
+
+    def run(self) -> int:
+        was_interrupted = False
+        while True:
+            try:
+                text = self._lines.read()
+            except KeyboardInterrupt:
+                if was_interrupted or not self._lines.is_terminal:
+                    return EXIT_INTERRUPTED
+                print("\nCtrl-C again, Ctrl-D or /quit leaves.")
+                was_interrupted = True
+                continue
+            was_interrupted = False
+            if text is None or text.strip() in ("/quit", "/exit", "/bye"):
+                return int(self._has_failed and not self._lines.is_terminal)
+            try:
+                self._take(text)
+            except (ValueError, OSError) as error:
+                self._has_failed = True
+                print(f"error: {error}", file=sys.stderr)
+
+    def _take(self, text: str) -> None:
+        if text.startswith("/"):
+            self._command(*text.partition(" ")[::2])
+        elif text.strip():
+            self._conversation.say(text)
+            self._answer()
+
+    def _command(self, name: str, rest: str) -> None:
+        rest = rest.strip()
+        match name:
+            case "/help" | "/?":
+                print(HELP)
+            case "/system":
+                self._conversation.system = rest or None
+                self._note("The conversation begins with that." if rest else "There is no system prompt.")
+            case "/set":
+                self._set(rest)
+            case "/retry":
+                self._conversation.take_back()
+                self._answer()
+            case "/reset" | "/clear":
+                self._conversation.reset()
+                self._note("A new conversation.")
+            case "/save":
+                self._conversation.save(rest)
+                self._note(f"{rest} is written.")
+            case _:
+                raise ValueError(f"there is no {name}; /help lists what there is")
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        if not rest:
+            print("\n".join(f"{field} {value}" for field, value in sorted(self._fields.items())))
+            return
+        fields = self._fields | parse_field(name.replace("-", "_"), value.strip(), forbidden=_ONE_ANSWER)
+        SamplingParams(**fields)
+        self._fields = fields
+
+    def _note(self, text: str) -> None:
+        if self._lines.is_terminal and not self._quiet:
+            print(text)
+
+    def _answer(self) -> None:
+        """Writes the answer as it grows, and keeps it, or what there was when Ctrl-C stopped it. A message that can't
+        be answered is taken back."""
+        prompt, num_dropped = self._conversation.prompt()
+        if num_dropped:
+            self._note(f"[the first {num_dropped} messages are forgotten: the model's context is full]")
+        text, meter = "", Meter()
+        try:
+            with closing(self._llm.stream([prompt], SamplingParams(**self._fields))) as updates:
+                for index, output in updates:
+                    meter.update(index, output)
+                    (completion,) = output.outputs
+                    self._write(completion.text[len(text) :])
+                    text = completion.text
+        except KeyboardInterrupt:
+            self._write(" [stopped]" if self._lines.is_terminal else "")
+        print(flush=True)
+        for error in meter.errors.values():
+            self._conversation.messages.pop()
+            raise ValueError(f"the answer failed: {error}")
+        self._conversation.answered(text)
+        if not self._quiet and self._lines.is_terminal:
+            print(self._dim(meter.speed()))
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(clean(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+    def _dim(self, text: str) -> str:
+        return f"\x1b[2m{text}\x1b[0m" if self._lines.has_colours else text

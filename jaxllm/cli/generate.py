@@ -1,0 +1,179 @@
+"""`python -m jaxllm.generate`: completes prompts in the terminal token by token, or a file of them in JSON lines."""
+
+import argparse
+import secrets
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from jaxllm.cli.common import (
+    EXIT_INTERRUPTED,
+    add_engine_arguments,
+    engine_kwargs,
+    program,
+    run_command,
+    setup_compilation_cache,
+)
+from jaxllm.cli.sampling_options import add_sampling_arguments, sampling_fields, with_defaults
+from jaxllm.cli.terminal import JsonPrinter, Meter, Printer
+from jaxllm.errors import JaxLLMError
+from jaxllm.sampling_params import SamplingParams
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 1 if a request failed, 2 for bad input, 130 on Ctrl-C, 141 on a closed pipe."""
+    arguments = _parser().parse_args(argv)
+    return run_command(lambda: _run(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program("generate"),
+        description="Completes prompts. Without any, standard input is the prompt.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="a text to complete")
+    add("--file", metavar="FILE", help="a file that is one prompt, but for a newline at its end; - is standard input")
+    add("--json", action="store_true", help="an object a line for each prompt, instead of text as it grows")
+    add("--token-ids", action="store_true", help="token ids in JSON")
+    add("--no-echo", action="store_true", help="leave out the prompt before its completion")
+    add("--quiet", action="store_true", help="leave out progress, and the closing line with speed and memory")
+    add = parser.add_argument_group("chat").add_argument
+    add("--chat", action="store_true", help="prompts are what a user says, in the model's chat template")
+    add("--system", metavar="TEXT", help="what the conversation begins with")
+    add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
+    _add_batch_arguments(parser)
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+    return parser
+
+
+def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "batches",
+        "A line of the input is a string, or an object with prompt, prompt_token_ids or messages, perhaps an id, and "
+        "sampling parameters of its own. Results are written as they finish; each names its line.",
+    ).add_argument
+    add("--input", metavar="FILE", help="requests in JSON lines; - is standard input")
+    add("--output", metavar="FILE", help="their results, likewise (default: standard output)")
+    add("--resume", action="store_true", help="go on after the results that the output has")
+    add("--skip-invalid", action="store_true", help="lines that can't be run get an error as their result")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.input is not None:
+        return _run_batch(arguments)
+    for name in ("output", "resume", "skip_invalid"):
+        if getattr(arguments, name):
+            raise ValueError(f"--{name.replace('_', '-')} is for batches; give the requests with --input")
+    for name in ("system", "chat_template"):
+        if getattr(arguments, name) is not None and not arguments.chat:
+            raise ValueError(f"--{name.replace('_', '-')} is for conversations; add --chat")
+    return _generate(arguments)
+
+
+def _run_batch(arguments: argparse.Namespace) -> int:
+    from jaxllm.cli.jsonl.requests import Settings
+    from jaxllm.cli.jsonl.run import Job, run_job
+
+    if arguments.prompts or arguments.file:
+        raise ValueError("there is a prompt beside --input; put it into the input, or leave --input out")
+    if arguments.resume and arguments.output is None:
+        raise ValueError("--resume needs to know the results so far; give their file with --output")
+    settings = Settings(
+        fields=sampling_fields(arguments),
+        chat=arguments.chat,
+        system=arguments.system,
+        chat_template=arguments.chat_template,
+        model=Path(arguments.model or "").name,
+    )
+    SamplingParams(**with_defaults(settings.fields))  # a bad option is no line's fault
+    job = Job(
+        input=None if arguments.input == "-" else Path(arguments.input),
+        output=None if arguments.output in (None, "-") else Path(arguments.output),
+        settings=settings,
+        resume=arguments.resume,
+        skip_invalid=arguments.skip_invalid,
+        token_ids=arguments.token_ids,
+        quiet=arguments.quiet,
+    )
+    return run_job(job, lambda: _open_llm(arguments))
+
+
+def _read_prompts(arguments: argparse.Namespace) -> list[str]:
+    if arguments.prompts and arguments.file:
+        raise ValueError("there are prompts and a --file; give one or the other")
+    if arguments.prompts:
+        return arguments.prompts
+    if arguments.file not in (None, "-"):
+        return [_decode(Path(arguments.file).read_bytes(), arguments.file)]
+    if arguments.file == "-" or not (sys.stdin is None or sys.stdin.isatty()):
+        return [_decode(sys.stdin.buffer.read(), "standard input")]
+    raise ValueError('there is no prompt; give one, as in: python -m jaxllm.generate "Once upon a time"')
+
+
+def _decode(data: bytes, source: str) -> str:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text ({error}); convert it") from error
+    if not text:
+        raise ValueError(f"there is no prompt: {source} is empty; give a text to complete")
+    return text.removesuffix("\n")  # editors and echo add it, and it would end the sentence to complete
+
+
+def _open_llm(arguments: argparse.Namespace) -> Any:
+    setup_compilation_cache()
+    from jaxllm.llm import LLM  # imports jax, which --help need not wait for
+
+    # Requests without a seed get another text each time.
+    return LLM(**engine_kwargs(arguments), seed=secrets.randbits(63))
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    prompts, params = _read_prompts(arguments), SamplingParams(**with_defaults(sampling_fields(arguments)))
+    with _open_llm(arguments) as llm:
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
+        requests = [_chat_prompt(llm, prompt, arguments) for prompt in prompts] if arguments.chat else prompts
+        printer, meter = _printer(arguments, prompts, params.n), Meter()
+        was_interrupted = _stream(llm, requests, params, printer, meter)
+        if not arguments.quiet:
+            print(meter.summary(llm.stats()), file=sys.stderr)
+    for index, error in meter.errors.items():
+        print(f"error: prompt {index + 1} failed: {error}", file=sys.stderr)
+    return EXIT_INTERRUPTED if was_interrupted else int(bool(meter.errors))
+
+
+def _chat_prompt(llm: Any, prompt: str, arguments: argparse.Namespace) -> Any:
+    system = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    messages = [*system, {"role": "user", "content": prompt}]
+    return llm.chat_prompt(messages, chat_template=arguments.chat_template)
+
+
+def _printer(arguments: argparse.Namespace, prompts: list[str], n: int) -> Printer | JsonPrinter:
+    if arguments.json:
+        return JsonPrinter(prompts, token_ids=arguments.token_ids, out=sys.stdout)
+    if arguments.chat:
+        prompts = [f"{prompt}\n" for prompt in prompts]  # the answer is no continuation of the line
+    return Printer(prompts, n, echo=not arguments.no_echo, out=sys.stdout)
+
+
+def _stream(llm: Any, requests: list, params: SamplingParams, printer: Printer | JsonPrinter, meter: Meter) -> bool:
+    """Shows completions as they come in. Returns whether Ctrl-C ended them; no request is left running."""
+    try:
+        with closing(llm.stream(requests, params)) as updates:
+            printer.start()
+            for index, output in updates:
+                meter.update(index, output)
+                printer.update(index, output)
+    except KeyboardInterrupt:
+        printer.interrupt()
+        return True
+    except JaxLLMError:
+        printer.interrupt()
+        raise
+    return False

@@ -1,0 +1,156 @@
+"""The results of a batch: a JSON object a line, each written whole or not at all, and found again on --resume."""
+
+import fcntl
+import json
+import os
+import stat
+import sys
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm.cli.jsonl.requests import BadLine, Line
+from jaxllm.outputs import CompletionOutput, Logprobs, RequestOutput
+
+MAX_LINES = 2**30  # of the input
+
+
+def output_fields(output: RequestOutput, *, token_ids: bool) -> dict[str, Any]:
+    """What a request gave, for JSON. Token ids are there if they are wanted, or needed to read log-probabilities."""
+    fields: dict[str, Any] = {
+        "outputs": [_completion(completion, token_ids=token_ids) for completion in output.outputs],
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "error": output.error,
+    }
+    if token_ids:
+        fields["prompt_token_ids"] = output.prompt_token_ids
+    if output.prompt_logprobs is not None:
+        fields |= {"prompt_token_ids": output.prompt_token_ids, "prompt_logprobs": _logprobs(output.prompt_logprobs)}
+    return fields
+
+
+def _completion(completion: CompletionOutput, *, token_ids: bool) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "index": completion.index,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_tokens": len(completion.token_ids),
+    }
+    if token_ids or completion.logprobs is not None:
+        fields["token_ids"] = completion.token_ids
+    if completion.cumulative_logprob is not None:
+        fields["cumulative_logprob"] = completion.cumulative_logprob
+    if completion.logprobs is not None:
+        fields["logprobs"] = _logprobs(completion.logprobs)
+    return fields
+
+
+def _logprobs(logprobs: Logprobs) -> list[dict[str, Any] | None]:
+    return [
+        None if position is None else {str(token): logprob._asdict() for token, logprob in position.items()}
+        for position in logprobs
+    ]
+
+
+class Results:
+    """Where results go: a file, or standard output for None. Raises `OSError` if it can't be written, and `ValueError`
+    if it holds what would be mixed up. `resume` keeps what is there."""
+
+    def __init__(self, path: Path | None, *, resume: bool = False):
+        self.path = path
+        self.num_done = 0
+        self.last_line = 0  # of the input, that has a result here
+        self._done = array("Q")  # digest of each line's result, 0 for none
+        if path is None:
+            self._fd, self._size = None, None
+            return
+        self._fd: int | None = os.open(path, os.O_CREAT | os.O_APPEND | (os.O_RDWR if resume else os.O_WRONLY), 0o666)
+        try:
+            self._open(path, resume)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _open(self, path: Path, resume: bool) -> None:
+        status = os.fstat(self._fd)
+        is_file = stat.S_ISREG(status.st_mode)
+        self._size: int | None = status.st_size if is_file else None  # up to where all is whole
+        if not is_file:
+            return
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{path} is being written by another process; wait for it, or give another") from error
+        if resume:
+            self._find_done(path)
+        elif self._size:
+            raise ValueError(f"{path} has results already; add --resume to go on after them, or give another --output")
+
+    def _find_done(self, path: Path) -> None:
+        """Reads what is there, and cuts a last line that a crash left torn."""
+        size = 0
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if not raw.endswith(b"\n"):
+                    print(f"{path}: the last line is torn, and its request runs again", file=sys.stderr)
+                    os.ftruncate(self._fd, size)
+                    break
+                size += len(raw)
+                self._note_done(path, number, raw)
+        self._size = size
+
+    def _note_done(self, path: Path, number: int, raw: bytes) -> None:
+        try:
+            record = json.loads(raw)
+            line, digest = record["line"], int(record["digest"], 16)
+            # What failed runs again; what could not be run, and has no outputs, could not be again.
+            is_settled = record["error"] is None or not record["outputs"]
+            if not 0 < line <= MAX_LINES or not 0 <= digest < 2**64:
+                raise ValueError(f"line={line!r:.50}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}, is not a result of this command ({error}); --resume needs the output as it was"
+            ) from error
+        self.last_line = max(self.last_line, line)
+        if is_settled:
+            self._done.extend([0] * (line - len(self._done)))
+            self.num_done += not self._done[line - 1]
+            self._done[line - 1] = digest or 1
+
+    def done(self, line: Line | BadLine) -> bool:
+        """Whether the line has its result. Raises `ValueError` if the result is another request's."""
+        digest = self._done[line.number - 1] if line.number <= len(self._done) else 0
+        if digest and digest != (int(line.digest, 16) or 1):
+            raise ValueError(
+                f"it is not the request that {self.path} has the result of: the input, the model or the options have "
+                "changed. Put them back, or give another --output"
+            )
+        return bool(digest)
+
+    def write(self, line: Line | BadLine, fields: Mapping[str, Any]) -> None:
+        record = {"line": line.number, **line.given, **fields, "digest": line.digest}
+        data = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        if self._fd is None:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+            return
+        num_written = 0
+        try:
+            while num_written < len(data):
+                num_written += os.write(self._fd, data[num_written:])
+        except OSError as error:
+            if self._size is not None:
+                os.ftruncate(self._fd, self._size)  # a full disk took half of the line
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if self._size is not None:
+            self._size += len(data)
+
+    def __enter__(self) -> "Results":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)

@@ -1,0 +1,220 @@
+"""A batch from its first line to its exit code: checks the input, feeds the engine, writes what finishes."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from jaxllm.cli.common import EXIT_INTERRUPTED, EXIT_USER_ERROR
+from jaxllm.cli.jsonl.requests import BadLine, Line, Settings, conversation, read_lines
+from jaxllm.cli.jsonl.results import Results, output_fields
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams
+
+MAX_REPORTED = 20  # bad lines of an input that is checked before anything runs
+
+
+class Job(NamedTuple):
+    input: Path | None  # None: standard input
+    output: Path | None  # None: standard output
+    settings: Settings
+    resume: bool = False
+    skip_invalid: bool = False
+    token_ids: bool = False  # in the results
+    quiet: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.input or "standard input")
+
+    def open(self) -> BufferedIOBase:
+        return sys.stdin.buffer if self.input is None else self.input.open("rb")
+
+
+def run_job(job: Job, open_llm: Callable[[], AbstractContextManager[Any]]) -> int:
+    """Returns the exit code: 1 if some requests failed or were skipped, 2 if a bad line ended it, 130 or 143 for an
+    interrupt. The model is loaded only if the whole input, where it can be read twice, is sound."""
+    with job.open() as stream, Results(job.output, resume=job.resume) as results:
+        num_requests = None
+        if stream.seekable():
+            num_requests = check_input(job, stream, results)
+            stream.seek(0)
+            if num_requests == results.num_done:
+                print(f"all {num_requests} lines have their results", file=sys.stderr)
+                return 0
+        with open_llm() as llm, Interrupts() as interrupts:
+            if job.settings.chat:  # a model that can't chat is no line's fault
+                llm.chat_prompt(conversation("Hello", job.settings.system), chat_template=job.settings.chat_template)
+            batch = Batch(llm, job, results, interrupts, num_requests)
+            batch.run(read_lines(stream, job.settings))
+        batch.report()
+        if interrupts.signal is not None:
+            return EXIT_INTERRUPTED if interrupts.signal == signal.SIGINT else 128 + interrupts.signal
+        if batch.ended_by_bad_line:
+            return EXIT_USER_ERROR
+        return int(bool(batch.num_failed or batch.num_invalid))
+
+
+def check_input(job: Job, stream: BufferedIOBase, results: Results) -> int:
+    """Reads the whole input without running any of it; returns how many lines it has to run or to report.
+
+    Reports bad lines, and raises `ValueError` if there are some and they aren't to be skipped.
+    """
+    num_lines = num_invalid = last = 0
+    for line in read_lines(stream, job.settings):
+        num_lines, last = num_lines + 1, line.number
+        error = line.error if isinstance(line, BadLine) and not job.skip_invalid else _conflict(line, results)
+        if error is not None:
+            num_invalid += 1
+            if num_invalid <= MAX_REPORTED:
+                print(f"{job.name}, line {line.number}: {error}", file=sys.stderr)
+    if num_invalid > MAX_REPORTED:
+        print(f"... and {num_invalid - MAX_REPORTED} lines more", file=sys.stderr)
+    if results.last_line > last:
+        raise ValueError(f"{results.path} has a result of line {results.last_line}, but {job.name} ends at {last}")
+    if num_invalid:
+        raise ValueError(
+            f"{num_invalid} of {num_lines} lines can't be run, so nothing was. Correct them; broken ones can be left "
+            "out with --skip-invalid"
+        )
+    return num_lines
+
+
+def _conflict(line: Line | BadLine, results: Results) -> str | None:
+    try:
+        results.done(line)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class Interrupts:
+    """Holds back the first Ctrl-C or SIGTERM, so that what has finished is written; the second takes effect."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as for background jobs of some shells
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        os.write(2, b"\nstopping after this step; interrupt once more to stop at once\n")  # print may be in the middle
+
+
+class Batch:
+    """Requests on their way through an engine, and what has become of them."""
+
+    def __init__(self, llm: Any, job: Job, results: Results, interrupts: Interrupts, num_requests: int | None):
+        self._llm, self._job, self._results, self._interrupts = llm, job, results, interrupts
+        self.num_finished = self.num_failed = self.num_invalid = self.num_tokens = 0
+        self.ended_by_bad_line = False
+        self._running: dict[int, Line] = {}
+        self._start_s = time.perf_counter()
+        self._bar = tqdm(
+            total=num_requests,
+            initial=results.num_done,
+            desc="requests",
+            unit="req",
+            file=sys.stderr,
+            disable=True if job.quiet else None,
+        )
+
+    def run(self, lines: Iterator[Line | BadLine]) -> None:
+        """Ends when all lines are done, after a bad line when what runs is done, or at an interrupt."""
+        with self._bar, closing(self._llm.generate_iter(self._requests(lines))) as steps:
+            for finished in steps:
+                for index, output in finished:
+                    self._finish(self._running.pop(index), output)
+                if self._interrupts.signal is not None:
+                    return
+
+    def _requests(self, lines: Iterator[Line | BadLine]) -> Iterator[tuple[Any, SamplingParams]]:
+        index = 0
+        for line in lines:
+            conflict = _conflict(line, self._results)
+            if conflict is not None:
+                self._refuse(line, conflict, skip=False)
+            elif not self._results.done(line) and (prompt := self._prompt(line)) is not None:
+                self._running[index] = line
+                index += 1
+                yield prompt, line.params
+            if self.ended_by_bad_line or self._interrupts.signal is not None:
+                return
+
+    def _prompt(self, line: Line | BadLine) -> Any:
+        """What the engine takes; None for a line that can't be run, which is then told."""
+        if isinstance(line, BadLine):
+            self._refuse(line, line.error)
+            return None
+        if line.messages is None:
+            return line.prompt
+        try:
+            return self._llm.chat_prompt(line.messages, **line.chat_options)
+        except ValueError as error:
+            self._refuse(line, str(error))
+            return None
+
+    def _finish(self, line: Line, output: RequestOutput) -> None:
+        if output.error is not None and not output.outputs:  # the engine could not take it
+            self._refuse(line, output.error)
+            return
+        self._results.write(line, output_fields(output, token_ids=self._job.token_ids))
+        self.num_finished += 1
+        self.num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        if output.error is not None:
+            self.num_failed += 1
+            self._tell(line, output.error)
+        self._bar.set_postfix_str(f"{self._speed:.1f} tokens/s, {self.num_failed} failed", refresh=False)
+        self._bar.update()
+
+    def _refuse(self, line: Line | BadLine, error: str, *, skip: bool = True) -> None:
+        """A line that can't be run is told, and ends the batch unless such lines are skipped."""
+        self._tell(line, error)
+        self.num_invalid += 1
+        if not skip or not self._job.skip_invalid:
+            self.ended_by_bad_line = True
+            return
+        self._results.write(line, {"outputs": [], "error": error})
+        self._bar.update()
+
+    def _tell(self, line: Line | BadLine, error: str) -> None:
+        tqdm.write(f"{self._job.name}, line {line.number}: {error}", file=sys.stderr)
+
+    @property
+    def _speed(self) -> float:
+        """Tokens a second."""
+        return self.num_tokens / max(time.perf_counter() - self._start_s, 1e-9)
+
+    def report(self) -> None:
+        """What was done, and after an early end how to go on."""
+        if not self._job.quiet:
+            parts = [f"{self.num_finished} requests", f"{self.num_tokens} tokens", f"{self._speed:.1f} tokens/s"]
+            parts += [f"{self.num_failed} failed"] * bool(self.num_failed)
+            parts += [f"{self.num_invalid} lines not run"] * bool(self.num_invalid)
+            print(f"[{', '.join(parts)}]", file=sys.stderr)
+        if self._interrupts.signal is None and not self.ended_by_bad_line:
+            return
+        where = "on standard output" if self._job.output is None else f"in {self._job.output}"
+        advice = "" if self._job.output is None else "; go on with --resume"
+        if self.ended_by_bad_line:
+            advice += " after correcting the line" if advice else "; correct the line"
+            advice += ", or with --skip-invalid"
+        print(f"ended early: what has finished is {where}{advice}", file=sys.stderr)

@@ -1,0 +1,43 @@
+"""`jaxllm COMMAND`: the modules' commands under one name."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module, metadata
+
+COMMANDS = {  # modules of this folder
+    "serve": "OpenAI's API over HTTP, and a page to chat on",
+    "chat": "a conversation in the terminal",
+    "generate": "completes prompts, or a file of them",
+    "bench": "measures the engine",
+    "convert": "makes other checkpoints loadable",
+    "aot": "compiles for chips that are not here, and says what a model takes there",
+}
+_HELP, _VERSION = ("-h", "--help", "help"), ("-V", "--version", "version")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the command's exit code; 2 if there is no such command."""
+    name, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
+    if name in COMMANDS:
+        return import_module(f"jaxllm.cli.{name}").main(rest[:-1])
+    if name in _VERSION:
+        print(f"jaxllm {_version()}")
+        return 0
+    if name in _HELP:
+        print(_usage())
+        return 0
+    print(f"error: there is no command {name!r}\n\n{_usage()}" if name else _usage(), file=sys.stderr)
+    return 2
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return f"usage: jaxllm COMMAND [OPTIONS]\n\n{commands}\n\njaxllm COMMAND --help tells more; jaxllm --version"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("jaxllm")
+    except metadata.PackageNotFoundError:
+        return "unknown"  # a checkout that is not installed

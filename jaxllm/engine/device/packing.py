@@ -1,0 +1,266 @@
+"""What crosses from host to device, and the static shapes it may have: picked, padded and packed here only.
+
+A step's input is one int32 array, freshly allocated each time: the runtime may alias host memory, so an array that
+is in flight is never written again.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.sequence import Request
+from jaxllm.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
+
+FROM_SLOT = -1  # as a token: the slot's last token, which the host may not know yet
+ADMIT_SIZES = (1, 16)  # rows that one `admit` installs; more take several
+NUM_STOP_IDS = 32
+NUM_BAD_WORDS = 2 * MAX_BAD_WORDS  # each with and without a space before it
+BAD_WORD_LEN = 8  # tokens
+EXTRAS_IDS = 512  # token ids that one `extras` call writes; more take several
+
+
+def token_ladder(max_tokens: int) -> tuple[int, ...]:
+    """The token buckets, up to `max_tokens`: 1, then 8 and its doublings (fewer rows cost a matrix unit as much); from
+    64 on, where each row costs, also the sizes half way, so that padding is at most a third of a step."""
+    sizes, size = {1, max_tokens}, 8
+    while size < max_tokens:
+        sizes.update((size, size * 3 // 2) if size >= 64 else (size,))
+        size *= 2
+    return tuple(sorted(size for size in sizes if size <= max_tokens))
+
+
+def pick_bucket(sizes: Sequence[int], n: int) -> int:
+    """The smallest of the ascending `sizes` that holds `n`. ValueError if none does."""
+    i = bisect_left(sizes, n)
+    if i == len(sizes):
+        raise ValueError(f"{n} exceeds the largest bucket {sizes[-1]}; the scheduler must cap it")
+    return sizes[i]
+
+
+def mask_words(vocab: int) -> int:
+    """Words of 32 bits that a row's mask of tokens takes."""
+    return -(-vocab // 32)
+
+
+class StepInput(NamedTuple):
+    """A step's input, cut from its packed array. Rows are sequences, one-token rows first."""
+
+    counts: np.ndarray  # [3]: one-token rows, rows, tokens
+    slots: np.ndarray  # [seqs] slot of each row; padding has the first id past the table
+    q_lens: np.ndarray  # [seqs] tokens of each row, 0 in padding
+    sample_rows: np.ndarray  # [seqs] the row from whose last token each sample comes
+    sample_slots: np.ndarray  # [seqs] the slot that it is for; padding has the first id past the table
+    tokens: np.ndarray  # [tokens] token ids, or FROM_SLOT
+    new_blocks: np.ndarray  # [3, n]: slot, index in its block table, block; padding has the first slot past
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Where the fields of a `StepInput` lie for one bucket."""
+
+    tokens: int
+    max_num_seqs: int
+    block_size: int
+
+    @property
+    def seqs(self) -> int:
+        return min(self.tokens, self.max_num_seqs)
+
+    @property
+    def max_new_blocks(self) -> int:
+        return self.seqs + -(-self.tokens // self.block_size)
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        sizes = (3, *[self.seqs] * 4, self.tokens, 3 * self.max_new_blocks)
+        return tuple(int(end) for end in np.cumsum(sizes))
+
+    @property
+    def size(self) -> int:
+        return self._ends[-1]
+
+    def unpack(self, packed):
+        """The fields of `packed`, a numpy array (as views) or a traced one."""
+        bounds = (0, *self._ends)
+        *fields, new_blocks = (packed[a:b] for a, b in zip(bounds, self._ends, strict=False))
+        return StepInput(*fields, new_blocks.reshape(3, -1))
+
+    def pack(self, plan: Plan) -> np.ndarray:
+        """The packed input of `plan`. ValueError if it doesn't fit the bucket."""
+        num_decodes, num_rows = len(plan.decodes), max(len(plan.rows), plan.num_samples)
+        if plan.num_tokens > self.tokens or num_rows > self.seqs or len(plan.new_blocks) > self.max_new_blocks:
+            raise ValueError(
+                f"a plan of {plan.num_tokens} tokens, {num_rows} rows or samples and {len(plan.new_blocks)} new "
+                f"blocks does not fit the bucket of {self.tokens}, {self.seqs} and {self.max_new_blocks}"
+            )
+        packed = np.zeros(self.size, np.int32)
+        f = self.unpack(packed)
+        f.counts[:] = (num_decodes, len(plan.rows), plan.num_tokens)
+        f.slots[:] = f.sample_slots[:] = self.max_num_seqs
+        f.slots[: len(plan.rows)] = [request.slot for request in plan.rows]
+        f.sample_rows[: plan.num_samples] = plan.sample_rows
+        f.sample_slots[: plan.num_samples] = [request.slot for request in plan.samples]
+        f.q_lens[:num_decodes] = 1
+        f.tokens[:num_decodes] = FROM_SLOT
+        if plan.has_beams:  # whose tokens the host has chosen
+            f.tokens[:num_decodes] = [_known_token(request) for request in plan.decodes]
+        at = num_decodes
+        for row, chunk in enumerate(plan.chunks, start=num_decodes):
+            tokens = chunk.request.token_ids(chunk.start, chunk.stop)
+            f.q_lens[row] = len(tokens)
+            f.tokens[at : at + len(tokens)] = tokens
+            at += len(tokens)
+        f.new_blocks[0] = self.max_num_seqs
+        if plan.new_blocks:
+            f.new_blocks[:, : len(plan.new_blocks)] = np.asarray(plan.new_blocks, np.int32).T
+        return packed
+
+
+def _known_token(request: Request) -> int:
+    return request.output_token_ids[-1] if request.group.is_search and request.output_token_ids else FROM_SLOT
+
+
+class SlotRow(NamedTuple):
+    """A whole row of the slot table, cut from a packed `admit` array `[rows, size]`."""
+
+    slot: np.ndarray  # [rows], padding has the first id past the table
+    length: np.ndarray  # [rows] tokens whose keys and values are in the pool
+    last_token: np.ndarray  # [rows] the last known token
+    sample_index: np.ndarray  # [rows]
+    top_k: np.ndarray  # [rows], 0 for all
+    min_len: np.ndarray  # [rows] tokens, prompt included, before which stop ids are masked
+    alters_logits: np.ndarray  # [rows] 1 if the extras' row counts
+    wants_logprobs: np.ndarray  # [rows] 1 or 0
+    is_beam: np.ndarray  # [rows] 1 or 0
+    floats: np.ndarray  # [rows, 6] bits of temperature, top_p, min_p; repetition, frequency and presence penalty
+    seed: np.ndarray  # [rows, 2] high and low word
+    stop_ids: np.ndarray  # [rows, NUM_STOP_IDS], padded with -1
+    block_table: np.ndarray  # [rows, blocks_per_seq], padded with 0
+
+
+@dataclass(frozen=True)
+class AdmitLayout:
+    """Where the fields of `rows` slot rows lie."""
+
+    rows: int
+    max_num_seqs: int
+    blocks_per_seq: int
+
+    @property
+    def size(self) -> int:
+        return 9 + 6 + 2 + NUM_STOP_IDS + self.blocks_per_seq
+
+    def unpack(self, packed) -> SlotRow:
+        bounds = np.cumsum([9, 6, 2, NUM_STOP_IDS]).tolist()
+        starts = zip(bounds, [*bounds[1:], self.size], strict=True)
+        return SlotRow(*(packed[:, i] for i in range(9)), *(packed[:, a:b] for a, b in starts))
+
+    def pack(self, admitted: Sequence[tuple[Request, int]]) -> np.ndarray:
+        """The packed rows of requests, each with the number of its tokens that the pool holds already."""
+        packed = np.zeros((self.rows, self.size), np.int32)
+        packed[:, 0] = self.max_num_seqs
+        for i, (request, length) in enumerate(admitted):
+            if request.packed_params is None:
+                request.packed_params = _packed_params(request)
+            last_token = request.token_ids(request.num_tokens - 1, request.num_tokens)[0]
+            table = 3 + len(request.packed_params)
+            packed[i, :3] = request.slot, length, last_token
+            packed[i, 3:table] = request.packed_params
+            packed[i, table : table + len(request.block_ids)] = request.block_ids
+        return packed
+
+
+def _packed_params(request: Request) -> np.ndarray:
+    """The fields of its `SlotRow` from `sample_index` to `stop_ids`, which never change."""
+    params, seed = request.params, request.seed % 2**64
+    temperature = 0.0 if request.group.is_search else params.temperature  # nothing is drawn for a beam
+    floats = (
+        temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
+    ints = (
+        request.sample_index,
+        max(params.top_k, 0),
+        min(len(request.prompt_token_ids) + params.min_tokens, 2**31 - 1),
+        params.alters_logits,
+        params.tracks_logprobs,
+        request.group.is_search,
+    )
+    stop_ids = np.full(NUM_STOP_IDS, -1, np.int32)
+    stop_ids[: len(request.stop_ids)] = sorted(request.stop_ids)
+    bits = [np.array(floats, np.float32), np.array([seed >> 32, seed % 2**32], np.uint32)]
+    return np.concatenate([np.array(ints, np.int32), *(part.view(np.int32) for part in bits), stop_ids])
+
+
+class ExtrasRow(NamedTuple):
+    """A part of one slot's row of the `SamplingExtras`, cut from a packed array."""
+
+    slot: np.ndarray  # [1]
+    is_first: np.ndarray  # [1] 1 if the row is to be emptied before
+    fill: np.ndarray  # [1] bits of the bias of tokens that are not listed
+    recent: np.ndarray  # [BAD_WORD_LEN - 1] last output tokens, padded with -1 in front
+    watched: np.ndarray  # [MAX_LOGPROB_TOKEN_IDS] padded with 0
+    bad_words: np.ndarray  # [NUM_BAD_WORDS, BAD_WORD_LEN], each padded with -1 in front
+    ids: np.ndarray  # [EXTRAS_IDS] tokens of which the next three tell; padding lies past the vocabulary
+    bias: np.ndarray  # [EXTRAS_IDS] bits
+    output_counts: np.ndarray  # [EXTRAS_IDS]
+    in_prompt: np.ndarray  # [EXTRAS_IDS] 1 or 0
+
+
+@dataclass(frozen=True)
+class ExtrasLayout:
+    """Where the fields of an `ExtrasRow` lie."""
+
+    vocab: int
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        words = NUM_BAD_WORDS * BAD_WORD_LEN
+        sizes = (1, 1, 1, BAD_WORD_LEN - 1, MAX_LOGPROB_TOKEN_IDS, words, *[EXTRAS_IDS] * 4)
+        return tuple(int(end) for end in np.cumsum(sizes))
+
+    @property
+    def size(self) -> int:
+        return self._ends[-1]
+
+    def unpack(self, packed) -> ExtrasRow:
+        bounds = (0, *self._ends)
+        row = ExtrasRow(*(packed[a:b] for a, b in zip(bounds, self._ends, strict=False)))
+        return row._replace(bad_words=row.bad_words.reshape(NUM_BAD_WORDS, BAD_WORD_LEN))
+
+    def pack(self, request: Request) -> list[np.ndarray]:
+        """The packed arrays that install a request's row, one after the other."""
+        params, output = request.params, request.output_token_ids
+        counts = Counter(output) if params.penalizes else Counter()
+        prompt = set(request.prompt_token_ids) if params.penalizes else set()
+        ids = sorted(prompt.union(counts, params.logit_bias, params.allowed_token_ids or ()))
+        allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids)
+        fill = 0.0 if allowed is None else -np.inf
+        bias = [params.logit_bias.get(i, 0.0) if allowed is None or i in allowed else -np.inf for i in ids]
+        columns = (ids, np.array(bias, np.float32).view(np.int32), [counts[i] for i in ids], [i in prompt for i in ids])
+        parts = []
+        for at in range(0, max(1, len(ids)), EXTRAS_IDS):
+            packed = np.zeros(self.size, np.int32)
+            f = self.unpack(packed)
+            f.slot[:], f.is_first[:], f.fill[:] = request.slot, at == 0, np.float32(fill).view(np.int32)
+            f.recent[:] = ([-1] * BAD_WORD_LEN + output)[1 - BAD_WORD_LEN :]
+            f.watched[: len(params.logprob_token_ids or ())] = params.logprob_token_ids or ()
+            f.bad_words[:] = -1
+            for word, tokens in zip(f.bad_words, request.bad_words, strict=False):
+                word[-len(tokens) :] = tokens
+            f.ids[:] = self.vocab
+            for field, column in zip((f.ids, f.bias, f.output_counts, f.in_prompt), columns, strict=True):
+                part = column[at : at + EXTRAS_IDS]
+                field[: len(part)] = part
+            parts.append(packed)
+        return parts

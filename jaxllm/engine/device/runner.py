@@ -1,0 +1,266 @@
+"""Owns the device: parameters, state and executables. Sees plans and arrays, never a queue."""
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device import memory
+from jaxllm.engine.device.block_moves import BlockMoves, host_bytes
+from jaxllm.engine.device.compile_plan import CompilePlan
+from jaxllm.engine.device.executables import Lowering, ModelShape
+from jaxllm.engine.device.packing import (
+    ADMIT_SIZES,
+    AdmitLayout,
+    ExtrasLayout,
+    StepLayout,
+    mask_words,
+    pick_bucket,
+    token_ladder,
+)
+from jaxllm.engine.device.state import DeviceState
+from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.preemption_costs import PreemptionCosts
+from jaxllm.engine.schedule.sequence import Request
+from jaxllm.models.transformer import Params
+from jaxllm.pallas_kernels.native import huge_pages
+
+log = logging.getLogger(__name__)
+
+
+class Span(NamedTuple):
+    """Prompt tokens `start` to `stop` of a request, to be scored."""
+
+    request: Request
+    epoch: int  # of the request
+    start: int
+    stop: int
+    at: int  # among the step's tokens, of the one before the first
+
+
+class Handle(NamedTuple):
+    """A dispatched step: its plan, and what the host will read of it, which is on its way there."""
+
+    plan: Plan
+    dispatched_at: float  # seconds of time.perf_counter
+    result: Array | None  # int32 [seqs]: the sampled tokens; or [seqs, width]: with their log-probabilities
+    candidates: Array | None  # int32 [seqs, width] if there are beams
+    spans: list[Span]
+    scores: list[Array]  # int32 [rows, width]: log-probabilities of the spans' tokens, one span after the other
+
+
+class Result(NamedTuple):
+    """A step that is over."""
+
+    tokens: list[int]  # of each sample, then padding
+    logprobs: np.ndarray | None  # int32 [seqs, width] if the sampler was the full one; see logprobs.py
+    candidates: np.ndarray | None  # int32 [seqs, width] if there are beams; see candidates.py
+    scores: list[tuple[Span, np.ndarray]]  # int32 [count, width] of each span
+
+
+class Runner:
+    """Runs plans on `mesh`. Compiling starts at once; `set_params` must come before the first step."""
+
+    def __init__(self, model_shape: ModelShape, config: EngineConfig, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self.abstract_params = jax.tree.unflatten(model_shape.treedef, model_shape.leaves)
+        self.ladder = token_ladder(config.max_num_batched_tokens)
+        self._layouts = {t: StepLayout(t, config.max_num_seqs, config.block_size) for t in self.ladder}
+        self._admits = {n: AdmitLayout(n, config.max_num_seqs, config.blocks_per_seq) for n in ADMIT_SIZES}
+        self._extras = ExtrasLayout(model_shape.vocab)
+        self._leaves: list[Array] = []
+        self._state: DeviceState | None = None
+        self._collected_at = 0.0  # time.perf_counter of the last
+        self._max_tokens: dict[tuple[bool, bool], int] = {}  # of the steps that can run so far, by sampler and masks
+        self._mask_words = mask_words(model_shape.vocab)
+        lowering = Lowering(model_shape, config, mesh)
+        self._temp_bound = memory.step_bytes(model_shape, config, mesh)
+        self.compile_plan = CompilePlan(lowering.jobs(list(self._layouts.values())), self._check_memory)
+        self._moves = BlockMoves(self.compile_plan, config.num_blocks, config.max_num_seqs)
+        self.costs = PreemptionCosts(host_bytes(lowering.state().kv_pools))
+
+    def set_params(self, params: Params) -> None:
+        """Uses `params`, which lie where the executables want them, from the next step on. ValueError for a dtype
+        other than that of the parameters before."""
+        want = jax.tree_util.tree_leaves_with_path(self.abstract_params)
+        leaves = jax.tree.leaves(params)
+        for (path, expected), leaf in zip(want, leaves, strict=True):
+            if leaf.dtype != expected.dtype:
+                name = jax.tree_util.keystr(path)
+                raise ValueError(f"parameter {name} is {leaf.dtype}, the engine's is {expected.dtype}; cast it first")
+        self._leaves = leaves
+        huge_pages.collapse_soon(leaves)
+
+    def max_tokens(self, full_sampler: bool, masks: bool = False) -> int:
+        """How many tokens a step may have with the executables compiled so far; 0 while there are none. `masks`:
+        some samples have to follow a grammar."""
+        known = self._max_tokens.get((full_sampler, masks), 0)
+        if known == self.ladder[-1] or full_sampler and not self.compile_plan.ready("extras"):
+            return known
+        for tokens in self.ladder:
+            if not all(self.compile_plan.ready(name) for name in self._names(tokens, full_sampler, masks)):
+                break
+            self._max_tokens[full_sampler, masks] = known = tokens
+        return known
+
+    def wait_first(
+        self, full_sampler: bool = False, masks: bool = False, *, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """Blocks until a step can run."""
+        names = ["init", ("admit", 1), *self._names(self.ladder[0], full_sampler, masks)]
+        self.compile_plan.wait(names + ["extras"] * full_sampler, tick)
+
+    def _names(self, tokens: int, full_sampler: bool, masks: bool) -> list[Hashable]:
+        """The executables of a step."""
+        seqs = self._layouts[tokens].seqs
+        return [("step", tokens), ("sample", seqs, full_sampler)] + [("mask", seqs)] * masks
+
+    def wait_all(self) -> None:
+        """Blocks until every executable is there."""
+        self.compile_plan.wait(self.compile_plan.names)
+
+    def close(self) -> None:
+        """Stops compiling and lets go of the device's memory."""
+        self.compile_plan.close()
+        self._state, self._leaves = None, []
+
+    def reset(self) -> None:
+        """A fresh, empty state: at the start, and after a failed step took the old one with it."""
+        self._state = None  # free the old pool first
+        self._moves.clear()
+        self._state = self.compile_plan["init"]()
+
+    def empty_masks(self, plan: Plan) -> np.ndarray:
+        """int32 [seqs, words] for the masks of the plan's samples, one bit a token; they allow everything so far."""
+        return np.full((self._layout(plan).seqs, self._mask_words), -1, np.int32)
+
+    def _layout(self, plan: Plan) -> StepLayout:
+        return self._layouts[pick_bucket(self.ladder, max(plan.num_tokens, plan.num_samples))]
+
+    def dispatch(self, plan: Plan) -> Handle:
+        """Puts a step on the device's queue, what moves before it first, and awaits nothing."""
+        now = time.perf_counter()
+        self._state = self._state._replace(kv_pools=self._moves.run(self._state.kv_pools, plan))
+        self._admit(plan)
+        if not plan.num_tokens:
+            return Handle(plan, now, None, None, [], [])
+        state = self._state
+        layout = self._layout(plan)
+        run = self.compile_plan["step", layout.tokens]
+        pools, slots, hidden, logits, sample_slots = run(
+            self._leaves, state.kv_pools, state.slots, state.hidden, layout.pack(plan)
+        )
+        result, extras, candidates = sample_slots, state.extras, None
+        if plan.num_samples:
+            draw = self.compile_plan["sample", layout.seqs, plan.full_sampler]
+            allowed = logits
+            if plan.masks is not None:
+                allowed = self.compile_plan["mask", layout.seqs](logits, plan.masks)
+            given = slots.length, state.sampling
+            if plan.full_sampler:
+                last_token, extras, result, candidates = draw(
+                    slots.last_token, extras, *given, logits, allowed, sample_slots
+                )
+            else:
+                last_token, result = draw(slots.last_token, *given, allowed, sample_slots)
+            slots = slots._replace(last_token=last_token)
+        self._state = DeviceState(pools, slots, state.sampling, extras, hidden)
+        result.copy_to_host_async()
+        candidates = candidates if plan.has_beams else None
+        if candidates is not None:
+            candidates.copy_to_host_async()
+        spans = _spans_to_score(plan)
+        return Handle(plan, now, result, candidates, spans, self._score(spans) if spans else [])
+
+    def collect(self, handle: Handle) -> Result:
+        """Waits for a step. Raises what it raised."""
+        if handle.result is None:
+            self._moves.settle()
+            return Result([], None, None, [])
+        result = np.asarray(handle.result)
+        self._moves.settle()
+        self._observe(handle)
+        tokens, logprobs = (result, None) if result.ndim == 1 else (result[:, 0], result[:, 1:])
+        scores, at = [], 0
+        if handle.spans:
+            rows = np.concatenate([np.asarray(part) for part in handle.scores])
+            for span in handle.spans:
+                end = at + span.stop - span.start
+                scores.append((span, rows[at:end]))
+                at = end
+        candidates = None if handle.candidates is None else np.asarray(handle.candidates)
+        return Result(tokens.tolist(), logprobs, candidates, scores)
+
+    def _observe(self, handle: Handle) -> None:
+        start, self._collected_at = max(handle.dispatched_at, self._collected_at), time.perf_counter()
+        plan = handle.plan
+        self.costs.observe_step(plan.num_tokens, plan.num_tokens - len(plan.decodes), self._collected_at - start)
+
+    def knows_bandwidth(self) -> bool:
+        """Whether copies to the host and back can be weighed; measures them if they can be, once."""
+        if self.costs.copy_bytes_per_s is None and self._moves.is_ready():
+            pools, bandwidth = self._moves.measure_bandwidth(self._state.kv_pools)
+            self._state = self._state._replace(kv_pools=pools)
+            self.costs.copy_bytes_per_s = bandwidth
+        return self.costs.copy_bytes_per_s is not None
+
+    def _score(self, spans: list[Span]) -> list[Array]:
+        """Scores the spans' tokens from the hidden states of the step just dispatched, some at a time."""
+        self.compile_plan.wait(["score"])
+        run, size = self.compile_plan["score"], self.config.max_num_seqs
+        after = np.concatenate([np.arange(span.at, span.at + span.stop - span.start) for span in spans])
+        tokens = np.concatenate([span.request.prompt_token_ids[span.start : span.stop] for span in spans])
+        results = []
+        for i in range(0, len(after), size):
+            packed = np.zeros((2, size), np.int32)
+            packed[:, : len(after) - i] = after[i : i + size], tokens[i : i + size]
+            result = run(self._leaves, self._state.hidden, packed)
+            result.copy_to_host_async()
+            results.append(result)
+        return results
+
+    def _admit(self, plan: Plan) -> None:
+        size = ADMIT_SIZES[0]
+        if len(plan.admitted) > 1 and self.compile_plan.ready(("admit", ADMIT_SIZES[-1])):
+            size = ADMIT_SIZES[-1]
+        for at in range(0, len(plan.admitted), size):
+            packed = self._admits[size].pack(plan.admitted[at : at + size])
+            slots, sampling = self.compile_plan["admit", size](self._state.slots, self._state.sampling, packed)
+            self._state = self._state._replace(slots=slots, sampling=sampling)
+        for request in plan.extras:
+            for packed in self._extras.pack(request):
+                extras = self.compile_plan["extras"](self._state.extras, packed)
+                self._state = self._state._replace(extras=extras)
+
+    def _check_memory(self, name: Hashable, compiled: jax.stages.Compiled) -> None:
+        """Compares the bound that sized the pool with what the compiler says the largest step takes."""
+        if name != ("step", self.ladder[-1]):
+            return
+        analysis = compiled.memory_analysis()
+        if analysis is not None and analysis.temp_size_in_bytes > self._temp_bound:
+            log.warning(
+                "a step of %d tokens takes %.2f GB of temporary memory, more than the %.2f GB left beside the KV pool; "
+                "if it runs out of memory, lower max_num_batched_tokens or num_blocks",
+                self.ladder[-1],
+                analysis.temp_size_in_bytes / 1e9,
+                self._temp_bound / 1e9,
+            )
+
+
+def _spans_to_score(plan: Plan) -> list[Span]:
+    """The prompt tokens that the step's hidden states predict, of requests that want to know and don't yet."""
+    spans, at = [], len(plan.decodes)
+    for request, start, stop, _ in plan.chunks:
+        if request.wants_prompt_logprobs:
+            first = max(start, len(request.prompt_logprobs)) + 1
+            last = min(stop + 1, len(request.prompt_token_ids))
+            if first < last:
+                spans.append(Span(request, request.epoch, first, last, at + first - 1 - start))
+        at += stop - start
+    return spans

@@ -1,0 +1,76 @@
+"""What is checked before a request is accepted, given the model's vocabulary, its context and the tokenizer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device.packing import BAD_WORD_LEN
+from jaxllm.sampling_params import SamplingParams
+
+_ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
+
+
+def check_prompt(token_ids: Sequence[Any], vocab: int, max_model_len: int) -> list[int]:
+    """The prompt as a list; ValueError if the model can't take it."""
+    ids = list(token_ids)
+    if not ids:
+        raise ValueError("the prompt has no tokens; give at least one")
+    if not all(type(i) is int and 0 <= i < vocab for i in ids):
+        bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocab)
+        raise ValueError(f"prompt token id {bad!r} is not an integer in [0, {vocab - 1}]")
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, but max_model_len={max_model_len} leaves room for "
+            f"{max_model_len - 1} and one to generate; shorten it or raise max_model_len"
+        )
+    return ids
+
+
+def check_params(params: SamplingParams, vocab: int, tokenizer: Any) -> None:
+    """ValueError if the parameters name tokens that the model lacks, or need a tokenizer that is not there."""
+    for name in _ID_FIELDS:
+        outside = [i for i in getattr(params, name) or () if i >= vocab]
+        if outside:
+            raise ValueError(f"{name} {outside[:5]} are outside the vocabulary [0, {vocab - 1}]")
+    if params.stops and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and the engine has none; use stop_token_ids")
+    bad_word_ids(params, tokenizer)
+
+
+def check_room(token_ids: Sequence[int], params: SamplingParams, config: EngineConfig) -> None:
+    """ValueError if beams could need more than there is: they run side by side. Samples can wait for each other, and
+    each alone fits."""
+    width = params.beam_width
+    if width is None:
+        return
+    if width > config.max_num_seqs:
+        raise ValueError(
+            f"beam_width={width} is more than the {config.max_num_seqs} sequences that may run at once; lower it, or "
+            "raise max_num_seqs"
+        )
+    most_len = config.max_model_len
+    if params.max_tokens is not None:
+        most_len = min(most_len, len(token_ids) + params.max_tokens)
+    shared = len(token_ids) // config.block_size
+    num_blocks = shared + width * (-(-(most_len - 1) // config.block_size) - shared)  # the last token is not attended
+    if num_blocks > config.num_blocks:
+        raise ValueError(
+            f"{width} beams of a prompt of {len(token_ids)} tokens and up to {most_len - len(token_ids)} more may need "
+            f"{num_blocks} KV blocks of {config.block_size} tokens, and the pool has {config.num_blocks}; lower "
+            "max_tokens or beam_width, or raise num_blocks"
+        )
+
+
+def bad_word_ids(params: SamplingParams, tokenizer: Any) -> list[list[int]]:
+    """The token ids of `bad_words`, each at the start of a text and after a space; ValueError for one too long."""
+    if params.bad_words and tokenizer is None:
+        raise ValueError("bad_words need a tokenizer, and the engine has none; use logit_bias")
+    found = {}
+    for word in params.bad_words:
+        for text in (word.lstrip() or word, " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if len(ids) > BAD_WORD_LEN:
+                raise ValueError(f"bad_words: {word!r} has {len(ids)} tokens; at most {BAD_WORD_LEN} are allowed")
+            if ids:
+                found[ids] = None
+    return [list(ids) for ids in found]

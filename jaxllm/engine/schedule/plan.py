@@ -1,0 +1,117 @@
+"""One step, as the scheduler hands it to the runner and gets it back."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxllm.engine.schedule.sequence import Request
+
+# In place of a token, where a row has none.
+NOT_FINITE = -1  # the model's logits are NaN or infinite
+NO_TOKEN = -2  # bias and masks leave no token
+
+
+class Chunk(NamedTuple):
+    """Known tokens `start` to `stop` of a request, and whether they reach its end, so that it samples."""
+
+    request: Request
+    start: int
+    stop: int
+    samples: bool
+
+
+class NewBlock(NamedTuple):
+    slot: int
+    index: int  # in the slot's block table
+    block: int
+
+
+class Copy(NamedTuple):
+    """A block's contents go to another block (copy-on-write)."""
+
+    source: int
+    target: int
+
+
+class Swap(NamedTuple):
+    """Blocks' contents go to host memory, or come back from it: into others, in the same order."""
+
+    key: int  # of the host's copy, never used again
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. Its rows are `decodes` (one token each, the slot's last), then `chunks`; it may have none, and only
+    move or install something. `samples` are the sequences that get a token, each from the logits of some row."""
+
+    # What moves before the step, in this order; the blocks' contents are those that the step before left.
+    swap_outs: list[Swap] = field(default_factory=list)
+    swap_ins: list[Swap] = field(default_factory=list)  # the host's copy is given up
+    copies: list[Copy] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)  # keys of host copies that nobody will ask for
+    admitted: list[tuple[Request, int]] = field(default_factory=list)  # slot rows to install first, and their lengths
+    extras: list[Request] = field(default_factory=list)  # of those, who needs its row of the sampling extras
+    decodes: list[Request] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    forks: list[tuple[Request, Request]] = field(default_factory=list)  # one that samples, another from its logits
+    new_blocks: list[NewBlock] = field(default_factory=list)
+    num_tokens: int = 0
+    num_samples: int = 0
+    full_sampler: bool = False
+    masks: Any = None  # int32 [seqs, words], if a sample has to follow a grammar; the engine's part
+    has_beams: bool = False  # perhaps
+    rows: list[Request] = field(default_factory=list)
+    samples: list[Request] = field(default_factory=list)
+    sample_rows: list[int] = field(default_factory=list)  # the row of each
+    epochs: list[int] = field(default_factory=list)  # of each, when planned
+
+    def install(self, request: Request) -> None:
+        """Writes the request's whole row of the slot table before the step."""
+        self.admitted.append((request, request.num_computed))
+        if request.needs_extras and not (request.has_extras and not request.params.has_history):
+            self.extras.append(request)
+            request.has_extras = True
+
+    def add_decode(self, request: Request) -> None:
+        """Adds a row for the request's last token."""
+        self.decodes.append(request)
+        self.num_tokens += 1
+        self.num_samples += 1
+        request.num_computed += 1
+        request.num_in_flight += 1
+
+    def add_chunk(self, request: Request, max_tokens: int) -> None:
+        """Adds a row for at most `max_tokens` known tokens of the request."""
+        start = request.num_computed
+        stop = min(request.num_tokens, start + max_tokens)
+        samples = stop == request.num_tokens
+        self.chunks.append(Chunk(request, start, stop, samples))
+        self.num_tokens += stop - start
+        self.num_samples += samples
+        request.num_computed = stop
+        request.num_in_flight += samples
+
+    def add_fork(self, parent: Request, request: Request) -> None:
+        """Lets another request sample from the logits of the parent's row."""
+        self.forks.append((parent, request))
+        self.num_samples += 1
+        request.num_in_flight += 1
+
+    def seal(self) -> None:
+        """No more rows: fixes their order, and the epochs that the samples belong to."""
+        self.rows = self.decodes + [chunk.request for chunk in self.chunks]
+        self.samples, self.sample_rows = list(self.decodes), list(range(len(self.decodes)))
+        for row, chunk in enumerate(self.chunks, start=len(self.decodes)):
+            if chunk.samples:
+                self.samples.append(chunk.request)
+                self.sample_rows.append(row)
+        if self.forks:
+            row_of = {request: row for row, request in enumerate(self.rows)}
+            for parent, request in self.forks:
+                self.samples.append(request)
+                self.sample_rows.append(row_of[parent])
+        self.epochs = [request.epoch for request in self.samples]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.num_tokens or self.admitted or self.swap_outs)

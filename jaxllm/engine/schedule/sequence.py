@@ -1,0 +1,206 @@
+"""A sequence as the engine sees it, and the group of those that one user's request consists of."""
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxllm.engine.beam.search import BeamSearch
+from jaxllm.engine.schedule.block_pool import Key
+from jaxllm.outputs import FinishReason
+from jaxllm.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    HELD = enum.auto()  # has a slot, and waits for what it shares: its siblings' prompt, or the beams' next round
+    DRAINING = enum.auto()  # chosen as victim: left out of plans until nothing of it is in flight
+    FINISHED = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
+class HostCopy:
+    """Blocks of preempted siblings in host memory."""
+
+    key: int
+    num_blocks: int
+    num_users: int  # sequences that want it back
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request:
+    """One sequence, a sample or a beam. The scheduler is its only writer; its `check` states the invariants."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival: int  # order of arrival, unique
+    seed: int
+    max_total_len: int  # tokens, prompt included, at which it ends
+    stop_ids: frozenset[int] = frozenset()  # end of sequence and stop tokens
+    bad_words: list[list[int]] = field(default_factory=list)  # as token ids
+    eos_ids: frozenset[int] = frozenset()  # those of them that are no stop reason
+    sample_index: int = 0
+    priority: int = 0  # lower runs first
+    host_dependent: bool = False  # its next step needs the token of this one on the host
+    matcher: Any = None  # where its text is in a grammar, if it has to follow one
+    group: "SequenceGroup" = None  # which it belongs to; its own if none is given
+    owner: Any = None  # of the layer above
+
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted; see engine/logprobs.py
+    prompt_logprobs: list[Any] = field(default_factory=list)  # of the tokens after the first, likewise
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    slot: int = -1
+    epoch: int = 0  # grows with each eviction; results of an older epoch are dropped
+    block_ids: list[int] = field(default_factory=list)
+    shares_tail: bool = False  # the block it writes next may be another's too
+    forks: list["Request"] = field(default_factory=list)  # which start with what it has of its first `fork_len` tokens
+    fork_len: int = 0
+    host_copy: HostCopy | None = None  # where its blocks went
+    host_blocks: list[int] = field(default_factory=list)  # which of the copied ones are its own
+    packed_params: Any = None  # what of its slot's row never changes
+    has_extras: bool = False  # its slot's row of the `SamplingExtras` is installed
+    candidates: Any = None  # of a beam that waits for the others to be as far
+    num_tokens: int = 0  # known on the host: prompt and committed output
+    num_computed: int = 0  # tokens whose keys and values some dispatched step writes
+    num_in_flight: int = 0  # samples dispatched and not committed
+    num_cached: int = -1  # prompt tokens found in the prefix cache at first admission; -1 before
+    keys: list[Key] = field(default_factory=list)  # of its full blocks, as far as computed
+    key_generation: int = 0  # the pool's, when they were
+    num_keyed: int = 0  # leading blocks that were offered to the prefix cache
+    strikes: int = 0  # failed steps it was in since it last got further
+    suspect_len: int = 0  # tokens to get past before its strikes are forgotten
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        if self.group is None:
+            self.group = SequenceGroup([self])
+
+    def leave_device(self) -> None:
+        """Forgets where it ran, not how far it is; what is in flight will be dropped."""
+        self.epoch += 1
+        self.status, self.slot, self.block_ids = Status.WAITING, -1, []
+        self.num_in_flight = self.num_keyed = 0
+        self.shares_tail = self.has_extras = False
+        self.candidates = None
+
+    def forget_computed(self) -> None:
+        """What was computed is gone, but not its tokens."""
+        self.host_copy, self.forks = None, []
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+        self.num_computed = 0
+
+    def vacate(self) -> None:
+        """It is no beam any more, and keeps but its slot. Its blocks are another's, or free."""
+        self.status, self.block_ids, self.keys = Status.HELD, [], []
+        self.output_token_ids, self.logprobs, self.matcher = [], [], None
+        self.num_tokens = len(self.prompt_token_ids)
+        self.num_computed = self.num_keyed = 0
+        self.candidates, self.shares_tail = None, False
+
+    def share(self, parent: "Request", block_ids: list[int], num_computed: int, num_keyed: int) -> None:
+        """Goes on behind the parent's first `num_computed` tokens, which `block_ids` have; `num_keyed` of those blocks
+        are full, the parent's, and offered to the prefix cache."""
+        self.block_ids, self.num_computed, self.num_keyed = block_ids, num_computed, num_keyed
+        self.keys, self.key_generation = parent.keys[:num_keyed], parent.key_generation
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether a running one may have a row that samples in the next step."""
+        if not self.num_in_flight:
+            return True
+        return not self.host_dependent and self.num_tokens + self.num_in_flight < self.max_total_len
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: lower priority value, then earlier arrival."""
+        return (self.priority, self.arrival)
+
+    @property
+    def needs_full_sampler(self) -> bool:
+        return self.params.needs_full_sampler
+
+    @property
+    def needs_mask(self) -> bool:
+        return self.params.structured_outputs is not None
+
+    @property
+    def needs_extras(self) -> bool:
+        """Whether the sampler needs this request's own row of the `SamplingExtras`."""
+        return self.params.alters_logits or self.params.logprob_token_ids is not None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.params.prompt_logprobs is not None and self.sample_index == 0
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        return self.wants_prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt_token_ids) - 1
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        skips = self.params.skip_reading_prefix_cache
+        return not (self.wants_prompt_logprobs if skips is None else skips)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Known tokens `start` to `stop`, of prompt and output."""
+        n = len(self.prompt_token_ids)
+        if stop <= n:
+            return self.prompt_token_ids[start:stop]
+        if start >= n:
+            return self.output_token_ids[start - n : stop - n]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
+
+
+class Line(NamedTuple):
+    """What a beam has generated. The lists are never changed, so that beams may share them."""
+
+    token_ids: list[int]
+    logprobs: list[Any]
+    text: Any = None  # a detokenizer, if stop strings are watched; not changed either
+    matcher: Any = None  # as a request's; not changed either
+
+
+class Round(NamedTuple):
+    """How far a beam search is: replaced as a whole, so that no interrupt leaves half of it."""
+
+    search: BeamSearch
+    lines: list[Line]  # of the living beams, in the order of the search's scores
+
+
+@dataclass(eq=False, slots=True)
+class SequenceGroup:
+    """The samples or beams of one user's request. They share blocks, and leave the device together."""
+
+    members: list[Request]
+    round: Round | None = None  # of beams
+    beams: list[Request] = field(default_factory=list)  # the living ones, in the order of the round's lines
+    results: list[Request] | None = None  # of a search that is over, best first
+
+    @property
+    def is_search(self) -> bool:
+        return self.round is not None
+
+    @property
+    def resident(self) -> list[Request]:
+        """Those that have a slot."""
+        return [request for request in self.members if request.slot >= 0]
+
+
+def join(requests: Iterable[Request]) -> Request:
+    """Lets the first of some waiting siblings compute what they all begin with, and the others go on from there:
+    either all of them end there, or each has a token left that its logits come from. Returns the first."""
+    leader, *forks = requests
+    leader.forks = forks
+    outputs = [request.output_token_ids for request in (leader, *forks)]
+    first, last = min(outputs), max(outputs)
+    common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    if len(last) > common:
+        common = min(common, min(map(len, outputs)) - 1)
+    leader.fork_len = len(leader.prompt_token_ids) + common
+    return leader

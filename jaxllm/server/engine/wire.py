@@ -1,0 +1,115 @@
+"""What the server and the engine's process say to each other: length-prefixed msgpack, and nothing that runs code."""
+
+import dataclasses
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from jaxllm.engine.stats import EngineStats
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.server.engine.client import EngineInfo
+
+MAX_FRAME_BYTES = 1 << 28
+_LENGTH = struct.Struct(">I")
+_PARAMS = {field.name: field.default for field in dataclasses.fields(SamplingParams) if field.init}
+
+
+class Start(msgspec.Struct, tag=True, array_like=True):
+    options: dict[str, Any]  # of `build_engine`
+
+
+class Add(msgspec.Struct, tag=True, array_like=True):
+    request_id: str
+    token_ids: list[int]
+    params: dict[str, Any]
+    priority: int
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True):
+    request_id: str
+    tells: bool  # whether someone waits for the last output
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    info: EngineInfo
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The model can't be served, or the engine died."""
+
+    message: str
+    is_user_error: bool
+
+
+class Outputs(msgspec.Struct, tag=True, array_like=True):
+    outputs: list[RequestOutput]
+
+
+class Refused(msgspec.Struct, tag=True, array_like=True):
+    request_id: str
+    message: str | None  # None: it is the engine's fault, and its log says what
+
+
+class Beat(msgspec.Struct, tag=True, array_like=True):
+    """The process lives, and its engine made progress `silent_s` ago (0: it has nothing to do)."""
+
+    silent_s: float
+    patience_s: float
+    stats: EngineStats | None
+
+
+FromServer = Start | Add | Abort
+FromEngine = Ready | Failed | Outputs | Refused | Beat
+_encoder = msgspec.msgpack.Encoder()
+from_server = msgspec.msgpack.Decoder(FromServer)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def frame(message: FromServer | FromEngine) -> bytes:
+    data = _encoder.encode(message)
+    assert len(data) <= MAX_FRAME_BYTES, f"a frame of {len(data)} bytes"
+    return _LENGTH.pack(len(data)) + data
+
+
+def frame_length(head: bytes) -> int:
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise ConnectionError(f"a frame of {length} bytes; the stream is broken")
+    return length
+
+
+HEAD_BYTES = _LENGTH.size
+
+
+def read_frame(connection: socket.socket) -> bytes | None:
+    """The next frame's content; None at the end of the stream."""
+    head = _read(connection, HEAD_BYTES)
+    return None if head is None else _read(connection, frame_length(head))
+
+
+def _read(connection: socket.socket, count: int) -> bytes | None:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        received = connection.recv_into(view)
+        if not received:
+            return None
+        view = view[received:]
+    return bytes(data)
+
+
+def pack_params(params: SamplingParams) -> dict[str, Any]:
+    """The fields that are not the defaults; enums as their value, as msgpack has them."""
+    given = {name: getattr(params, name) for name in _PARAMS}
+    if params.structured_outputs is not None:
+        given["structured_outputs"] = dataclasses.asdict(params.structured_outputs)
+    return {name: value for name, value in given.items() if value != _PARAMS[name] and value not in ([], {})}
+
+
+def unpack_params(fields: dict[str, Any]) -> SamplingParams:
+    kind = RequestOutputKind(fields.get("output_kind", RequestOutputKind.CUMULATIVE.value))
+    return SamplingParams(**fields | {"output_kind": kind})

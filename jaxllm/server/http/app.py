@@ -1,0 +1,256 @@
+"""The routes."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jaxllm.server.http.errors import APIError, as_api_error, deadline_exceeded, internal, invalid, unknown_model
+from jaxllm.server.http.exchange import ClientGone, Exchange, Receive, Scope, Send, read_body, until_disconnect
+from jaxllm.server.http.middleware import App, Guard
+from jaxllm.server.observe.metrics import CONTENT_TYPE
+from jaxllm.server.observe.overview import overview, package_version
+from jaxllm.server.openai import chat, prepare, responses, schemas
+from jaxllm.server.openai.completions import CompletionAnswer
+from jaxllm.server.openai.responses_schema import ResponsesRequest
+from jaxllm.server.openai.schemas import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from jaxllm.server.page import page
+from jaxllm.server.server import Server
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_HEADER = b"x-request-timeout"  # seconds that the client is ready to wait
+Handler = Callable[[Server, Any, Exchange], Awaitable[None]]
+
+
+class Post:
+    """An ASGI app that reads a request of `kind` from a body of JSON and lets `handler` answer it; whatever happens is
+    told to the client, and nothing goes on when that has gone."""
+
+    def __init__(self, server: Server, kind: type, handler: Handler):
+        self._server, self._kind, self._handler = server, kind, handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        config = self._server.config
+        exchange = Exchange(scope, send, keep_alive_s=config.keep_alive_s)
+        try:
+            body = await read_body(scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+        except ClientGone:
+            return
+        except APIError as error:
+            await exchange.error(error)
+            return
+        await until_disconnect(self._answer(scope, body, exchange), receive)
+
+    async def _answer(self, scope: Scope, body: bytes, exchange: Exchange) -> None:
+        try:
+            limit_s = _timeout_s(scope, self._server.config.request_timeout_s)
+            try:
+                async with asyncio.timeout(limit_s) as timer:
+                    request = schemas.decode(self._kind, body)
+                    await self._handler(self._server, request, exchange)
+            except TimeoutError as error:
+                raise (deadline_exceeded(limit_s) if timer.expired() else error) from error
+        except Exception as error:  # noqa: BLE001 - one request's failure, whatever it is, is that request's
+            await exchange.error(as_api_error(error, exchange.request_id))
+
+
+def _timeout_s(scope: Scope, most: float) -> float:
+    for name, value in scope["headers"]:
+        if name == TIMEOUT_HEADER:
+            try:
+                wanted = float(value)
+            except ValueError:
+                wanted = -1.0
+            if not wanted > 0:
+                raise invalid("the header x-request-timeout must be a number of seconds above 0")
+            return min(most, wanted)
+    return most
+
+
+def create_app(server: Server) -> App:
+    """The ASGI app. Who runs it starts and closes `server`."""
+
+    def get(handler: Callable[[Server, Request], Response]) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            return handler(server, request)
+
+        return endpoint
+
+    posts = {
+        "/v1/completions": (CompletionRequest, _completions),
+        "/v1/chat/completions": (schemas.ChatRequest, chat.answer),
+        "/v1/responses": (ResponsesRequest, responses.answer),
+        "/tokenize": (TokenizeRequest, _tokenize),
+        "/detokenize": (DetokenizeRequest, _detokenize),
+    }
+    gets = {
+        "/": _page,
+        "/stats": _stats,
+        "/health": _health,
+        "/ready": _ready,
+        "/version": _version,
+        "/metrics": _metrics,
+        "/v1/models": _models,
+        "/tokenizer_info": _tokenizer_info,
+        "/v1/models/{name:path}": _model,
+    }
+    routes = [Route(path, Post(server, *post), methods=["POST"]) for path, post in posts.items()]
+    routes += [Route(path, get(handler), methods=["GET"]) for path, handler in gets.items()]
+    app = Starlette(routes=routes, exception_handlers=_HANDLERS)
+    app.router.redirect_slashes = False
+    config = server.config
+    return Guard(app, api_keys=config.api_keys, hosts=[config.host] if config.is_loopback else None)
+
+
+# ---- generation
+
+
+async def _completions(server: Server, request: CompletionRequest, exchange: Exchange) -> None:
+    info = server.check_ready(exchange.request_id)
+    server.model.check_name(request.model)
+    schemas.check_stream(request)
+    count = prepare.count_prompts(request)
+    with server.admit(count):
+        jobs = await server.in_thread(prepare.completion_jobs, server.model, info, request)
+        answer_id = f"cmpl-{exchange.request_id}"
+        answer = CompletionAnswer(request, jobs, answer_id=answer_id, model=server.model)
+        tells_place = schemas.wants_place(request)
+        run = server.run(jobs, exchange, request_id=answer_id, priority=request.priority, tells_place=tells_place)
+        async with aclosing(run) as news:
+            await (answer.stream if request.stream else answer.unary)(exchange, news)
+
+
+# ---- text
+
+
+async def _tokenize(server: Server, request: TokenizeRequest, exchange: Exchange) -> None:
+    info = server.check_ready(exchange.request_id)
+    server.model.check_name(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+
+    def work() -> dict[str, Any]:
+        text, special = request.prompt, request.add_special_tokens is not False
+        if request.messages is not None:
+            text = prepare.chat_text(
+                server.model,
+                request.messages,
+                request.tools,
+                add_generation_prompt=request.add_generation_prompt is not False,
+            )
+            special = bool(request.add_special_tokens)
+        ids = prepare.encode(server.model, info, text, "prompt", add_special_tokens=special)
+        strings = [server.model.tokenizer.token_text(token) for token in ids] if request.return_token_strs else None
+        return {"count": len(ids), "max_model_len": info.config.max_model_len, "tokens": ids, "token_strs": strings}
+
+    with server.admit(1):
+        await exchange.json(await server.in_thread(work))
+
+
+async def _detokenize(server: Server, request: DetokenizeRequest, exchange: Exchange) -> None:
+    info = server.check_ready(exchange.request_id)
+    server.model.check_name(request.model)
+    tokenizer = server.model.need_tokenizer("tokens")
+    if len(request.tokens) > info.config.max_model_len:
+        raise prepare.too_long(
+            f"{len(request.tokens)} tokens are more than the model's context of {info.config.max_model_len}", "tokens"
+        )
+    bad = next((token for token in request.tokens if token >= info.vocab), None)
+    if bad is not None:
+        raise invalid(f"token id {bad} is outside the vocabulary [0, {info.vocab - 1}]", "tokens")
+    with server.admit(1):
+        text = await server.in_thread(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
+        await exchange.json({"prompt": text})
+
+
+# ---- the rest
+
+
+def _json(answer: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    body = answer if isinstance(answer, bytes) else schemas.msgspec.json.encode(answer)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _health(server: Server, request: Request) -> Response:
+    """Live: the engine works or has nothing to do. Orchestrators restart what isn't."""
+    return _json({"status": "ok"} if server.is_live else {"status": "down"}, 200 if server.is_live else 503)
+
+
+def _ready(server: Server, request: Request) -> Response:
+    return _json({"status": "ready" if server.is_ready else "not ready"}, 200 if server.is_ready else 503)
+
+
+def _page(server: Server, request: Request) -> Response:
+    return Response(page().body, headers=page().headers)
+
+
+def _stats(server: Server, request: Request) -> Response:
+    return _json(overview(server), headers={"cache-control": "no-store"})
+
+
+def _version(server: Server, request: Request) -> Response:
+    return _json({"version": package_version()})
+
+
+def _tokenizer_info(server: Server, request: Request) -> Response:
+    """What evaluation tools need to count tokens and to write conversations as this server does."""
+    chat, info = server.model.need_tokenizer("tokenizer").chat, server.client.info
+    length = None if info is None else info.config.max_model_len
+    template = chat.templates.get("default")
+    return _json({"model_max_length": length, "chat_template": template, **chat.special_tokens})
+
+
+def _metrics(server: Server, request: Request) -> Response:
+    return Response(server.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+def _model_card(server: Server, name: str) -> dict[str, Any]:
+    info = server.client.info
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.model.created,
+        "owned_by": "jaxllm",
+        "max_model_len": None if info is None else info.config.max_model_len,
+    }
+
+
+def _models(server: Server, request: Request) -> Response:
+    return _json({"object": "list", "data": [_model_card(server, name) for name in server.model.names]})
+
+
+def _model(server: Server, request: Request) -> Response:
+    name = request.path_params["name"]
+    if name not in server.model.names:
+        raise unknown_model(name, list(server.model.names))
+    return _json(_model_card(server, name))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Of the router: no such URL, or not with this method."""
+    path, method = request.scope["path"][:100], request.method[:20]
+    if error.status_code == 405:
+        message = f"{path} does not take {method}"
+    else:
+        message = f"there is no {path!r} here; see /v1/models, /v1/completions, /v1/chat/completions"
+    failure = APIError(error.status_code, message, headers=error.headers)
+    return _json(failure.encode(), failure.status, failure.headers)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    return _json(error.encode(), error.status, error.headers)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return await _api_error(request, internal(request.state.request_id))  # the guard logs it
+
+
+_HANDLERS = {HTTPException: _http_error, APIError: _api_error, Exception: _bug}

@@ -1,0 +1,165 @@
+"""One HTTP exchange: its body within limits, its answer or stream of events, its end when the client goes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+
+from jaxllm.server.http.errors import APIError
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+_encode = msgspec.json.Encoder().encode
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+_PLACE_S = 0.5  # between two looks at the place in the queue
+_LAST_WORDS_S = 5.0  # for a client that doesn't read to take an error
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Exchange:
+    """Answers once: with `json`, or with `events`."""
+
+    def __init__(self, scope: Scope, send: Send, *, keep_alive_s: float):
+        self.headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self.request_id: str = scope["state"]["request_id"]
+        self.tenant: bytes | None = scope["state"]["tenant"]  # whose key was shown
+        self.is_streaming = False
+        self._send, self._keep_alive_s = send, keep_alive_s
+        self.error_events: Callable[[APIError], list[dict[str, Any]]] = lambda error: [error.body()]
+        self.ahead: Callable[[], int] | None = None  # requests before this one, for a stream that wants to know
+        self._spoke = False  # since the last tick of the keep-alive
+        self._has_events = False
+
+    async def json(self, answer: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        body = answer if isinstance(answer, bytes) else _encode(answer)
+        await send_body(self._send, status, body, headers=headers)
+
+    @contextlib.asynccontextmanager
+    async def events(self) -> AsyncIterator[None]:
+        """A stream of server-sent events, which ends with this; comments keep it alive while there is nothing."""
+        self.is_streaming = True
+        head = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": head})
+        asides = [asyncio.create_task(self._ping()), asyncio.create_task(self._tell_place())]
+        try:
+            yield
+        finally:
+            for aside in asides:
+                aside.cancel()
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def event(self, data: Any, *, name: str | None = None) -> None:
+        head = b"" if name is None else b"event: " + name.encode() + b"\n"
+        await self.write(head + b"data: " + _encode(data) + b"\n\n")
+
+    async def write(self, data: bytes) -> None:
+        self._spoke = self._has_events = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def error(self, error: APIError) -> None:
+        """The answer is an error; a stream that has begun ends with an error event."""
+        if not self.is_streaming:
+            await self.json(error.encode(), status=error.status, headers=error.headers)
+            return
+        with contextlib.suppress(TimeoutError):  # a client that doesn't read gets no end either
+            async with asyncio.timeout(_LAST_WORDS_S):
+                for event in self.error_events(error):
+                    await self.event(event, name=event.get("type"))
+                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _ping(self) -> None:
+        while True:
+            await asyncio.sleep(self._keep_alive_s)
+            if not self._spoke:
+                await self._send({"type": "http.response.body", "body": PING, "more_body": True})
+            self._spoke = False
+
+    async def _tell_place(self) -> None:
+        """Comments like `: queue 3` while nothing else is said; other clients skip comments."""
+        told = 0
+        while not self._has_events:
+            ahead = 0 if self.ahead is None else self.ahead()
+            if ahead != told:
+                await self._send({"type": "http.response.body", "body": b": queue %d\n\n" % ahead, "more_body": True})
+                told = ahead
+            await asyncio.sleep(_PLACE_S)
+
+
+async def send_body(
+    send: Send,
+    status: int,
+    body: bytes,
+    *,
+    content_type: str = "application/json",
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    head = {"content-type": content_type, "content-length": str(len(body)), **(headers or {})}
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in head.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body of a JSON request. Raises `APIError` 413, 415 or 408, or `ClientGone`."""
+    headers = dict(scope["headers"])
+    kind = headers.get(b"content-type", b"").split(b";", 1)[0].strip().lower()
+    if kind != b"application/json":
+        raise APIError(415, f"the body's type is {kind.decode('latin-1')[:100]!r}; send application/json")
+    length = headers.get(b"content-length", b"")
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_big(max_bytes)
+    parts, total = [], 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                total += len(message.get("body", b""))
+                if total > max_bytes:
+                    raise _too_big(max_bytes)
+                parts.append(message.get("body", b""))
+                if not message.get("more_body"):
+                    return b"".join(parts)
+    except TimeoutError as error:
+        headers = {"Connection": "close"}
+        raise APIError(408, f"the body did not come within {timeout_s:g} s", headers=headers) from error
+
+
+def _too_big(max_bytes: int) -> APIError:
+    return APIError(
+        413, f"the body is larger than {max_bytes} bytes; send less at once", headers={"Connection": "close"}
+    )
+
+
+async def until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
+    """Does `work`, or cancels it when the client disconnects: then the result is False."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        is_done = task.done()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+    if is_done:
+        task.result()
+    return is_done
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

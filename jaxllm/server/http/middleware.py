@@ -1,0 +1,108 @@
+"""What happens to every request before it is routed: an id, the key, the host it was meant for."""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jaxllm.server.config import LOOPBACK
+from jaxllm.server.http.errors import APIError, as_api_error, unauthorized
+from jaxllm.server.http.exchange import Receive, Scope, Send, send_body
+from jaxllm.server.page import page
+
+PUBLIC_PATHS = frozenset({"/health", "/ready"})
+_CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+App = Callable[[Scope, Receive, Send], Any]
+
+
+class Guard:
+    """The outermost ASGI app. Whoever has no key sees nothing but `PUBLIC_PATHS`, whatever the path looks like: it is
+    the one that is routed by. `hosts`: the names that a loopback server answers to, so that no web page can reach it
+    under a name of its own (DNS rebinding); None: any."""
+
+    def __init__(self, app: App, *, api_keys: Sequence[str], hosts: Iterable[str] | None):
+        self._app = app
+        self._keys = [_digest(key.encode()) for key in api_keys]
+        self._hosts = None if hosts is None else frozenset(hosts) | LOOPBACK
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+                return
+            await self._app(scope, receive, send)
+            return
+        request_id = f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: dict[str, Any]) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message = message | {"headers": [*message["headers"], *_ids(scope, request_id)]}
+            await send(message)
+
+        try:
+            scope["state"]["tenant"] = self._check(scope)
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:  # noqa: BLE001 - the last resort: a client is told nothing of a bug but its id
+            failure = as_api_error(error, request_id)
+            if not started and failure.status == 401 and _is_browser(scope):
+                await send_body(send_with_id, 401, page().body, headers=page().headers | failure.headers)
+            elif not started:
+                await send_body(send_with_id, failure.status, failure.encode(), headers=failure.headers)
+
+    def _check(self, scope: Scope) -> bytes | None:
+        """The digest of the key that was shown, if one is wanted."""
+        if scope["path"] in PUBLIC_PATHS:
+            return None
+        headers = scope["headers"]
+        digest = self._known_key(headers) if self._keys else None
+        if self._keys and digest is None:
+            raise unauthorized()
+        if self._hosts is not None and not any(_hostname(v) in self._hosts for n, v in headers if n == b"host"):
+            raise APIError(
+                403,
+                "this server answers to loopback names only; use http://localhost, or start it with --host",
+                type="permission_error",
+                code="host_not_allowed",
+            )
+        return digest
+
+    def _known_key(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
+        given = [value for name, value in headers if name == b"authorization"]
+        kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+        digest, found = _digest(key.strip()), False
+        for known in self._keys:  # all of them, so that the time says nothing
+            found |= hmac.compare_digest(digest, known)
+        return digest if found and kind.lower() == b"bearer" else None
+
+
+def _is_browser(scope: Scope) -> bool:
+    """Whether the page is asked for: without a key too it comes, as it holds nothing of this server and is where the
+    key is typed in. The answer's status stays 401."""
+    accepted = next((value for name, value in scope["headers"] if name == b"accept"), b"")
+    return scope["path"] == "/" and scope["method"] in ("GET", "HEAD") and b"text/html" in accepted
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _hostname(value: bytes) -> str:
+    host = value.decode("latin-1").strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if ":" in host else host
+
+
+def _ids(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:
+    ids = [(b"x-request-id", request_id.encode())]
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _CLIENT_ID.fullmatch(value):
+            ids.append((b"x-client-request-id", value))
+            break
+    return ids

@@ -1,0 +1,217 @@
+"""Runs the server: uvicorn with limits of our own, signals, draining, and what the terminal shows."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxllm.server.config import ServerConfig
+from jaxllm.server.http.app import create_app
+from jaxllm.server.http.errors import invalid
+from jaxllm.server.server import Server
+
+log = logging.getLogger(__name__)
+
+_LAST_ANSWERS_S = 3  # for error events to leave when a drain is cut short
+_DEAD_S = 2.0  # in which a server with a dead engine still says so
+_KEEP_ALIVE_S = 5
+
+
+def protocol_of(config: ServerConfig) -> type[H11Protocol]:
+    """uvicorn's HTTP/1.1, which has no bound on connections, nor on the time that a request's head or the last bytes
+    of an answer may take."""
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._seen: Any = None  # at the last look: what was waited for, if that was the client's to do
+            self._look()
+            if len(self.connections) > config.max_connections:
+                transport.abort()
+
+        def _look(self) -> None:
+            """Drops a client that was waited for all the time since the last look: for the rest of a head, or to take
+            what is left of an answer."""
+            is_answered = self.cycle is None or self.cycle.response_complete
+            seen = None
+            if is_answered or self.transport.is_closing():
+                seen = (self.cycle, self.transport.get_write_buffer_size())
+                if seen == self._seen:
+                    self.transport.abort()
+                    return
+            self._seen = seen
+            self._timer = self.loop.call_later(config.header_timeout_s, self._look)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._timer.cancel()
+            super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            """As all our errors are."""
+            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of an answer
+                self.transport.abort()
+                return
+            body = invalid("this is no HTTP/1.1 request, or its head is too long", code=None).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+            self.transport.close()
+
+    return Protocol
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # ours are set below: a drain keeps the listener open, so that others hear that it is one
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The listening socket. Raises `OSError` that says which address is taken."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"{config.host}:{config.port} can't be listened on ({error.strerror}); choose --port") from error
+    return listener
+
+
+def make_web(server: Server) -> uvicorn.Server:
+    """The web server; its `serve(sockets=[...])` runs until its `should_exit`."""
+    config = server.config
+    return _Uvicorn(
+        uvicorn.Config(
+            create_app(server),
+            http=protocol_of(config),
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            log_config=None,
+            h11_max_incomplete_event_size=config.max_header_bytes,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            ws="none",
+            timeout_graceful_shutdown=_LAST_ANSWERS_S,
+            server_header=False,
+            backlog=1024,
+            proxy_headers=False,
+        )
+    )
+
+
+async def serve(server: Server, listener: socket.socket) -> int:
+    """Serves until a signal, or until the engine dies; returns the exit code. Raises what the start of the engine
+    raises."""
+    web = make_web(server)
+    stop = _Signals()
+    serving = asyncio.create_task(web.serve(sockets=[listener]))
+    try:
+        start = time.monotonic()
+        if not await _first(server.start(), serving, stop.first.wait()):
+            return 0
+        print(banner(server, listener, time.monotonic() - start), file=sys.stderr, flush=True)
+        died = asyncio.create_task(_death(server))
+        await _first(serving, stop.first.wait(), died)
+        if died.done():
+            await asyncio.sleep(_DEAD_S)
+            return 1
+        died.cancel()
+        await drain(server, stop.second)
+        return 0
+    finally:
+        web.should_exit = True
+        await asyncio.wait({serving}, timeout=_LAST_ANSWERS_S + 2)
+        await server.close()
+        stop.close()
+
+
+class _Signals:
+    """The first SIGTERM or SIGINT, and the one that has no patience."""
+
+    def __init__(self) -> None:
+        self.first, self.second = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._on)
+
+    def _on(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+
+
+async def _first(main: Any, *others: Any) -> bool:
+    """Waits for any of them; whether `main` was done. Raises what a done one raised; the others are cancelled, but
+    for tasks that came in as such."""
+    tasks = [asyncio.ensure_future(one) for one in (main, *others)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        return tasks[0] in done
+    finally:
+        for task, given in zip(tasks, (main, *others), strict=True):
+            if task is not given:
+                task.cancel()
+
+
+async def _death(server: Server) -> None:
+    while server.client.health().is_alive:
+        await asyncio.sleep(0.1)
+    log.error("the engine has stopped; the server ends")
+
+
+async def drain(server: Server, hurry: asyncio.Event) -> None:
+    """Takes no more requests, and waits for those that run: until the timeout, or until someone is in a hurry. What
+    is left then ends in errors."""
+    server.admission.is_draining = True
+    log.info("shutting down: %d requests run", server.admission.num_admitted)
+    empty, hurried = asyncio.ensure_future(server.admission.wait_empty()), asyncio.ensure_future(hurry.wait())
+    await asyncio.wait({empty, hurried}, timeout=server.config.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if not empty.done():
+        server.client.fail_all("the server was shut down")
+        await asyncio.wait({empty}, timeout=_LAST_ANSWERS_S)
+    empty.cancel()
+    hurried.cancel()
+
+
+def address(config: ServerConfig, listener: socket.socket) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{listener.getsockname()[1]}"
+
+
+def banner(server: Server, listener: socket.socket, seconds: float) -> str:
+    """What one needs to begin with."""
+    config, engine = server.config, server.client.info.config
+    url = address(config, listener)
+    key = ' -H "Authorization: Bearer $KEY"' if config.api_keys else ""
+    tokens, most = engine.num_blocks * engine.block_size, engine.max_model_len
+    lines = [
+        f"jaxllm serves {server.model.name} at {url}, ready in {seconds:.1f} s",
+        f"A page to chat on: {url}/",
+        f"KV cache: {tokens:,} tokens, or {tokens // most:,} requests of {most:,}; {engine.max_num_seqs:,} at once",
+        "",
+        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' \\",
+        f"""  -d '{{"model": "{server.model.name}", "prompt": "def read_lines(path", "max_tokens": 32}}'""",
+    ]
+    width = max(map(len, lines))
+    return "\n".join(
+        ["┌" + "─" * (width + 2) + "┐", *(f"│ {line:<{width}} │" for line in lines), "└" + "─" * (width + 2) + "┘"]
+    )

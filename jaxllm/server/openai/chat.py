@@ -1,0 +1,243 @@
+"""POST /v1/chat/completions."""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from jaxllm.outputs import CompletionOutput
+from jaxllm.server.http.errors import invalid, unsupported
+from jaxllm.server.http.exchange import DONE, Exchange
+from jaxllm.server.openai import prepare
+from jaxllm.server.openai.generation import News, Usage, Whole
+from jaxllm.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from jaxllm.server.openai.parsing.choose import make_parser, thinks, tool_format
+from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
+from jaxllm.server.openai.prepare import Job
+from jaxllm.server.openai.response_format import Form, chat_form
+from jaxllm.server.openai.schemas import ChatRequest, Tool, check_stream, wants_place
+from jaxllm.server.server import Server
+
+
+class Talk(NamedTuple):
+    """A conversation, ready for the engine."""
+
+    job: Job
+    tool_format: str | None  # of the calls that the answer may have
+    has_thoughts: bool
+
+    def parser(self) -> Parser:
+        return make_parser(self.job.text, has_tools=self.tool_format, has_thoughts=self.has_thoughts)
+
+
+async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> None:
+    info = server.check_ready(exchange.request_id)
+    server.model.check_name(request.model)
+    check_chat(request)
+    prepare.count_samples(1, request)
+    with server.admit(1):
+        talk = await server.in_thread(prepare_talk, server, info, request)
+        answer_id = f"chatcmpl-{exchange.request_id}"
+        result = ChatAnswer(request, talk, answer_id=answer_id)
+        run = server.run(
+            [talk.job], exchange, request_id=answer_id, priority=request.priority, tells_place=wants_place(request)
+        )
+        async with aclosing(run) as news:
+            await (result.stream if request.stream else result.unary)(exchange, news)
+
+
+def check_chat(request: ChatRequest) -> None:
+    """Raises `APIError` for what can't be honoured."""
+    check_stream(request)
+    if set(request.modalities or ()) - {"text"}:
+        raise unsupported("modalities", "this server writes text only; leave modalities out")
+    if request.function_call not in (None, "none"):
+        raise unsupported("function_call", "function_call is an old name; use tools and tool_choice")
+    check_tool_choice(request.tool_choice, request.tools)
+
+
+def check_tool_choice(choice: Any, tools: Sequence[Tool] | None) -> None:
+    if isinstance(choice, dict):
+        name = choice.get("function", choice).get("name") if choice.get("type") == "function" else None
+        if name not in {tool.function.name for tool in tools or ()}:
+            raise invalid("tool_choice must be none, auto, required, or name one of the tools", "tool_choice")
+    elif choice not in (None, "none", "auto", "required"):
+        raise invalid(f"tool_choice={choice!r:.100} must be none, auto, required, or a function", "tool_choice")
+    if choice in ("auto", "required") and not tools:
+        raise invalid("tool_choice needs tools", "tool_choice")
+
+
+def prepare_talk(server: Server, info: Any, request: ChatRequest) -> Talk:
+    model, config = server.model, server.config
+    tools = request.tools if request.tools and request.tool_choice != "none" else None
+    template = model.template_source
+    calls = tool_format(config.tool_call_parser, template) if tools else None
+    if tools and calls is None:
+        raise unsupported(
+            "tools",
+            "it is not known how this model calls tools: its chat template has none of the known formats. "
+            "Start the server with --tool-call-parser, or send tool_choice: none",
+        )
+    has_thoughts = thinks(config.reasoning_parser, template)
+
+    def form_after(prompt: str) -> Form | None:
+        return chat_form(request, tools, prompt=prompt, calls=calls, has_thoughts=has_thoughts)
+
+    return Talk(prepare.chat_job(model, info, request, tools, form_after), calls, has_thoughts)
+
+
+class Choice:
+    """One answer while it is written."""
+
+    def __init__(self, index: int, talk: Talk, request: ChatRequest):
+        self.index, self._request = index, request
+        self._parser = talk.parser()
+        self._call_ids: list[str] = []
+        self._hidden_calls: set[int] = set()
+        self._logprobs: list[dict[str, Any]] = []  # not sent yet
+        self.num_reasoning_tokens = 0
+
+    def take(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """The deltas that `completion`, itself a delta, gives; none if all of it waits for more."""
+        if completion.logprobs is not None:
+            top = self._request.top_logprobs or 0
+            self._logprobs += chat_logprobs(completion.token_ids, completion.logprobs, top)
+        events = self._parser.push(completion.text)
+        if events and all(isinstance(event, Reasoning) for event in events):
+            self.num_reasoning_tokens += len(completion.token_ids)
+        if completion.finish_reason is not None:
+            events += self._parser.finish()
+        return [delta for event in events if (delta := self._delta(event)) is not None]
+
+    def _delta(self, event: Event) -> dict[str, Any] | None:
+        match event:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text} if self._request.include_reasoning is not False else None
+            case CallStart(index, name):
+                if self._request.parallel_tool_calls is False and index > 0:
+                    self._hidden_calls.add(index)
+                    return None
+                self._call_ids.append(f"call_{secrets.token_hex(12)}")
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": self._call_ids[index], "type": "function", "function": function}
+                return {"tool_calls": [call]}
+            case CallArguments(index, text):
+                if index in self._hidden_calls:
+                    return None
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+    def logprobs(self) -> dict[str, Any] | None:
+        """Those of the tokens since the last call."""
+        if not self._request.logprobs:
+            return None
+        content, self._logprobs = self._logprobs, []
+        return {"content": content, "refusal": None}
+
+    def finish_reason(self, completion: CompletionOutput) -> str | None:
+        is_named = isinstance(self._request.tool_choice, dict)  # OpenAI calls the end of such a call a stop
+        called = self._call_ids and completion.finish_reason == "stop" and not is_named
+        return "tool_calls" if called else completion.finish_reason
+
+
+class ChatAnswer:
+    """Puts what the engine says into OpenAI's words, as a whole or in chunks."""
+
+    def __init__(self, request: ChatRequest, talk: Talk, *, answer_id: str):
+        self.request, self._talk = request, talk
+        self._base = {"id": answer_id, "created": int(time.time()), "model": request.model}
+        self.usage = Usage([talk.job])
+        self._choices: dict[int, Choice] = {}
+
+    def _choice(self, index: int) -> tuple[Choice, bool]:
+        """The choice, and whether it is new."""
+        is_new = index not in self._choices
+        if is_new:
+            self._choices[index] = Choice(index, self._talk, self.request)
+        return self._choices[index], is_new
+
+    async def unary(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
+        whole = Whole()
+        async for item in news:
+            self.usage.add(item)
+            whole.add(item.output)
+        choices = [self._message(completion) for completion in whole.completions]
+        answer = self._base | {"object": "chat.completion", "choices": choices, "usage": self._usage()}
+        if self.request.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(whole.prompt_logprobs)
+        if self.request.return_token_ids:
+            answer["prompt_token_ids"] = self._talk.job.token_ids
+        await exchange.json(answer)
+
+    def _message(self, completion: CompletionOutput) -> dict[str, Any]:
+        choice, _ = self._choice(completion.index)
+        message = assemble(choice.take(completion))
+        finished = {
+            "index": completion.index,
+            "message": message,
+            "logprobs": choice.logprobs(),
+            "finish_reason": choice.finish_reason(completion),
+            "stop_reason": completion.stop_reason,
+        }
+        return finished | ({"token_ids": completion.token_ids} if self.request.return_token_ids else {})
+
+    async def stream(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
+        options = self.request.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        keeps_usage = wants_usage and bool(options.continuous_usage_stats)
+        base = self._base | {"object": "chat.completion.chunk"}
+        async with exchange.events():
+            async for item in news:
+                self.usage.add(item)
+                for completion in item.output.outputs:
+                    for part in self._parts(completion):
+                        chunk = base | {"choices": [part]}
+                        if wants_usage:
+                            chunk["usage"] = self._usage() if keeps_usage else None
+                        await exchange.event(chunk)
+            if wants_usage:
+                await exchange.event(base | {"choices": [], "usage": self._usage()})
+            await exchange.write(DONE)
+
+    def _parts(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """Chunks' choices: the role first, then what is new, then how it ended."""
+        choice, is_new = self._choice(completion.index)
+        deltas = choice.take(completion)
+        parts = [_part(choice.index, {"role": "assistant", "content": ""})] if is_new else []
+        parts += [_part(choice.index, delta) for delta in deltas]
+        if completion.finish_reason is not None:
+            last = _part(choice.index, {}, choice.finish_reason(completion))
+            parts.append(last | {"stop_reason": completion.stop_reason})
+        if parts and (deltas or completion.finish_reason is not None):
+            parts[1 if is_new else 0]["logprobs"] = choice.logprobs()
+        return parts
+
+    def _usage(self) -> dict[str, Any]:
+        self.usage.reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self._choices.values())
+        return self.usage.answer()
+
+
+def _part(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def assemble(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The message that deltas add up to."""
+    content = "".join(delta.get("content", "") for delta in deltas)
+    thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
+    message["refusal"] = None
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,0 +1,94 @@
+"""POST /v1/completions."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from jaxllm.outputs import CompletionOutput
+from jaxllm.server.http.exchange import DONE, Exchange
+from jaxllm.server.openai.generation import News, Usage, Whole
+from jaxllm.server.openai.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from jaxllm.server.openai.prepare import Job, Model
+from jaxllm.server.openai.schemas import CompletionRequest
+
+
+class CompletionAnswer:
+    """Puts what the engine says into OpenAI's words, as a whole or in chunks."""
+
+    def __init__(self, request: CompletionRequest, jobs: Sequence[Job], *, answer_id: str, model: Model):
+        self.request, self.jobs, self._model = request, jobs, model
+        self._base = {"id": answer_id, "object": "text_completion", "created": int(time.time()), "model": request.model}
+        self._hides_output = request.max_tokens == 0
+        self.usage = Usage(jobs, counts_output=not self._hides_output)
+        self._n = request.n or 1
+        self._logprobs = {index: CompletionLogprobs(request.logprobs or 0) for index in range(len(jobs) * self._n)}
+        self._scores: dict[int, Any] = {}  # of prompts, which the engine tells once
+        self._echoed: set[int] = set()  # choices whose prompt was shown
+
+    async def unary(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
+        wholes = [Whole() for _ in self.jobs]
+        async for item in news:
+            self.usage.add(item)
+            wholes[item.index].add(item.output)
+        choices = [
+            self._choice(index, completion, whole.prompt_logprobs, is_last=True)
+            for index, whole in enumerate(wholes)
+            for completion in whole.completions
+        ]
+        await exchange.json(self._base | {"choices": choices, "usage": self.usage.answer()})
+
+    async def stream(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
+        options = self.request.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        keeps_usage = wants_usage and bool(options.continuous_usage_stats)
+        async with exchange.events():
+            async for item in news:
+                self.usage.add(item)
+                scores = item.output.prompt_logprobs or self._scores.get(item.index)
+                self._scores[item.index] = scores
+                for completion in item.output.outputs:
+                    is_last = completion.finish_reason is not None
+                    choice = self._choice(item.index, completion, scores, is_last=is_last)
+                    chunk = self._base | {"choices": [choice]}
+                    if wants_usage:
+                        chunk["usage"] = self.usage.answer() if keeps_usage else None
+                    await exchange.event(chunk)
+            if wants_usage:
+                await exchange.event(self._base | {"choices": [], "usage": self.usage.answer()})
+            await exchange.write(DONE)
+
+    def _choice(self, prompt: int, completion: CompletionOutput, scores: Any, *, is_last: bool) -> dict[str, Any]:
+        """One choice, or what is new of it."""
+        index, job = prompt * self._n + completion.index, self.jobs[prompt]
+        is_first = index not in self._echoed
+        self._echoed.add(index)
+        text = "" if self._hides_output else completion.text
+        parts = []
+        if self.request.echo and is_first:
+            text = (job.text or "") + text
+            if self.request.logprobs is not None:
+                parts.append(self._logprobs[index].part(job.token_ids, scores, first=self._first_text(job)))
+        if self.request.logprobs is not None and not self._hides_output:
+            parts.append(self._logprobs[index].part(completion.token_ids, completion.logprobs or []))
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": joined(parts) if parts else None,
+            "finish_reason": self._reason(completion) if is_last else None,
+        }
+        if is_last:
+            choice["stop_reason"] = completion.stop_reason
+        if self.request.prompt_logprobs is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprobs(scores)
+        if self.request.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+            choice["prompt_token_ids"] = job.token_ids if is_first else None
+        return choice
+
+    def _first_text(self, job: Job) -> str:
+        """Of the token that has no log-probability, and so no text either."""
+        tokenizer = self._model.tokenizer
+        return "" if tokenizer is None else tokenizer.token_text(job.token_ids[0])
+
+    def _reason(self, completion: CompletionOutput) -> str | None:
+        return "length" if self._hides_output else completion.finish_reason

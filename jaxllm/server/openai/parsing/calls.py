@@ -1,0 +1,183 @@
+"""One tool call in JSON, {"name": ..., "arguments": {...}}, read character by character: linear in its length, and
+nothing is read twice."""
+
+import enum
+import json
+from collections.abc import Sequence
+
+from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Event
+
+MAX_HELD_CHARS = 1 << 16  # before the name is known
+_SPACE = " \t\r\n"
+
+
+class State(enum.Enum):
+    START = enum.auto()  # before the {
+    KEY = enum.auto()
+    COLON = enum.auto()
+    VALUE = enum.auto()  # before the value's first character
+    INSIDE = enum.auto()  # the value
+    NEXT = enum.auto()  # after a value: a comma, or the end
+    END = enum.auto()
+    BROKEN = enum.auto()
+
+
+class CallScanner:
+    """Tells a call's start when its name is known, then its arguments as they come. `is_broken`: this is no call."""
+
+    def __init__(self, index: int, argument_keys: Sequence[str]):
+        self.index, self._argument_keys = index, argument_keys
+        self.state = State.START
+        self.name: str | None = None
+        self._key = ""
+        self._token: list[str] = []  # of the string, or of the value that is kept
+        self._depth, self._in_string, self._escaped = 0, False, False
+        self._arguments: list[str] = []  # that came before the name, or are not told yet
+        self._has_arguments = False
+        self._num_held = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in (State.END, State.BROKEN)
+
+    @property
+    def is_broken(self) -> bool:
+        return self.state is State.BROKEN
+
+    @property
+    def is_told(self) -> bool:
+        """Whether its start was told, so that it can't be taken back."""
+        return self.name is not None
+
+    def push(self, text: str) -> tuple[list[Event], int]:
+        """What `text` adds, and how many of its characters belong to the call."""
+        events: list[Event] = []
+        used = 0
+        for char in text:
+            if self.is_over:
+                break
+            used += 1
+            self._step(char, events)
+        events += self._flush()
+        return events, used
+
+    def _step(self, char: str, events: list[Event]) -> None:
+        if self.name is None:
+            self._num_held += 1
+            if self._num_held > MAX_HELD_CHARS:
+                self.state = State.BROKEN
+                return
+        match self.state:
+            case State.START | State.COLON | State.NEXT:
+                self._between(char)
+            case State.KEY:
+                self._in_key(char)
+            case State.VALUE:
+                if char not in _SPACE:
+                    self._token, self._depth = [], 0
+                    self.state = State.INSIDE
+                    self._in_value(char, events)
+            case State.INSIDE:
+                self._in_value(char, events)
+
+    def _between(self, char: str) -> None:
+        if char in _SPACE:
+            return
+        expected = {
+            (State.START, "{"): State.KEY,
+            (State.COLON, ":"): State.VALUE,
+            (State.NEXT, ","): State.KEY,
+            (State.NEXT, "}"): State.END,
+        }
+        self.state = expected.get((self.state, char), State.BROKEN)
+        if self.state is State.END and self.name is None:
+            self.state = State.BROKEN
+        self._token = []
+
+    def _in_key(self, char: str) -> None:
+        if not self._in_string:
+            if char == '"':
+                self._in_string, self._token = True, [char]
+            elif char not in _SPACE:
+                self.state = State.BROKEN
+            return
+        self._token.append(char)
+        if self._string_ends(char):
+            self._key = _loads("".join(self._token))
+            self.state = State.COLON if isinstance(self._key, str) else State.BROKEN
+
+    def _string_ends(self, char: str) -> bool:
+        """Follows a string; whether `char` closes it."""
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = False
+            return True
+        return False
+
+    def _in_value(self, char: str, events: list[Event]) -> None:
+        if self._in_string:
+            self._keep(char)
+            if self._string_ends(char) and self._depth == 0:
+                self._end_value(events)
+        elif char == '"':
+            self._in_string = True
+            self._keep(char)
+        elif char in "{[":
+            self._depth += 1
+            self._keep(char)
+        elif char in "}]" and self._depth:
+            self._depth -= 1
+            self._keep(char)
+            if self._depth == 0:
+                self._end_value(events)
+        elif self._depth == 0 and char in ",}":  # the end of a number, true, false or null
+            self._end_value(events)
+            if self.state is not State.BROKEN:
+                self._between(char)
+        else:
+            self._keep(char)
+
+    def _keep(self, char: str) -> None:
+        self._token.append(char)
+        if self._is_arguments and self._token[0] == "{":
+            self._arguments.append(char)
+
+    @property
+    def _is_arguments(self) -> bool:
+        return self._key in self._argument_keys
+
+    def _end_value(self, events: list[Event]) -> None:
+        self.state = State.NEXT
+        if self._key == "name":
+            name = _loads("".join(self._token))
+            if not isinstance(name, str) or not name or self.name is not None:
+                self.state = State.BROKEN
+                return
+            self.name = name
+            events.append(CallStart(self.index, name))
+        elif self._is_arguments:
+            self._has_arguments = True
+            if self._token[0] == '"':  # JSON in a string
+                inner = _loads("".join(self._token))
+                self._arguments.append(inner if isinstance(inner, str) else "{}")
+            elif self._token[0] != "{":
+                self._arguments.append("{}" if "".join(self._token).strip() == "null" else "".join(self._token))
+
+    def _flush(self) -> list[Event]:
+        if self.name is None:
+            return []
+        if self.state is State.END and not self._has_arguments:
+            self._has_arguments = True
+            self._arguments.append("{}")
+        text, self._arguments = "".join(self._arguments), []
+        return [CallArguments(self.index, text)] if text else []
+
+
+def _loads(text: str) -> object:
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,61 @@
+"""Thoughts: what stands between <think> and </think> before the answer."""
+
+from jaxllm.server.openai.parsing.events import Event, Parser, Reasoning, overlap
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class ThinkParser:
+    """Splits thoughts off, and lets `inner` parse what follows them. A text thinks if it begins with <think>, or if its
+    prompt ended with that (`is_open`); everything else is the answer."""
+
+    def __init__(self, inner: Parser, *, is_open: bool):
+        self._inner = inner
+        self._state = "thinking" if is_open else "start"
+        self._held = ""  # perhaps the beginning of a mark
+        self._trims = True  # the newlines around thoughts are not part of them
+        self.was_reasoning = is_open
+
+    def push(self, text: str) -> list[Event]:
+        self._held += text
+        events: list[Event] = []
+        if self._state == "start":
+            self._begin()
+        if self._state == "thinking":
+            events += self._think()
+        if self._state == "after":
+            self._held = self._held.lstrip("\n")
+            if self._held:
+                self._state = "answer"
+        if self._state == "answer":
+            events += self._inner.push(self._held)
+            self._held = ""
+        return events
+
+    def _begin(self) -> None:
+        rest = self._held.lstrip()
+        if rest.startswith(OPEN):
+            self._held, self._state, self.was_reasoning = rest[len(OPEN) :], "thinking", True
+        elif not OPEN.startswith(rest):
+            self._state = "answer"
+
+    def _think(self) -> list[Event]:
+        if self._trims:
+            self._held = self._held.lstrip("\n")
+            self._trims = not self._held
+        thought, close, rest = self._held.partition(CLOSE)
+        if close:
+            self._held, self._state = rest, "after"
+            thought = thought.rstrip("\n")
+        else:
+            # What may be the beginning of the mark, and the newlines before it, wait.
+            count = overlap(self._held, CLOSE)
+            kept = self._held[: len(self._held) - count].rstrip("\n")
+            thought, self._held = kept, self._held[len(kept) :]
+        return [Reasoning(thought)] if thought else []
+
+    def finish(self) -> list[Event]:
+        held, self._held = self._held, ""
+        if self._state == "thinking":
+            return [Reasoning(held)] if held.strip("\n") else []
+        return (self._inner.push(held) if held else []) + self._inner.finish()

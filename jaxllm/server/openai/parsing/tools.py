@@ -1,0 +1,135 @@
+"""How models call tools: Hermes and Qwen in <tool_call> tags, Llama 3 in bare JSON."""
+
+from jaxllm.server.openai.parsing.calls import CallScanner
+from jaxllm.server.openai.parsing.events import Content, Event, overlap
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+
+
+class HermesParser:
+    """Content with calls in tags. What is in tags and no call is content, with them."""
+
+    def __init__(self) -> None:
+        self._held = ""  # content that may begin with a tag
+        self._raw: list[str] = []  # of the call, while it can be taken back
+        self._scanner: CallScanner | None = None
+        self._num_calls = 0
+        self._is_closing = False  # after a call, before its closing tag
+
+    def push(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        while text:
+            if self._scanner is not None:
+                text = self._call(text, events)
+            elif self._is_closing:
+                text = self._close(text)
+            else:
+                text = self._content(text, events)
+        return events
+
+    def _content(self, text: str, events: list[Event]) -> str:
+        """Whitespace before a call, and between calls, is not content; so it waits, as what may begin a tag does."""
+        before, tag, rest = (self._held + text).partition(OPEN)
+        num_held = 0 if tag else overlap(before, OPEN)
+        shown = before[: len(before) - num_held].rstrip()
+        events += _content(shown)
+        self._held = "" if tag else before[len(shown) :]
+        if tag:
+            self._scanner, self._raw = CallScanner(self._num_calls, ("arguments", "parameters")), [OPEN]
+        return rest
+
+    def _call(self, text: str, events: list[Event]) -> str:
+        scanner = self._scanner
+        told, used = scanner.push(text)
+        events += told
+        if not scanner.is_told:
+            self._raw.append(text[:used])
+        if scanner.is_broken and not scanner.is_told:
+            events += _content("".join(self._raw))
+            self._scanner = None
+        elif scanner.is_over:
+            self._scanner, self._is_closing, self._num_calls = None, True, self._num_calls + 1
+        return text[used:]
+
+    def _close(self, text: str) -> str:
+        """Drops what is up to the closing tag."""
+        whole = self._held + text
+        before, tag, rest = whole.partition(CLOSE)
+        if tag:
+            self._held, self._is_closing = "", False
+            return rest
+        if before.strip() and not CLOSE.startswith(before.strip()) and not before.strip().startswith(CLOSE):
+            self._held, self._is_closing = "", False  # the tag was forgotten
+            return before
+        self._held = before
+        return ""
+
+    def finish(self) -> list[Event]:
+        scanner, self._scanner = self._scanner, None
+        if scanner is not None and not scanner.is_told:
+            return _content("".join(self._raw))
+        held, self._held = self._held, ""
+        return [] if self._is_closing or self._num_calls and not held.strip() else _content(held)
+
+
+class LlamaParser:
+    """A text that is calls from its beginning, one after the other with ; or nothing between them, or no calls at all:
+    {"name": ..., "parameters": {...}}."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._raw: list[str] = []
+        self._scanner: CallScanner | None = None
+        self._num_calls = 0
+        self._is_content = False
+
+    def push(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        while text:
+            if self._is_content:
+                events += _content(text)
+                break
+            text = self._between(text, events) if self._scanner is None else self._call(text, events)
+        return events
+
+    def _between(self, text: str, events: list[Event]) -> str:
+        whole = self._held + text
+        rest = whole.lstrip("; \n\t\r" if self._num_calls else " \n\t\r").removeprefix(PYTHON_TAG).lstrip()
+        if rest.startswith("{"):
+            self._raw, self._held = [whole[: len(whole) - len(rest)]], ""
+            self._scanner = CallScanner(self._num_calls, ("parameters", "arguments"))
+            return rest
+        if not rest or PYTHON_TAG.startswith(rest):
+            self._held = whole
+            return ""
+        self._held, self._is_content = "", True
+        return whole
+
+    def _call(self, text: str, events: list[Event]) -> str:
+        scanner = self._scanner
+        told, used = scanner.push(text)
+        events += told
+        if not scanner.is_told:
+            self._raw.append(text[:used])
+        if scanner.is_broken and not scanner.is_told:
+            self._scanner, self._is_content = None, True
+            return "".join(self._raw) + text[used:]
+        if scanner.is_over:
+            self._scanner, self._num_calls = None, self._num_calls + 1
+            self._is_content = scanner.is_broken
+        return text[used:]
+
+    def finish(self) -> list[Event]:
+        scanner, self._scanner = self._scanner, None
+        if scanner is not None:
+            return [] if scanner.is_told else _content("".join(self._raw))
+        held, self._held = self._held, ""
+        return [] if self._num_calls else _content(held)
+
+
+PARSERS = {"hermes": HermesParser, "llama": LlamaParser}
+
+
+def _content(text: str) -> list[Event]:
+    return [Content(text)] if text else []

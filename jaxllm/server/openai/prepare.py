@@ -1,0 +1,332 @@
+"""From a request to what the engine takes: prompt ids and `SamplingParams`, checked against the model. One way for
+every route. Nothing here is asynchronous; it runs in threads, as templates and tokenizers take their time."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jaxllm.engine.intake import check_params, check_prompt, check_room
+from jaxllm.grammar.sandbox import GrammarChecker
+from jaxllm.sampling_params import RequestOutputKind, SamplingParams
+from jaxllm.server.engine.client import EngineInfo
+from jaxllm.server.http.errors import APIError, invalid, refusing, too_long, unknown_model
+from jaxllm.server.openai.response_format import Form, form_of
+from jaxllm.server.openai.schemas import (
+    MAX_PROMPTS,
+    MAX_SEQUENCES,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Sampling,
+    Tool,
+    check_depth,
+)
+from jaxllm.text.tokenizer import Tokenizer
+
+_PASSED = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "skip_reading_prefix_cache",
+    "cache_salt",
+    "beam_width",
+    "length_penalty",
+    "early_stopping",
+    "prompt_logprobs",
+)
+_FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) | {"logprobs"}
+_UNARY_INTERVAL = 16  # tokens between two deltas that nobody sees
+_MOST_CHARS_PER_TOKEN = 32  # a prompt that needs longer tokens than this on average isn't text
+
+
+@dataclass(frozen=True)
+class Model:
+    """The one that is served."""
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer | None
+    defaults: dict[str, Any] = field(default_factory=dict)  # of `SamplingParams`, by the model's own recommendation
+    chat_template: str | None = None  # Jinja source; None: the tokenizer's own
+    created: int = 0  # seconds since 1970
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @cached_property
+    def grammars(self) -> GrammarChecker:
+        return GrammarChecker(self.tokenizer)
+
+    @property
+    def template_source(self) -> str:
+        """Of the chat template, as far as it is known; what it holds shows what the model can do."""
+        if self.chat_template is not None:
+            return self.chat_template
+        return "" if self.tokenizer is None else "\n".join(self.tokenizer.chat.templates.values())
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether it is known how to write a conversation for it."""
+        own = {} if self.tokenizer is None else self.tokenizer.chat.templates
+        return self.chat_template is not None or "default" in own
+
+    def check_name(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise unknown_model(name, list(self.names))
+
+    def need_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise invalid("this server has no tokenizer; send prompts as token ids", param)
+        return self.tokenizer
+
+
+class Job(NamedTuple):
+    """One prompt for the engine."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    text: str | None = None  # to echo
+
+    def salted(self, tenant: bytes) -> "Job":
+        """The same with a part of the prefix cache that only this tenant reads: how soon an answer comes would tell
+        others what was asked before."""
+        own = (self.params.cache_salt or "").encode("utf-8", "surrogatepass")
+        salt = hashlib.sha256(tenant + own).hexdigest()  # of a digest, whose length is fixed
+        return self._replace(params=dataclasses.replace(self.params, cache_salt=salt))
+
+
+def count_prompts(request: CompletionRequest) -> int:
+    """Requests to the engine; cheap, so that it can be known before anything is worked on."""
+    prompt = request.prompt
+    count = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    count_samples(count, request)
+    return count
+
+
+def count_samples(count: int, request: Sampling) -> None:
+    """Raises `APIError` if `count` prompts with this many samples are too much for one request."""
+    samples = max(request.n or 1, request.best_of or 0, request.beam_width or 0)
+    if count > MAX_PROMPTS or count * samples > MAX_SEQUENCES:
+        raise invalid(
+            f"{count} prompts with {samples} samples each are more than a request may have ({MAX_PROMPTS} prompts, "
+            f"{MAX_SEQUENCES} samples in all); split it",
+            "prompt" if count > 1 else "n",
+        )
+
+
+def completion_jobs(model: Model, info: EngineInfo, request: CompletionRequest) -> list[Job]:
+    """A job for each prompt. Raises `APIError`."""
+    wants_scores = request.echo and request.logprobs is not None
+    params = sampling_params(
+        model,
+        request,
+        form_of(request),
+        max_tokens=request.max_tokens or (None if request.max_tokens is None else 1),  # 0: one that is not shown
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if wants_scores else request.prompt_logprobs,
+    )
+    jobs = []
+    for ids, text in _prompts(model, info, request):
+        check_job(model, info, ids, params, "prompt")
+        jobs.append(Job(ids, params, text))
+    return jobs
+
+
+def _prompts(model: Model, info: EngineInfo, request: CompletionRequest) -> list[tuple[list[int], str | None]]:
+    prompt = request.prompt
+    prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+    if not prompts:
+        raise invalid("prompt is an empty list; give at least one", "prompt")
+    if len({type(one) for one in prompts}) > 1:
+        raise invalid("prompt mixes texts and token ids; send two requests", "prompt")
+    special = request.add_special_tokens is not False
+    found = []
+    for one in prompts:
+        if isinstance(one, str):
+            found.append((encode(model, info, one, "prompt", add_special_tokens=special), one))
+        else:
+            found.append((_checked_ids(info, one), _decode(model, one) if request.echo else None))
+    return found
+
+
+def _checked_ids(info: EngineInfo, ids: Sequence[Any]) -> list[int]:
+    if len(ids) >= info.config.max_model_len:
+        raise _too_many(len(ids), info, "prompt")
+    with refusing("prompt"):
+        return check_prompt(ids, info.vocab, info.config.max_model_len)
+
+
+def _decode(model: Model, ids: list[int]) -> str:
+    return model.need_tokenizer("echo").decode(ids, skip_special_tokens=False)
+
+
+def encode(model: Model, info: EngineInfo, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text that is not hopelessly long. Raises `APIError`."""
+    most = info.config.max_model_len * _MOST_CHARS_PER_TOKEN
+    if len(text) > most:
+        raise too_long(
+            f"{param} has {len(text)} characters; the model's {info.config.max_model_len} tokens hold at most {most}",
+            param,
+        )
+    with refusing(param):
+        return model.need_tokenizer(param).encode(text, add_special_tokens)
+
+
+def sampling_params(
+    model: Model,
+    request: Sampling,
+    form: Form | None,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """What a request wants of the sampler, over what the model recommends, for a text of some form. Raises
+    `APIError`."""
+    if form is not None:
+        with refusing(form.param):
+            model.grammars.check(form.wanted)
+    given = {name: value for name in _PASSED if (value := getattr(request, name)) is not None}
+    defaults = {} if request.beam_width is not None else model.defaults
+    if request.best_of:
+        given["best_of"] = request.best_of
+    fields = (
+        defaults
+        | given
+        | {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "output_kind": RequestOutputKind.DELTA,
+            "stream_interval": 1 if request.stream else _UNARY_INTERVAL,
+            "detokenize": model.tokenizer is not None,
+            "structured_outputs": None if form is None else form.wanted,
+        }
+    )
+    with refusing(None, _FIELDS):
+        return SamplingParams(**fields)
+
+
+def check_job(model: Model, info: EngineInfo, ids: list[int], params: SamplingParams, param: str) -> None:
+    """Raises `APIError` for what this engine can't serve: every token id, every length, every number of beams."""
+    if len(ids) >= info.config.max_model_len:
+        raise _too_many(len(ids), info, param)
+    with refusing(param, _FIELDS):
+        check_prompt(ids, info.vocab, info.config.max_model_len)
+        check_params(params, info.vocab, model.tokenizer)
+        check_room(ids, params, info.config)
+
+
+def _too_many(count: int, info: EngineInfo, param: str) -> APIError:
+    limit = info.config.max_model_len
+    return too_long(
+        f"the prompt has {count} tokens; this model's context is {limit} tokens, of which one at least is for the "
+        "answer. Shorten the prompt",
+        param,
+    )
+
+
+# ---- conversations
+
+
+def chat_text(
+    model: Model,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    variables: dict[str, Any] | None = None,
+) -> str:
+    """The text that the chat template makes of a conversation. Raises `APIError`."""
+    tokenizer = model.need_tokenizer("messages")
+    for tool in tools or ():
+        check_depth(tool.function.parameters, "tools.function.parameters")
+    try:
+        with refusing("messages"):
+            return tokenizer.chat.render(
+                [_plain(message) for message in messages],
+                tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
+                chat_template=model.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=variables,
+            )
+    except RecursionError as error:
+        raise invalid("a tool call's arguments are nested too deep", "messages") from error
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """As templates know it: no developers, refusals as text."""
+    plain = msgspec.to_builtins(message)
+    if message.role == "developer":
+        plain["role"] = "system"
+    if isinstance(message.content, list):
+        plain["content"] = [
+            {"type": "text", "text": part.refusal if part.type == "refusal" else part.text}
+            if part.type in ("text", "refusal", "input_text", "output_text")
+            else {"type": part.type}
+            for part in message.content
+        ]
+    refusal = plain.pop("refusal", None)
+    if refusal and not plain.get("content"):
+        plain["content"] = refusal
+    if message.role == "assistant" and not plain.get("content") and not plain.get("tool_calls"):
+        plain["content"] = ""
+    return plain
+
+
+def chat_job(
+    model: Model,
+    info: EngineInfo,
+    request: ChatRequest,
+    tools: Sequence[Tool] | None,
+    form_after: Callable[[str], Form | None],
+) -> Job:
+    """The one job of a conversation, with the rendered text as `text`; `form_after` tells the form of what follows it.
+    Raises `APIError`."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    variables = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    text = chat_text(
+        model,
+        request.messages,
+        tools,
+        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
+        continue_final_message=bool(request.continue_final_message),
+        variables=variables,
+    )
+    params = sampling_params(
+        model,
+        request,
+        form_after(text),
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+    ids = encode(model, info, text, "messages", add_special_tokens=False)
+    check_job(model, info, ids, params, "messages")
+    return Job(ids, params, text)

@@ -1,0 +1,148 @@
+"""Where requests ask for text of a certain form: from what they say to the grammar that the engine follows."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxllm.grammar.compiler import grammar_text
+from jaxllm.server.http.errors import invalid, refusing, unsupported
+from jaxllm.server.openai.parsing import reasoning, tools
+from jaxllm.server.openai.schemas import ChatRequest, Sampling, Tool
+from jaxllm.structured_outputs import StructuredOutputs
+
+_OLD_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "grammar": "grammar",
+}
+_FORMATS = ("text", "json_object", "json_schema")
+_GAP = r"/\n{1,4}/"
+
+
+class Form(NamedTuple):
+    """What a request wants, and which of its fields says so."""
+
+    wanted: StructuredOutputs
+    param: str
+
+
+def form_of(request: Sampling) -> Form | None:
+    """The form that a request asks for, None for plain text. Raises `APIError` 400 for one that can't be, or two."""
+    if request.guided_decoding_backend is not None:
+        raise unsupported("guided_decoding_backend", "there is but one backend here; leave guided_decoding_backend out")
+    forms = [] if (form := _of_format(request.response_format)) is None else [form]
+    if request.structured_outputs is not None:
+        forms.append(Form(_structured(request.structured_outputs), "structured_outputs"))
+    for name, kind in _OLD_NAMES.items():
+        if (value := getattr(request, name)) is not None:
+            forms.append(_form(name, **{kind: value}))
+    if len(forms) > 1:
+        names = " and ".join(form.param for form in forms)
+        raise invalid(f"{names} exclude each other; leave all but one out", forms[1].param)
+    return forms[0] if forms else None
+
+
+def _form(param: str, **fields: Any) -> Form:
+    with refusing(param):
+        return Form(StructuredOutputs(**fields), param)
+
+
+def _structured(given: Any) -> StructuredOutputs:
+    known = [field.name for field in dataclasses.fields(StructuredOutputs)]
+    if not isinstance(given, dict) or not set(given) <= set(known):
+        raise invalid(f"structured_outputs must be an object with some of {', '.join(known)}", "structured_outputs")
+    fields = {name: value for name, value in given.items() if value is not None}
+    return _form("structured_outputs", **fields).wanted
+
+
+def _of_format(response_format: dict[str, Any] | None, param: str = "response_format") -> Form | None:
+    kind = None if response_format is None else response_format.get("type")
+    if response_format is not None and kind not in _FORMATS:
+        raise invalid(f"{param}.type must be one of {', '.join(_FORMATS)}, not {kind!r:.100}", f"{param}.type")
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return _form(param, json_object=True)
+    described = response_format.get("json_schema")
+    if not isinstance(described, dict):
+        raise invalid(f"{param}.json_schema must be an object with name and schema", f"{param}.json_schema")
+    schema = described.get("schema")
+    if schema is None:
+        return _form(param, json_object=True)
+    if not isinstance(schema, dict):
+        raise invalid(f"{param}.json_schema.schema must be a JSON schema, an object", f"{param}.json_schema.schema")
+    return _form(f"{param}.json_schema.schema", json=schema)
+
+
+def chat_form(
+    request: ChatRequest, tools: Sequence[Tool] | None, *, prompt: str, calls: str | None, has_thoughts: bool
+) -> Form | None:
+    """The form of an answer to `prompt`: what the request says, or calls of `tools` (in the format `calls`) if it must
+    or may call some; after the model's thoughts, if it has any. None for plain text."""
+    form = form_of(request)
+    must_call = bool(tools) and request.tool_choice not in (None, "none", "auto")
+    if form is None and not must_call:
+        return None
+    if not has_thoughts and not (tools and calls):
+        return form
+    grammar = _Grammar()
+    ways = []
+    if form is not None and not must_call:
+        ways.append(grammar.add(form.wanted))
+    if tools and calls:
+        name = request.tool_choice["function"]["name"] if isinstance(request.tool_choice, dict) else None
+        chosen = [tool for tool in tools if name in (None, tool.function.name)]
+        ways.append(grammar.add_calls(chosen, calls, is_one=name is not None or request.parallel_tool_calls is False))
+    start = " | ".join(ways)
+    if has_thoughts:
+        start = grammar.after_thoughts(start, is_open=prompt.rstrip().endswith(reasoning.OPEN))
+    param = "tools" if form is None or must_call else form.param
+    return _form(param, grammar=grammar.text(start))
+
+
+class _Grammar:
+    """One grammar put together from several."""
+
+    def __init__(self) -> None:
+        self._rules: list[str] = []
+        self._others: list[dict[str, Any]] = []
+
+    def add(self, wanted: StructuredOutputs) -> str:
+        """The name by which a rule may use it."""
+        with refusing(None):
+            first, *others = json.loads(grammar_text(wanted))["grammars"]
+        name = wanted.grammar and first.get("name") or f"part{len(self._others)}"  # which it may refer to itself
+        self._others += [first | {"name": name}, *others]
+        return f"@{name}"
+
+    def add_calls(self, chosen: Sequence[Tool], calls: str, *, is_one: bool) -> str:
+        """Calls of some tools, one or (where the format knows more than one) several."""
+        arguments = "parameters" if calls == "llama" else "arguments"
+        ways = []
+        for i, tool in enumerate(chosen):
+            with refusing("tools"):
+                schema = StructuredOutputs(json=tool.function.parameters or {"type": "object"})
+            head = f'{{"name": {json.dumps(tool.function.name)}, "{arguments}": '
+            self._rules.append(f'call{i}: {json.dumps(head)} {self.add(schema)} "}}"')
+            ways.append(f"call{i}")
+        self._rules.append(f"call: {' | '.join(ways)}")
+        if calls == "llama":
+            return "call"
+        self._rules.append(f"tagged: {json.dumps(tools.OPEN)} {_GAP} call {_GAP} {json.dumps(tools.CLOSE)}")
+        self._rules.append("tagged_all: tagged" + ("" if is_one else f" ({_GAP} tagged)*"))
+        return "tagged_all"
+
+    def after_thoughts(self, start: str, *, is_open: bool) -> str:
+        """`start` after thoughts that the prompt has begun, or that may come first."""
+        close = reasoning.CLOSE.replace("/", r"\/")
+        self._rules.append(f"thoughts[lazy]: /(.|\\n)*{close}/")
+        self._rules.append(f"answer: {start}")
+        thoughts = f"thoughts {_GAP}? answer"
+        return thoughts if is_open else f"{json.dumps(reasoning.OPEN)} {thoughts} | answer"
+
+    def text(self, start: str) -> str:
+        source = "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+        return json.dumps({"grammars": [{"lark_grammar": source}, *self._others]})

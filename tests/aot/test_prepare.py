@@ -1,0 +1,225 @@
+"""Planning for absent hardware: targets, models, meshes, what doesn't fit, and the report's arithmetic."""
+
+import json
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from jaxllm.aot import chips, efficiency, prepare, thunks
+from jaxllm.aot.hlo import Instruction
+from jaxllm.checkpoint.config import read_config
+from jaxllm.cli.aot import main
+from jaxllm.errors import MeshError, ModelFormatError, OutOfMemoryError
+from jaxllm.models import transformer
+from jaxllm.pallas_kernels import native
+
+LLAMA = "llama-3.1-8b"
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Prepares for the target with CPU devices in the place of its own."""
+    monkeypatch.setattr(prepare, "devices", lambda target: jax.devices()[: target.count])
+    monkeypatch.setattr(native, "is_built", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("text", "topology"),
+    [
+        ("v5e-1", "v5e:1x1"),
+        ("v5e-8", "v5e:2x4"),
+        ("v6e-2", "v6e:2x2"),
+        ("v6e-16", "v6e:4x4"),
+        ("V5P-8", "v5p:2x2x2"),
+        ("v7x-1", "tpu7x:1x1x1"),
+        ("v7x-8", "tpu7x:2x2x1"),
+        ("a100-1", "1x1x1"),
+        ("h100-8", "1x1x8"),
+        ("h200-16", "1x2x8"),
+    ],
+)
+def test_targets(text, topology):
+    target = chips.parse_target(text)
+    assert (str(target), target.topology) == (text.lower(), topology)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v9-8", r"target 'v9-8' is unknown: give a chip of \['a100', .*'v7x'\]"),
+        ("v6e", "unknown"),
+        ("v6e-0", r"number of devices must be in \[1, 256\] for v6e"),
+        ("v6e-512", r"\[1, 256\]"),
+        ("h100-many", r"\[1, 64\] for h100"),
+    ],
+)
+def test_bad_targets(text, message):
+    with pytest.raises(ValueError, match=message):
+        chips.parse_target(text)
+
+
+def test_gpu_targets_agree_with_the_table():
+    for chip in (chip for chip in chips.CHIPS.values() if chip.platform == "gpu"):
+        text = (chips.GPU_TARGETS / f"{chip.name}.txtpb").read_text()
+        fields = dict(line.strip().split(": ", 1) for line in text.splitlines() if ": " in line and "{" not in line)
+        assert int(fields["device_memory_size"]) == chip.memory_bytes
+        assert abs(int(fields["memory_bandwidth"]) / chip.bandwidth - 1) < 1e-3
+
+
+def test_memory_that_jax_may_use(monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    h100, v6e = chips.CHIPS["h100"], chips.CHIPS["v6e"]
+    assert h100.usable_bytes == int(0.75 * h100.memory_bytes)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert h100.usable_bytes == int(0.9 * h100.memory_bytes)
+    assert v6e.usable_bytes == v6e.memory_bytes
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(chips, "find_spec", lambda name: None)
+    with pytest.raises(chips.UnavailableTargetError, match=r"for v6e-8: libtpu is not installed; pip install"):
+        chips.devices(chips.parse_target("v6e-8"))
+    with pytest.raises(chips.UnavailableTargetError, match=r"for h200-1: JAX's CUDA plugin is not installed"):
+        chips.devices(chips.parse_target("h200-1"))
+
+
+def test_models(tmp_path):
+    assert (prepare.find_model(LLAMA) / "config.json").is_file()
+    (tmp_path / "config.json").write_text("{}")
+    assert prepare.find_model(str(tmp_path)) == prepare.find_model(str(tmp_path / "config.json")) == tmp_path
+    with pytest.raises(ValueError, match=r"model 'gpt-9' is neither .* bundled \['gemma-3-4b', 'llama-3.1-8b'"):
+        prepare.find_model("gpt-9")
+    with pytest.raises(ModelFormatError, match="lacks the key 'architectures'"):
+        prepare.prepare(str(tmp_path), chips.parse_target("v6e-1"))
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [(LLAMA, 8.03), ("llama-3.3-70b", 70.55), ("qwen3-0.6b", 0.596), ("gemma-3-4b", 3.88)]
+)
+def test_bundled_models_have_their_size(name, billions):
+    spec = read_config(prepare.find_model(name), jnp.bfloat16)
+    leaves = jax.tree.leaves(nnx.state(transformer.abstract(spec.module.Model, spec.cfg)))
+    assert sum(leaf.size for leaf in leaves) / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_sizes_are_the_engines(on_cpu):
+    """On 4 devices: a quarter of what is sharded each, and a pool that leaves room for a step."""
+    prepared = prepare.prepare(LLAMA, chips.parse_target("v6e-4"), max_num_seqs=64, max_num_batched_tokens=512)
+    config = prepared.config
+    assert dict(prepared.mesh.shape) == {"tensor": 4}
+    assert config.max_model_len == prepared.cfg.max_len == 131072
+    assert list(prepared.layouts) == [1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512]
+    assert len(prepared.jobs()) == len(set(prepared.jobs())) > len(prepared.layouts)
+    pool = 2 * 2 * 128 * config.block_size * 2 * 32 * config.num_blocks
+    assert 4e9 < pool < prepared.target.chip.usable_bytes - 4.0e9
+    assert prepared.decode_bucket(9) == 16
+    with pytest.raises(ValueError, match=r"a batch of 65 is not in \[1, 64\], max_num_seqs"):
+        prepared.decode_bucket(65)
+
+
+def test_fewest_bytes(on_cpu):
+    prepared = prepare.prepare(LLAMA, chips.parse_target("v6e-4"))
+    weights, kv = efficiency.fewest_bytes(prepared, 8, 4096)
+    table = 128256 * 4096 // 4  # of which 8 rows are read
+    norms = 65 * 4096  # on every device
+    sharded = (8_030_261_248 - 65 * 4096 - 128256 * 4096) // 4
+    assert weights == 2 * (sharded + norms + table * 8 // (128256 // 4))
+    assert kv == 8 * 4096 * 32 * 2 * 2 * 128 * 2
+
+
+def test_fewest_bytes_of_windows_and_tied_tables(on_cpu):
+    prepared = prepare.prepare("gemma-3-4b", chips.parse_target("v6e-1"))
+    weights, kv = efficiency.fewest_bytes(prepared, 2, 4096)
+    assert weights == 2 * sum(leaf.size for _, leaf in prepared.tensors())
+    assert kv == 2 * (29 * 1024 + 5 * 4096) * 2 * 4 * 256 * 2
+
+
+def test_efficiency(on_cpu):
+    """A module that reads its weights once and copies its pool."""
+    prepared = prepare.prepare(LLAMA, chips.parse_target("v6e-4"))
+    text = """HloModule m
+
+ENTRY %main (w: bf16[1000,1000], pool: bf16[500,1000]) -> (bf16[1000,1000], bf16[500,1000]) {
+  %w = bf16[1000,1000]{1,0} parameter(0), metadata={op_name="leaves[7]"}
+  %pool = bf16[500,1000]{1,0} parameter(1), metadata={op_name="kv_pools[0]"}
+  %y = bf16[1000,1000]{1,0} sine(%w)
+  %z = bf16[500,1000]{1,0} copy(%pool)
+  ROOT %t = (bf16[1000,1000]{1,0}, bf16[500,1000]{1,0}) tuple(%y, %z)
+}
+"""
+    found = efficiency.efficiency(prepared, text, 8, 4096)
+    assert found.moved == {efficiency.WEIGHTS: 2_000_000, efficiency.POOL: 1_000_000, "intermediates": 3_000_000}
+    assert found.ratio == pytest.approx(6e6 / (found.fewest_weights + found.fewest_kv))
+    assert found.floor_ms == pytest.approx(found.fewest / 1640e9 * 1e3)
+
+
+def test_batches(on_cpu):
+    prepared = prepare.prepare(LLAMA, chips.parse_target("v6e-4"), num_blocks=6000)
+    assert efficiency.pick_batch(prepared, 32) == 64
+    assert efficiency.pick_batch(prepared, 4096) == 32  # of 46 that fit
+    assert efficiency.pick_batch(prepared, 4096, 46) == 46
+    with pytest.raises(ValueError, match=r"47 sequences of 4096 tokens need 6016 blocks, but there are 6000, for 256"):
+        efficiency.pick_batch(prepared, 4096, 47)
+    with pytest.raises(ValueError, match="at most 131072 tokens"):
+        efficiency.pick_batch(prepared, 131073)
+
+
+def test_origins_follow_argument_names():
+    def name(op_name):
+        return efficiency._label(Instruction("p", (), "parameter", ("0",), f'metadata={{op_name="{op_name}"}}'))
+
+    assert [name("leaves[3]"), name("kv_pools[0]"), name("packed")] == [
+        efficiency.WEIGHTS,
+        efficiency.POOL,
+        efficiency.INPUTS,
+    ]
+
+
+def test_meshes(on_cpu):
+    with pytest.raises(MeshError, match=r"mesh 'tensor=4' has 4 devices, but target v6e-8 has 8; .* 'tensor=8'"):
+        prepare.prepare(LLAMA, chips.parse_target("v6e-8"), "tensor=4")
+    with pytest.raises(MeshError, match="3 devices, which do not divide"):
+        prepare.prepare(LLAMA, chips.parse_target("v6e-3"))
+    both = prepare.prepare(LLAMA, chips.parse_target("v6e-4"), "data=2,tensor=2")
+    assert dict(both.mesh.shape) == {"data": 2, "tensor": 2}
+
+
+def test_what_does_not_fit_is_said_with_numbers(on_cpu):
+    with pytest.raises(OutOfMemoryError, match=r"does not fit v5e-1: each device needs 16\.06 GB .* of 15\.56 GB"):
+        prepare.prepare(LLAMA, chips.parse_target("v5e-1"))
+
+
+def test_thunks():
+    text = """000: kCommandBuffer [source | sink]
+    001: kCustomKernel [source] gemm
+    002: kGemm [prev=001] cublas
+    003: kCopy [prev=002] copy
+004: kWhile [prev=000]
+    005: kCustomKernel condition
+    006: kAllReduce all-reduce
+"""
+    found = thunks.parse(text)
+    assert found.outer == Counter(kCommandBuffer=1, kWhile=1)
+    assert (found.launches, found.command_buffers) == (5, 1)
+
+
+def test_command_line_reports_errors(capsys):
+    assert main(["--model-config", LLAMA, "--target", "v9-1"]) == 2
+    assert "error: target 'v9-1' is unknown" in capsys.readouterr().err
+
+
+def test_configs_are_plain_facts():
+    """No key that the reader doesn't need: these files are ours."""
+    for path in prepare.MODELS.glob("*/config.json"):
+        assert json.loads(path.read_text())["architectures"]
+
+
+def test_mesh_is_in_the_engines_order(on_cpu):
+    mesh = prepare.make_mesh(chips.parse_target("v6e-4"), "data=2,tensor=2")
+    want = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    assert mesh == want

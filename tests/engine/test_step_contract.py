@@ -1,0 +1,271 @@
+"""The step contract of the engine on its real executables. (The scheduler's part is in test_scheduler.py.)"""
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.engine.device.packing import StepLayout, token_ladder
+from jaxllm.errors import EngineDeadError
+from tests.tiny import greedy, ids, make_llm, prompts_of, tokens
+
+
+def add(llm, name, prompt, params):
+    llm.engine.add(prompt, params, request_id=name)
+
+
+def run(llm) -> dict:
+    done = {}
+    while llm.engine.has_work():
+        done |= {out.request_id: out for out in llm.engine.step()}
+    return done
+
+
+def test_the_next_step_is_dispatched_before_this_one_is_read(llm, monkeypatch):
+    events, runner = [], llm.engine.runner
+    dispatch, collect = runner.dispatch, runner.collect
+    monkeypatch.setattr(runner, "dispatch", lambda plan: events.append("dispatch") or dispatch(plan))
+    monkeypatch.setattr(runner, "collect", lambda handle: events.append("collect") or collect(handle))
+    llm.generate(ids([1, 2, 3]), greedy(4))
+    assert events == ["dispatch"] + ["dispatch", "collect"] * 3 + ["collect"]
+
+
+def test_state_is_donated_and_a_step_takes_one_fresh_array(llm, monkeypatch):
+    llm.generate(ids([1]), greedy(1))
+    before, arrays, pack = llm.engine.runner._state, [], StepLayout.pack
+    monkeypatch.setattr(StepLayout, "pack", lambda *args: arrays.append(pack(*args)) or arrays[-1])
+    llm.generate(ids(*prompts_of([3, 9])), greedy(6))
+    assert all(x.is_deleted() for x in jax.tree.leaves((before.kv_pools, before.slots, before.hidden)))
+    assert all(a.dtype == np.int32 and a.ndim == 1 and a.base is None for a in arrays)
+    assert len({id(a) for a in arrays}) == len(arrays) > 5
+
+
+def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+    )
+    with make_llm(tiny.model, max_num_seqs=6) as llm:
+        ladder = token_ladder(24)
+        assert ladder == (1, 8, 16, 24)
+        seqs = {min(t, 6) for t in ladder}
+        others = ["init", "admit", "admit", "extras", "score", *["copy"] * 2, *["swap_out", "swap_in"] * 2]
+        assert llm.stats().num_executables == len(ladder) + 3 * len(seqs) + len(others)
+        assert llm.stats().num_compiled == llm.stats().num_executables
+        compiled.clear()
+        plain = greedy(5)
+        sampled = SamplingParams(temperature=0.9, top_k=5, top_p=0.9, min_p=0.01, seed=1, max_tokens=7, min_tokens=3)
+        everything = SamplingParams(
+            seed=1, max_tokens=5, frequency_penalty=1.0, logit_bias={3: 2.0}, logprobs=3, prompt_logprobs=2
+        )
+        for lengths in ([1], [2, 3], [30], [1, 8, 24, 25, 50, 7, 3, 2, 9], [60]):
+            prompts = ids(*prompts_of(lengths))
+            llm.generate(prompts, plain)
+            llm.generate(prompts, sampled)
+            llm.generate(prompts, everything)
+        llm.generate(ids(*prompts_of([3, 9])), SamplingParams(n=3, max_tokens=5))
+        llm.generate(ids(*prompts_of([3, 9])), SamplingParams(beam_width=3, max_tokens=5, frequency_penalty=1.0))
+        for kind in ("swap", "auto"):
+            llm.engine.set_preemption(kind)
+            llm.generate(ids(*prompts_of([20] * 6)), greedy(40))
+        assert llm.stats().num_swapped > 0
+        fail_once(llm, 3, pytest.MonkeyPatch())
+        llm.generate(ids([1, 2, 3]), plain)
+        assert compiled == []
+
+
+def test_an_executable_refuses_what_it_was_not_compiled_for_by_name(llm):
+    runner = llm.engine.runner
+    llm.generate(ids([1]), greedy(1))
+    state = runner._state
+    step = runner.compile_plan["step", 8]
+    with pytest.raises(TypeError, match="packed"):
+        step(runner._leaves, state.kv_pools, state.slots, state.hidden, np.zeros(3, np.int32))
+
+
+def test_sequences_are_served_while_executables_compile(tiny):
+    with LLM(tiny.model, max_num_seqs=8, max_num_batched_tokens=24, block_size=4, num_blocks=64) as llm:
+        assert llm.stats().num_compiled < llm.stats().num_executables
+        prompts = prompts_of([3, 9, 5])
+        for prompt, output in zip(prompts, tokens(llm.generate(ids(*prompts), greedy(6))), strict=True):
+            tiny.assert_greedy(prompt, output)
+
+
+def test_abort_at_any_time(llm, tiny):
+    prompts = prompts_of([6, 30, 12])
+    for steps in range(12):
+        for i, prompt in enumerate(prompts):
+            add(llm, f"r{i}", prompt, greedy(8))
+        outputs = {}
+        for _ in range(steps):
+            outputs |= {out.request_id: out for out in llm.engine.step()}
+        aborted = llm.engine.abort("r1")
+        llm.engine.scheduler.check()
+        outputs |= run(llm)
+        if aborted is not None:
+            assert aborted.outputs[0].finish_reason == "abort" and "r1" not in outputs
+        for i in (0, 2):
+            assert len(outputs[f"r{i}"].outputs[0].token_ids) == 8
+            tiny.assert_greedy(prompts[i], outputs[f"r{i}"].outputs[0].token_ids)
+        llm.engine.scheduler.check()
+
+
+def fail_once(llm, when: int, monkeypatch, *, after: bool = True) -> None:
+    """The `when`-th step from now fails: after the device took the state (`after`), or when its result is read."""
+    runner = llm.engine.runner
+    verb = "dispatch" if after else "collect"
+    real, calls = getattr(runner, verb), []
+
+    def failing(argument):
+        calls.append(1)
+        if len(calls) == when:
+            if after:
+                real(argument)  # the donated state is gone
+            raise jax.errors.JaxRuntimeError("INTERNAL: injected")
+        return real(argument)
+
+    monkeypatch.setattr(runner, verb, failing)
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("when", [1, 2, 3, 5, 9])
+def test_a_failed_step_is_recomputed(llm, tiny, monkeypatch, when, after):
+    prompts = prompts_of([3, 20, 9, 30])
+    fail_once(llm, when, monkeypatch, after=after)
+    outputs = tokens(llm.generate(ids(*prompts), greedy(8)))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output) == 8
+        tiny.assert_greedy(prompt, output)
+
+
+@pytest.mark.parametrize("poison_len", [0, 3])  # fails from its prompt on, or after a few tokens
+def test_a_poison_request_is_quarantined_alone(llm, tiny, monkeypatch, poison_len):
+    prompts, poison = prompts_of([5, 9, 14]), [7, 7, 7, 7, 7]
+    runner = llm.engine.runner
+    dispatch = runner.dispatch
+
+    def failing(plan):
+        for request in plan.rows:
+            if request.prompt_token_ids == poison and len(request.output_token_ids) >= poison_len:
+                raise jax.errors.JaxRuntimeError("INTERNAL: injected")
+        return dispatch(plan)
+
+    monkeypatch.setattr(runner, "dispatch", failing)
+    *good, bad = llm.generate(ids(*prompts, poison), greedy(10))
+    assert bad.outputs[0].finish_reason == "error" and "failed" in bad.error
+    assert len(bad.outputs[0].token_ids) >= poison_len
+    for prompt, out in zip(prompts, good, strict=True):
+        assert out.outputs[0].finish_reason == "length" and out.error is None
+        tiny.assert_greedy(prompt, out.outputs[0].token_ids)
+
+
+def test_a_device_that_can_not_be_rebuilt_is_dead_and_says_so(tiny, monkeypatch):
+    with make_llm(tiny.model, max_num_seqs=1, max_num_batched_tokens=1) as llm:
+        llm.generate(ids([1]), greedy(1))
+        fail_once(llm, 1, monkeypatch)
+        monkeypatch.setattr(llm.engine.runner, "reset", lambda: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with pytest.raises(EngineDeadError, match="no memory"):
+            llm.generate(ids([1]), greedy(1))
+        with pytest.raises(EngineDeadError, match="no memory"):
+            llm.generate(ids([1]), greedy(1))
+
+
+def test_an_interrupted_step_is_recomputed(llm, tiny, monkeypatch):
+    (prompt,) = prompts_of([9])
+    add(llm, "r", prompt, greedy(8))
+    llm.engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "collect", lambda handle: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            llm.engine.step()
+    tiny.assert_greedy(prompt, run(llm)["r"].outputs[0].token_ids)
+
+
+def test_rows_with_nan_logits_end_with_an_error_alone(llm, tiny, monkeypatch):
+    prompts = prompts_of([5, 6, 7])
+    collect = llm.engine.runner.collect
+
+    def spoiled(handle):
+        row = next((i for i, r in enumerate(handle.plan.rows) if r.prompt_token_ids == prompts[1]), None)
+        found = collect(handle)
+        if row is not None and len(handle.plan.rows[row].output_token_ids) == 2:
+            found.tokens[row] = -1  # what the sampler gives for a row that is not finite
+        return found
+
+    monkeypatch.setattr(llm.engine.runner, "collect", spoiled)
+    outs = llm.generate(ids(*prompts), greedy(6))
+    assert [out.outputs[0].finish_reason for out in outs] == ["length", "error", "length"]
+    assert "not finite" in outs[1].error and len(outs[1].outputs[0].token_ids) == 2
+    tiny.assert_greedy(prompts[2], outs[2].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("stop", [None, "no such text"])  # decoded at the end, or while it comes
+def test_errors_of_host_work_end_one_request(tiny, stop):
+    class Broken(Letters):
+        def decode(self, token_ids, skip_special_tokens=True):
+            if list(token_ids[:2]) == [9, 9]:
+                raise RuntimeError("broken decoder")
+            return super().decode(token_ids)
+
+    with make_llm(tiny.model, tokenizer=Broken(), max_num_seqs=2, max_num_batched_tokens=8) as llm:
+        good, bad = llm.generate(ids([1, 2, 3], [9, 9]), greedy(6, stop=stop))
+        assert good.outputs[0].finish_reason == "length" and len(good.outputs[0].text) == 6
+        assert bad.outputs[0].finish_reason == "error" and "broken decoder" in bad.error
+        assert not llm.engine.has_work()
+        llm.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("verb", ["schedule", "admit", "commit", "finish"])
+def test_an_interrupt_anywhere_loses_nothing(llm, tiny, monkeypatch, verb):
+    """Ctrl-C in the middle of the scheduler's work: everything is taken from the requests themselves again."""
+    prompts = prompts_of([9, 17])
+    for i, prompt in enumerate(prompts):
+        add(llm, f"r{i}", prompt, greedy(8))
+    llm.engine.step()
+    scheduler, done = llm.engine.scheduler, {}
+    owner = scheduler.admission if verb == "admit" else scheduler
+    real = getattr(owner, verb)
+
+    def interrupted(*args):
+        monkeypatch.setattr(owner, verb, real)
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, verb, interrupted)
+    add(llm, "late", [1, 2, 3], greedy(3))
+    with pytest.raises(KeyboardInterrupt):
+        while llm.engine.has_work():
+            done |= {out.request_id: out for out in llm.engine.step()}
+    assert llm.engine.abort("late") is not None or "late" in done or verb == "finish"
+    llm.engine.scheduler.check()
+    done |= run(llm)
+    for i, prompt in enumerate(prompts):
+        tiny.assert_greedy(prompt, done[f"r{i}"].outputs[0].token_ids)
+        assert len(done[f"r{i}"].outputs[0].token_ids) == 8
+
+
+def test_an_end_that_was_interrupted_is_still_reported(llm, monkeypatch):
+    add(llm, "r", [1, 2, 3], greedy(2))
+    commit = llm.engine.scheduler.commit
+
+    def interrupted(*args):
+        if any(request.finish_reason for request in commit(*args)):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return []
+
+    monkeypatch.setattr(llm.engine.scheduler, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(llm)
+    assert len(run(llm)["r"].outputs[0].token_ids) == 2
+
+
+class Letters:
+    """A tokenizer of single characters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) - 32 for c in text]
+
+    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(i + 32) for i in token_ids)
