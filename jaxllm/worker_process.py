@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Child:
+class WorkerProcess:
     """Runs `script`, started on first use. Thread-safe. The process ends with this object, or with Python.
 
     An answer that takes longer than `timeout_s` is the process's end; the next request starts another.

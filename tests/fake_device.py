@@ -9,21 +9,21 @@ import numpy as np
 
 from jaxllm.engine.beam.search import Candidates
 from jaxllm.engine.schedule.plan import Plan
-from jaxllm.engine.schedule.sequence import Request
+from jaxllm.engine.schedule.sequence import Sequence
 
 EOS = 0
 PROMPT_TOKENS = (1, 2)  # few, so that prefixes collide
 VOCAB = (EOS, *PROMPT_TOKENS, 3)
 
 
-def sampled(request: Request, position: int) -> int:
+def sampled(request: Sequence, position: int) -> int:
     """The token that the model gives at `position`: a function of the request alone, like a seeded draw."""
     draw = zlib.crc32(b"%d,%d,%d" % (request.seed, request.sample_index, position)) % 10
     masked = position < len(request.prompt_token_ids) + request.params.min_tokens
     return EOS if draw == 0 and not masked else PROMPT_TOKENS[draw % 2]
 
 
-def candidates(request: Request, tokens: list[int]) -> Candidates:
+def candidates(request: Sequence, tokens: list[int]) -> Candidates:
     """What a beam with these tokens, the prompt's among them, may go on with."""
     weights = [zlib.crc32(b"%d,%d," % (request.seed, token) + bytes(tokens)) % 97 + 1 for token in VOCAB]
     if len(tokens) < len(request.prompt_token_ids) + request.params.min_tokens:
@@ -52,7 +52,7 @@ def digests(tokens: list[int]) -> list[int]:
 
 @dataclass
 class Slot:
-    request: Request
+    request: Sequence
     block_table: list[int]
     length: int  # tokens in the pool
     last_token: int
@@ -75,7 +75,7 @@ class Device:
     def holds(self, slot: Slot, tokens: list[int]) -> bool:
         return self.read(slot)[:, 0].tolist() == digests(tokens[: slot.length])
 
-    def run(self, plan: Plan, fresh: list[Request]) -> tuple[list[int], list[FakeRow | None]]:
+    def run(self, plan: Plan, fresh: list[Sequence]) -> tuple[list[int], list[FakeRow | None]]:
         """Returns the token of each sample, and the candidates of beams. `fresh` are requests that have nothing but
         what they find in the prefix cache."""
         self._move(plan)
@@ -105,12 +105,12 @@ class Device:
         sources, targets = [copy.source for copy in plan.copies], [copy.target for copy in plan.copies]
         assert not set(sources) & set(returned) and len(set(targets)) == len(targets)
         self.cells[targets] = self.cells[sources]
-        for key in plan.forgotten:
+        for key in plan.released_copies:
             del self.host[key]
 
     def _write(self, plan: Plan) -> None:
         written = set()
-        given = [(request, None) for request in plan.decodes] + [(chunk.request, chunk) for chunk in plan.chunks]
+        given = [(request, None) for request in plan.decodes] + [(chunk.sequence, chunk) for chunk in plan.chunks]
         for request, chunk in given:
             slot = self.slots[request.slot]
             assert slot.request is request and slot.block_table == request.block_ids
@@ -130,7 +130,7 @@ class Device:
                 self.cells[place] = zlib.crc32(b"%d" % token, int(before)) + 1, self.version
                 slot.length += 1
 
-    def _output(self, request: Request) -> list[int]:
+    def _output(self, request: Sequence) -> list[int]:
         """All tokens that the request can have by now, those that the host does not know yet included."""
         if request.group.is_search:
             return request.output_token_ids

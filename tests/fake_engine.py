@@ -5,24 +5,24 @@ import itertools
 import sys
 from collections import Counter
 
-from jaxllm.engine.beam import group as beam_round
+from jaxllm.engine.beam import group as beam_group
 from jaxllm.engine.beam.search import LENGTH, BeamSearch
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.scheduler import Plan, Scheduler
-from jaxllm.engine.schedule.sequence import Request, SequenceGroup, Status
+from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_device import EOS, PROMPT_TOKENS, Device, candidates, sampled
 
 __all__ = ["EOS", "PROMPT_TOKENS", "FakeEngine", "expected", "expected_beams", "rows", "truth"]
 
 
-def truth(request: Request, num_tokens: int) -> list[int]:
+def truth(request: Sequence, num_tokens: int) -> list[int]:
     """The first `num_tokens` tokens of a request that nothing ends."""
     prompt = request.prompt_token_ids
     return prompt[:num_tokens] + [sampled(request, i) for i in range(len(prompt), num_tokens)]
 
 
-def expected(request: Request) -> tuple[list[int], str]:
+def expected(request: Sequence) -> tuple[list[int], str]:
     """A request's output and finish reason, generated in a straight line."""
     output = truth(request, request.max_total_len)[len(request.prompt_token_ids) :]
     for i, token in enumerate(output):
@@ -33,7 +33,7 @@ def expected(request: Request) -> tuple[list[int], str]:
 
 def expected_beams(group: SequenceGroup) -> list[tuple[list[int], str]]:
     """The best beams' outputs and finish reasons, searched in a straight line: all beams' tokens in lists."""
-    first = group.members[0]
+    first = group.sequences[0]
     params = first.params
     search = BeamSearch(
         width=params.beam_width,
@@ -56,7 +56,7 @@ def expected_beams(group: SequenceGroup) -> list[tuple[list[int], str]]:
     return [(f.payload, "length" if f.reason == LENGTH else "stop") for f in search.finished[: params.n]]
 
 
-def rows(plan: Plan | None) -> list[Request]:
+def rows(plan: Plan | None) -> list[Sequence]:
     return [] if plan is None else plan.rows
 
 
@@ -78,14 +78,14 @@ class FakeEngine:
         self.max_tokens = max_tokens
         self.capacity = num_blocks * block_size
         self.in_flight: tuple | None = None  # plan, tokens, log-probabilities, candidates
-        self.requests: list[Request] = []
-        self.expected: dict[Request, tuple[list[int], str]] = {}
+        self.requests: list[Sequence] = []
+        self.expected: dict[Sequence, tuple[list[int], str]] = {}
         self.expected_beams: dict[SequenceGroup, list[tuple[list[int], str]]] = {}
-        self.poison: set[Request] = set()  # a step with one of them fails
-        self.failures: Counter[Request] = Counter()
+        self.poison: set[Sequence] = set()  # a step with one of them fails
+        self.failures: Counter[Sequence] = Counter()
 
-    def _request(self, prompt, max_new, *, seed=0, eos=False, stop_ids=(), params=None, **fields) -> Request:
-        request = Request(
+    def _request(self, prompt, max_new, *, seed=0, eos=False, stop_ids=(), params=None, **fields) -> Sequence:
+        request = Sequence(
             prompt_token_ids=list(prompt),
             params=params or SamplingParams(max_tokens=None),
             seed=seed,
@@ -98,7 +98,7 @@ class FakeEngine:
         self.requests.append(request)
         return request
 
-    def add(self, prompt, max_new=4, *, n=1, min_tokens=0, cache_salt=None, **fields) -> Request:
+    def add(self, prompt, max_new=4, *, n=1, min_tokens=0, cache_salt=None, **fields) -> Sequence:
         """Adds `n` samples; returns the first."""
         params = SamplingParams(min_tokens=min_tokens, max_tokens=None, cache_salt=cache_salt)
         members = [self._request(prompt, max_new, params=params, sample_index=i, **fields) for i in range(n)]
@@ -115,31 +115,31 @@ class FakeEngine:
         most_len, block_size = min(len(prompt) + max_new, self.capacity), self.pool.block_size
         shared = len(prompt) // block_size
         num_blocks = shared + width * (-(-(most_len - 1) // block_size) - shared)
-        if width > self.scheduler.residents.max_num_seqs or num_blocks > self.pool.num_blocks:
+        if width > self.scheduler.running_set.max_num_seqs or num_blocks > self.pool.num_blocks:
             return None
         fields["host_dependent"] = True
         params = SamplingParams(beam_width=width, n=width, min_tokens=min_tokens, max_tokens=None, **dict(search))
         members = [self._request(prompt, max_new, params=params, **fields) for _ in range(width)]
-        group = beam_round.start(members)
+        group = beam_group.start(members)
         self.expected_beams[group] = expected_beams(group)
         self.scheduler.add(group)
         self.scheduler.check()
         return group
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: Sequence) -> None:
         self.scheduler.finish(request, "abort")
         self.scheduler.check()
 
-    def unfinished(self) -> list[Request]:
+    def unfinished(self) -> list[Sequence]:
         """Beams end with the first of their group, at the latest when they start over."""
-        heads = [(r.group.members[0] if r.group.is_search else r, r) for r in self.requests]
+        heads = [(r.group.sequences[0] if r.group.is_search else r, r) for r in self.requests]
         return [request for head, request in heads if head.finish_reason is None]
 
     def update_params(self) -> None:
         self.device.version += 1
         self.pool.forget_keys()
 
-    def sampling_in_flight(self) -> list[Request]:
+    def sampling_in_flight(self) -> list[Sequence]:
         """Requests whose next token the device has computed and the host does not know."""
         if self.in_flight is None:
             return []
@@ -183,7 +183,7 @@ class FakeEngine:
                 break
             self.step()
         assert not self.scheduler.has_work(), "no end in sight"
-        assert not self.device.host or self.scheduler.preemption._forgotten, "host memory is kept for nobody"
+        assert not self.device.host or self.scheduler.preemption._released_copies, "host memory is kept for nobody"
         assert self.pool.num_used == 0 and not self.unfinished()
 
     def interrupted_step(self, num_lines: int) -> bool:
@@ -210,7 +210,7 @@ class FakeEngine:
             self.check()
 
     def _recover(self, failed: Plan) -> None:
-        blamed = {r.group.members[0] if r.group.is_search else r for r in failed.rows}
+        blamed = {r.group.sequences[0] if r.group.is_search else r for r in failed.rows}
         self.failures.update(request for request in blamed if request.status is not Status.FINISHED)
         quarantined = self.scheduler.restart(self.unfinished(), failed.rows)
         assert all(self.failures[request] >= 2 for request in quarantined)
@@ -218,17 +218,17 @@ class FakeEngine:
         self.in_flight = None
         self.device = Device(self.pool.num_blocks, self.pool.block_size, self.device.version)
 
-    def _check_plan(self, plan: Plan, max_tokens: int, in_flight: dict[Request, int], waiting: list[Request]) -> None:
+    def _check_plan(self, plan: Plan, max_tokens: int, in_flight: dict[Sequence, int], waiting: list[Sequence]) -> None:
         scheduler, block_size = self.scheduler, self.pool.block_size
         spans = [(r, r.num_computed - 1, r.num_computed) for r in plan.decodes]
-        spans += [(chunk.request, chunk.start, chunk.stop) for chunk in plan.chunks]
+        spans += [(chunk.sequence, chunk.start, chunk.stop) for chunk in plan.chunks]
         assert plan.rows == [request for request, _, _ in spans], "decode rows first"
         assert plan.num_tokens == sum(stop - start for _, start, stop in spans) <= max_tokens
         assert plan.num_tokens or plan.admitted or plan.swap_outs
         assert len(plan.samples) == plan.num_samples <= max_tokens
         assert plan.num_samples == len(plan.decodes) + sum(chunk.samples for chunk in plan.chunks) + len(plan.forks)
         for requests in (plan.rows, plan.samples, [request for request, _ in plan.admitted]):
-            assert len({r.slot for r in requests}) == len(requests) <= scheduler.residents.max_num_seqs
+            assert len({r.slot for r in requests}) == len(requests) <= scheduler.running_set.max_num_seqs
         assert not (plan.swap_outs and plan.swap_ins)
         assert len({new[:2] for new in plan.new_blocks}) == len(plan.new_blocks), "one write per cell"
         tables = {request.slot: request.block_ids for request in plan.rows}
@@ -254,7 +254,7 @@ class FakeEngine:
         self.scheduler.check()
         assert self.scheduler.num_unfinished_full == sum(r.needs_full_sampler for r in self.unfinished())
         for group, best in self.expected_beams.items():
-            if group.members[0].finish_reason == "stop":
+            if group.sequences[0].finish_reason == "stop":
                 assert [(r.output_token_ids, r.finish_reason) for r in group.results] == best
         for request, (tokens, reason) in self.expected.items():
             output = request.output_token_ids

@@ -15,9 +15,9 @@ from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.engine.client import EngineInfo, Health
 from jaxllm.server.http.run import bind, make_web
-from jaxllm.server.openai.prepare import Model
+from jaxllm.server.served_model import ServedModel
 from jaxllm.server.server import Server
-from jaxllm.text.chat_template import Chat
+from jaxllm.text.chat_template import ChatTemplates
 from jaxllm.text.tokenizer import Tokenizer
 from tests.chat_model import SPECIAL, TEMPLATE, backend
 
@@ -29,7 +29,7 @@ WAIT_S = 10.0
 
 
 def tokenizer(template=TEMPLATE) -> Tokenizer:
-    chat = Chat({} if template is None else {"default": template})
+    chat = ChatTemplates({} if template is None else {"default": template})
     return Tokenizer(backend(), eos_token="</s>", chat=chat)
 
 
@@ -244,7 +244,7 @@ def _unchunk(data: bytes) -> bytes:
 def running(client=None, *, template=TEMPLATE, defaults=None, **settings):
     """A server on a free port, in a thread of its own."""
     config = ServerConfig(**{"port": 0, "served_model_names": ("fake", "org/alias")} | settings)
-    model = Model(config.served_model_names, tokenizer(template), dict(defaults or {}), created=7)
+    model = ServedModel(config.served_model_names, tokenizer(template), dict(defaults or {}), created=7)
     started, loop = threading.Event(), asyncio.new_event_loop()
     box = {}
 

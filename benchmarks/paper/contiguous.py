@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.paper.trace import Item
+from benchmarks.paper.trace import TraceRequest
 
-RESERVED: dict[str, Callable[[Item, int], int]] = {  # tokens, of a sequence of at most so many
+RESERVED: dict[str, Callable[[TraceRequest, int], int]] = {  # tokens, of a sequence of at most so many
     "max": lambda item, max_len: max_len,  # all that it could ever need
     "pow2": lambda item, max_len: min(max_len, item.prompt_len + power_of_two(item.output_len)),
     "oracle": lambda item, max_len: item.prompt_len + item.output_len,  # what it will need, if that were known
@@ -23,7 +23,7 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-class Chunk(NamedTuple):
+class BuddyChunk(NamedTuple):
     start: int
     size: int
 
@@ -40,7 +40,7 @@ class BuddyAllocator:
                 self._free[size].add(start)
                 start += size
 
-    def allocate(self, n: int) -> Chunk | None:
+    def allocate(self, n: int) -> BuddyChunk | None:
         """The smallest chunk of at least `n` slots, the first of its size; None if none is free."""
         size = power_of_two(n)
         fitting = [free for free, starts in self._free.items() if free >= size and starts]
@@ -52,9 +52,9 @@ class BuddyAllocator:
         while found > size:  # the upper half stays free
             found //= 2
             self._free[found].add(start + found)
-        return Chunk(start, size)
+        return BuddyChunk(start, size)
 
-    def release(self, chunk: Chunk) -> None:
+    def release(self, chunk: BuddyChunk) -> None:
         start, size = chunk
         while start ^ size in self._free.get(size, ()):
             self._free[size].remove(start ^ size)
@@ -62,14 +62,14 @@ class BuddyAllocator:
         self._free[size].add(start)
 
     @property
-    def free_chunks(self) -> list[Chunk]:
-        return sorted(Chunk(start, size) for size, starts in self._free.items() for start in starts)
+    def free_chunks(self) -> list[BuddyChunk]:
+        return sorted(BuddyChunk(start, size) for size, starts in self._free.items() for start in starts)
 
 
 @dataclass(slots=True)
 class _Sequence:
-    item: Item
-    chunk: Chunk
+    item: TraceRequest
+    chunk: BuddyChunk
     num_computed: int = 0
 
     @property
@@ -84,7 +84,7 @@ class _Sequence:
         return count
 
 
-class Usage(NamedTuple):
+class ReservedUsage(NamedTuple):
     """Sums over all steps, each looked at as `memory.Usage` does."""
 
     filled_slots: int  # that hold a token
@@ -97,14 +97,14 @@ class Usage(NamedTuple):
 
 
 def simulate(
-    items: Sequence[Item],
+    items: Sequence[TraceRequest],
     arrivals: Sequence[float],
-    reserve: Callable[[Item], int],
+    reserve: Callable[[TraceRequest], int],
     *,
     num_slots: int,
     max_num_seqs: int,
     max_tokens: int,
-) -> Usage:
+) -> ReservedUsage:
     """Runs a trace with continuous batching, first come first served: at most `max_num_seqs` sequences and
     `max_tokens` tokens a step. `reserve` says how many slots a sequence is given; some chunk must be as large."""
     memory, waiting = BuddyAllocator(num_slots), deque(zip(arrivals, items, strict=True))
@@ -128,4 +128,4 @@ def simulate(
             running.remove(sequence)
         over = [sequence for sequence in running if not sequence.num_left]
         step += 1
-    return Usage(filled, held, step)
+    return ReservedUsage(filled, held, step)

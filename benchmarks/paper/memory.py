@@ -2,14 +2,14 @@
 
 The measurements of the PagedAttention paper (arXiv 2309.06180, figures 2 and 15) with this engine's own scheduler and
 block pool. Lengths decide all but what beams share: so the engine runs on a device that makes up its tokens, and beams
-on the embedded model. Each measure is a ratio of sums over a run's steps (see `Usage`).
+on the embedded model. Each measure is a ratio of sums over a run's steps (see `PagedUsage`).
 """
 
 import datetime
 import platform
 import random
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,11 +17,11 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.paper import contiguous, trace
-from benchmarks.paper.trace import Item, Trace
+from benchmarks.paper.trace import Trace, TraceRequest
 from jaxllm.bench import report as about
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.scheduler import Scheduler
-from jaxllm.engine.schedule.sequence import Request, SequenceGroup
+from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup
 from jaxllm.sampling_params import SamplingParams
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens
@@ -42,7 +42,7 @@ PAPER_SAVED = {
 
 
 @dataclass
-class Usage:
+class PagedUsage:
     """Sums over the steps that were looked at.
 
     A step is looked at when it has been planned and the one before is not committed: what the device needs while it
@@ -60,7 +60,7 @@ class Usage:
         pool = scheduler.pool
         self.held_blocks += pool.num_used
         self.held_slots += pool.num_used * pool.block_size
-        self.wasted_slots += scheduler.residents.num_wasted_slots
+        self.wasted_slots += scheduler.running_set.num_wasted_slots
         self.alone_blocks += sum(pool.refs)
 
     @property
@@ -75,22 +75,22 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Run:
-    usage: Usage
+class SimulatedRun:
+    usage: PagedUsage
     steps: int
     preemptions: int  # of sequences
 
 
 def simulate(
-    items: Sequence[Item],
-    arrivals: Sequence[float],
+    items: abc.Sequence[TraceRequest],
+    arrivals: abc.Sequence[float],
     *,
     num_blocks: int,
     block_size: int,
     n: int = 1,
     max_num_seqs: int = MAX_NUM_SEQS,
     every: int | None = None,
-) -> Run:
+) -> SimulatedRun:
     """Runs requests for `n` samples, each of its `output_len` tokens, through the scheduler as `Engine.step` does.
 
     Prompts and samples are random, so that the prefix cache finds only what a preempted sequence, or an earlier sample
@@ -101,7 +101,7 @@ def simulate(
     scheduler = Scheduler(BlockPool(num_blocks, block_size), max_num_seqs=max_num_seqs)
     rng = random.Random("tokens")
     waiting = deque(zip(arrivals, items, strict=True))
-    usage, in_flight, step, num_sequences = Usage(), None, 0, 0
+    usage, in_flight, step, num_sequences = PagedUsage(), None, 0, 0
     while waiting or in_flight or scheduler.has_work():
         while waiting and waiting[0][0] <= step:
             scheduler.add(_group(waiting.popleft()[1], n, num_sequences, rng))
@@ -113,15 +113,15 @@ def simulate(
         if done is not None:
             scheduler.commit(done, [_token(rng) for _ in done.samples])
         step += 1
-    return Run(usage, step, scheduler.preemption.num_recomputed)
+    return SimulatedRun(usage, step, scheduler.preemption.num_recomputed)
 
 
-def _group(item: Item, n: int, arrival: int, rng: random.Random) -> SequenceGroup:
+def _group(item: TraceRequest, n: int, arrival: int, rng: random.Random) -> SequenceGroup:
     params = SamplingParams(n=n, max_tokens=item.output_len, ignore_eos=True, detokenize=False)
     prompt = [_token(rng) for _ in range(item.prompt_len)]
     group = SequenceGroup([])
-    group.members = [
-        Request(
+    group.sequences = [
+        Sequence(
             prompt_token_ids=prompt,
             params=params,
             arrival=arrival + i,
@@ -223,7 +223,7 @@ def _saved_by_samples(each: Trace, seed: int, tick: Callable[[], Any]) -> list[d
     return rows
 
 
-def saved_row(each: Trace, method: str, width: int, done: Run) -> dict[str, Any]:
+def saved_row(each: Trace, method: str, width: int, done: SimulatedRun) -> dict[str, Any]:
     return {
         "trace": each.name,
         "method": method,

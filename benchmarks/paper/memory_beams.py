@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.paper import trace
-from benchmarks.paper.memory import BLOCK_SIZE, WIDTHS, Run, Usage, saved_row
+from benchmarks.paper.memory import BLOCK_SIZE, WIDTHS, PagedUsage, SimulatedRun, saved_row
 from jaxllm.bench import report
 from jaxllm.errors import JaxLLMError
 from jaxllm.llm import LLM
@@ -60,9 +60,9 @@ def measure(*, requests: int, seed: int) -> tuple[list[dict[str, Any]], dict[str
     return rows, {**about, "max_len": max_len, "traces": {name: each.summary for name, each in traces.items()}}
 
 
-def search(llm: Any, prompts: Sequence[list[int]], output_lens: Sequence[int], width: int) -> Run:
+def search(llm: Any, prompts: Sequence[list[int]], output_lens: Sequence[int], width: int) -> SimulatedRun:
     """Beam searches of given lengths, all handed in at once; every step is looked at."""
-    engine, usage, steps = llm.engine, Usage(), 0
+    engine, usage, steps = llm.engine, PagedUsage(), 0
     engine.scheduler.pool.forget_keys()
     before = llm.stats().num_preemptions
     for i, (prompt, length) in enumerate(zip(prompts, output_lens, strict=True)):
@@ -74,11 +74,11 @@ def search(llm: Any, prompts: Sequence[list[int]], output_lens: Sequence[int], w
                 if output.error is not None:
                     raise JaxLLMError(f"a beam search failed: {output.error}")
             steps += 1
-    return Run(usage, steps, llm.stats().num_preemptions - before)
+    return SimulatedRun(usage, steps, llm.stats().num_preemptions - before)
 
 
 @contextmanager
-def _looking(scheduler: Any, usage: Usage) -> Iterator[None]:
+def _looking(scheduler: Any, usage: PagedUsage) -> Iterator[None]:
     """Looks at each step when it has been planned."""
     schedule = scheduler.schedule
 

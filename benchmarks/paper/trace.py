@@ -11,7 +11,7 @@ MEANS = {"alpaca": (19, 58), "sharegpt": (161, 338)}  # tokens in and out, those
 SIGMA = 1.0  # of the lengths' logarithms: many are short, a few very long
 
 
-class Item(NamedTuple):
+class TraceRequest(NamedTuple):
     """Tokens of a prompt, and of each completion."""
 
     prompt_len: int
@@ -20,7 +20,7 @@ class Item(NamedTuple):
 
 class Trace(NamedTuple):
     name: str
-    items: list[Item]
+    items: list[TraceRequest]
     num_cut: int  # of them, for being longer than a sequence may be
 
     @property
@@ -42,9 +42,9 @@ def make(name: str, requests: int, *, seed: int, max_len: int) -> Trace:
     """
     rng = random.Random(f"{name}-{seed}")
     items, num_cut = [], 0
-    for drawn in map(Item, *(_lengths(mean, requests, rng) for mean in MEANS[name])):
+    for drawn in map(TraceRequest, *(_lengths(mean, requests, rng) for mean in MEANS[name])):
         prompt_len = min(drawn.prompt_len, max_len // 2)
-        items.append(Item(prompt_len, min(drawn.output_len, max_len - prompt_len)))
+        items.append(TraceRequest(prompt_len, min(drawn.output_len, max_len - prompt_len)))
         num_cut += items[-1] != drawn
     return Trace(name, items, num_cut)
 
@@ -66,7 +66,7 @@ def arrivals(count: int, gap: float, *, seed: int) -> list[float]:
     return times
 
 
-def mean_gap(items: Sequence[Item], n: int, *, num_slots: int, max_num_seqs: int, load: float) -> float:
+def mean_gap(items: Sequence[TraceRequest], n: int, *, num_slots: int, max_num_seqs: int, load: float) -> float:
     """Steps between arrivals that keep the share `load` of memory or of seats busy, whichever is scarcer, if `n`
     sequences of each request share nothing."""
     seat_steps = sum(n * item.output_len for item in items) / len(items)

@@ -36,7 +36,7 @@ class Sample(NamedTuple):
         return (self.whole_s - self.first_s) / max(1, self.num_tokens - 1)
 
 
-class Child:
+class ServerProcess:
     """A server in a process of its own, on a free port of this machine."""
 
     def __init__(self, options: Sequence[str]):
@@ -149,7 +149,9 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
     return [draw.choices(_IDS, k=length) for _ in range(count)]
 
 
-async def _load(child: Child, *, streams: int, seconds: float, input_len: int, output_len: int, seed: int) -> Any:
+async def _load(
+    child: ServerProcess, *, streams: int, seconds: float, input_len: int, output_len: int, seed: int
+) -> Any:
     """Each client sends one request after the other. Returns the samples, and the memory at start, middle and end."""
     given = prompts(streams, input_len, seed)
     end = time.monotonic() + seconds
@@ -175,7 +177,7 @@ async def _load(child: Child, *, streams: int, seconds: float, input_len: int, o
     return samples, memory
 
 
-async def _settled(child: Child, fds: dict[str, int]) -> dict[str, Any]:
+async def _settled(child: ServerProcess, fds: dict[str, int]) -> dict[str, Any]:
     """What is left, once it no longer gets less."""
     end = time.monotonic() + _SETTLE_S
     while True:
@@ -192,7 +194,7 @@ async def _settled(child: Child, fds: dict[str, int]) -> dict[str, Any]:
 
 def run(engine: dict[str, Any], *, streams: int, seconds: float, input_len: int, output_len: int, seed: int) -> dict:
     """A report, ready for JSON."""
-    child = Child(["--max-queued-requests", str(streams), *server_options(engine)])
+    child = ServerProcess(["--max-queued-requests", str(streams), *server_options(engine)])
     sizes = dict(input_len=input_len, output_len=output_len, seed=seed)
 
     async def main() -> tuple[Any, ...]:
@@ -240,7 +242,7 @@ def compare(engine: dict[str, Any], *, streams: int, input_len: int, output_len:
     """Tokens a second of the same requests, all at once: over HTTP and by the library, in turns."""
     from jaxllm import LLM, SamplingParams
 
-    child = Child(server_options(engine))
+    child = ServerProcess(server_options(engine))
     llm = LLM(**engine)
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
     rates: dict[str, list[float]] = {"http": [], "library": []}

@@ -25,14 +25,14 @@ from jaxllm.errors import JaxLLMError
 PROBE = (sys.executable, "-m", "jaxllm.bench.probe")
 
 
-class Start(NamedTuple):
+class StartupTimes(NamedTuple):
     seconds: dict[str, float]  # from the start of the process to each event
     about: dict[str, Any]  # see `report.about`
 
 
 def run(model: dict[str, Any], *, repeats: int, probe: Sequence[str] = PROBE) -> dict[str, Any]:
     """The report: medians over `repeats`. `model` are the arguments of `open_llm`."""
-    starts: dict[str, list[Start]] = {"cold": [], "warm": []}
+    starts: dict[str, list[StartupTimes]] = {"cold": [], "warm": []}
     with tqdm(total=2 * repeats, desc="measuring", unit="start", disable=None, leave=False) as bar:
         for _ in range(repeats):
             with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as cache:
@@ -47,7 +47,7 @@ def run(model: dict[str, Any], *, repeats: int, probe: Sequence[str] = PROBE) ->
     return {"benchmark": "startup", **about, "options": {"repeats": repeats}, "results": results}
 
 
-def start_once(command: list[str], cache: str) -> Start:
+def start_once(command: list[str], cache: str) -> StartupTimes:
     """Starts `command` with `cache` as its compilation cache, and waits for its end.
 
     Raises `ValueError` with its message if it ended as for bad input, `JaxLLMError` if it failed otherwise.
@@ -74,7 +74,7 @@ def start_once(command: list[str], cache: str) -> Start:
     missing = [event for event in EVENTS if event not in seconds] + [REPORT] * (not about)
     if missing:
         raise JaxLLMError(f"the measured process ended without a word about {', '.join(missing)}")
-    return Start(seconds, about)
+    return StartupTimes(seconds, about)
 
 
 def _check_end(code: int, errors: str) -> None:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from jaxllm.bench import report, workload
 from jaxllm.bench.options import open_llm
-from jaxllm.bench.workload import Item
+from jaxllm.bench.workload import WorkloadRequest
 from jaxllm.errors import JaxLLMError
 from jaxllm.sampling_params import SamplingParams
 
@@ -33,7 +33,7 @@ _COLUMNS = (
 )
 
 
-class Run(NamedTuple):
+class MeasuredRun(NamedTuple):
     """One run of a workload."""
 
     wall_s: float
@@ -78,8 +78,8 @@ def run(
 def measure(
     llm: Any,
     kind: str,
-    items: Sequence[Item],
-    warm_up: Sequence[Item],
+    items: Sequence[WorkloadRequest],
+    warm_up: Sequence[WorkloadRequest],
     repeats: int,
     *,
     tick: Callable[[], Any] = lambda: None,
@@ -111,7 +111,7 @@ def measure(
     }
 
 
-def _run_once(llm: Any, items: Sequence[Item], clock: Callable[[], float]) -> Run:
+def _run_once(llm: Any, items: Sequence[WorkloadRequest], clock: Callable[[], float]) -> MeasuredRun:
     prompts = [{"prompt_token_ids": item.prompt_token_ids} for item in items]
     params = [
         SamplingParams(
@@ -133,7 +133,7 @@ def _run_once(llm: Any, items: Sequence[Item], clock: Callable[[], float]) -> Ru
     after = llm.stats()
     for item, output in zip(items, outputs, strict=True):
         check_lengths_made([output], item.max_tokens, item.n)
-    return Run(
+    return MeasuredRun(
         wall_s, after.num_cached_tokens - before.num_cached_tokens, after.num_preemptions - before.num_preemptions
     )
 
@@ -146,7 +146,7 @@ def check_lengths_made(outputs: Sequence[Any], num_tokens: int, n: int = 1) -> N
             raise JaxLLMError(f"a request for {n} x {num_tokens} tokens made {lengths}: {output.error}")
 
 
-def _check_fits(llm: Any, kind: str, items: Sequence[Item]) -> None:
+def _check_fits(llm: Any, kind: str, items: Sequence[WorkloadRequest]) -> None:
     longest = max(items, key=lambda item: len(item.prompt_token_ids) + item.max_tokens)
     prompt_len = len(longest.prompt_token_ids)
     workload.check_lengths(f"workload {kind}", prompt_len, longest.max_tokens, llm.engine.config.max_model_len)

@@ -13,7 +13,7 @@ FIRST_ID = 10  # those below are often special tokens
 MAX_VOCAB = 8000  # the default, which most models have; another makes other ids
 
 
-class Item(NamedTuple):
+class WorkloadRequest(NamedTuple):
     """One request of a workload."""
 
     prompt_token_ids: list[int]
@@ -41,44 +41,44 @@ class _Draw:
         return min(most, int(self._rng.lognormvariate(mean_log, 1.0)) + 4)
 
 
-def _batch1(draw: _Draw) -> list[Item]:
-    return [Item(draw.ids(64), 128)]
+def _batch1(draw: _Draw) -> list[WorkloadRequest]:
+    return [WorkloadRequest(draw.ids(64), 128)]
 
 
-def _mixed(draw: _Draw) -> list[Item]:
-    return [Item(draw.ids(draw.length(16, 256)), draw.length(16, 128)) for _ in draw.count(64)]
+def _mixed(draw: _Draw) -> list[WorkloadRequest]:
+    return [WorkloadRequest(draw.ids(draw.length(16, 256)), draw.length(16, 128)) for _ in draw.count(64)]
 
 
-def _decode(draw: _Draw) -> list[Item]:
-    return [Item(draw.ids(16), 128) for _ in draw.count(32)]
+def _decode(draw: _Draw) -> list[WorkloadRequest]:
+    return [WorkloadRequest(draw.ids(16), 128) for _ in draw.count(32)]
 
 
-def _prefill(draw: _Draw) -> list[Item]:
-    return [Item(draw.ids(768), 4) for _ in draw.count(16)]
+def _prefill(draw: _Draw) -> list[WorkloadRequest]:
+    return [WorkloadRequest(draw.ids(768), 4) for _ in draw.count(16)]
 
 
-def _prefix(draw: _Draw) -> list[Item]:
+def _prefix(draw: _Draw) -> list[WorkloadRequest]:
     heads = [draw.ids(512) for _ in range(4)]
-    return [Item(heads[i % 4] + draw.ids(16), 16) for i in draw.count(32)]
+    return [WorkloadRequest(heads[i % 4] + draw.ids(16), 16) for i in draw.count(32)]
 
 
-def _ragged(draw: _Draw) -> list[Item]:
-    return [Item(draw.ids(draw.skewed(4.2, 700)), draw.skewed(3.5, 250)) for _ in draw.count(48)]
+def _ragged(draw: _Draw) -> list[WorkloadRequest]:
+    return [WorkloadRequest(draw.ids(draw.skewed(4.2, 700)), draw.skewed(3.5, 250)) for _ in draw.count(48)]
 
 
-def _n3(draw: _Draw) -> list[Item]:
-    return [Item(draw.ids(draw.length(64, 256)), draw.length(16, 96), n=3) for _ in draw.count(16)]
+def _n3(draw: _Draw) -> list[WorkloadRequest]:
+    return [WorkloadRequest(draw.ids(draw.length(64, 256)), draw.length(16, 96), n=3) for _ in draw.count(16)]
 
 
-def _n3apart(draw: _Draw) -> list[Item]:
+def _n3apart(draw: _Draw) -> list[WorkloadRequest]:
     return [item._replace(n=1, is_apart=True) for item in _n3(draw) for _ in range(item.n)]
 
 
-def _beam4(draw: _Draw) -> list[Item]:
-    return [Item(draw.ids(draw.length(16, 64)), 32, beam_width=4) for _ in draw.count(4)]
+def _beam4(draw: _Draw) -> list[WorkloadRequest]:
+    return [WorkloadRequest(draw.ids(draw.length(16, 64)), 32, beam_width=4) for _ in draw.count(4)]
 
 
-_MAKERS: dict[str, tuple[Callable[[_Draw], list[Item]], str]] = {
+_MAKERS: dict[str, tuple[Callable[[_Draw], list[WorkloadRequest]], str]] = {
     "batch1": (_batch1, "one request at a time"),
     "mixed": (_mixed, "prompts and outputs of uniform lengths"),
     "decode": (_decode, "short prompts, long outputs"),
@@ -114,7 +114,7 @@ def check_lengths(name: str, prompt_len: int, output_len: int, max_model_len: in
         )
 
 
-def make(kind: str, *, vocab: int = MAX_VOCAB, seed: int = 0, scale: float = 1.0) -> list[Item]:
+def make(kind: str, *, vocab: int = MAX_VOCAB, seed: int = 0, scale: float = 1.0) -> list[WorkloadRequest]:
     """The workload `kind` with token ids in [10, vocab); `scale` multiplies the number of requests."""
     check_kinds([kind])
     name = kind.removesuffix("apart")  # whose ids are the same

@@ -35,7 +35,7 @@ _TILE = 2**18  # elements; source and target of a transposed copy stay in the L2
 _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # in old checkpoints, and computed here
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """The place in a parameter of a checkpoint's tensor, or of some of its rows."""
 
     name: str
@@ -56,7 +56,7 @@ class Part(NamedTuple):
         return tensor._replace(shape=self.shape, offset=tensor.offset + self.first_row * row_bytes)
 
 
-Plan = Mapping[str, list[Part]]  # dotted name of the parameter -> what fills it
+FillPlan = Mapping[str, list[WeightPart]]  # dotted name of the parameter -> what fills it
 
 
 def abstract_params(spec: ModelSpec) -> Params:
@@ -152,9 +152,9 @@ def _value(leaf: Any) -> Any:
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _plan(spec: ModelSpec, params: Params) -> Plan:
+def _plan(spec: ModelSpec, params: Params) -> FillPlan:
     shapes = {name: var.get_value().shape for name, var in _named(params).items()}
-    plan: dict[str, list[Part]] = {name: [] for name in shapes}
+    plan: dict[str, list[WeightPart]] = {name: [] for name in shapes}
     for name, weights in _table(spec).items():
         first_row = 0
         for weight in weights:
@@ -181,17 +181,17 @@ def _table(spec: ModelSpec, *, optional: bool = True) -> dict[str, tuple[Weight,
     return table
 
 
-def _part(name: str, weight: Weight, shape: tuple[int, ...], first_row: int) -> Part:
+def _part(name: str, weight: Weight, shape: tuple[int, ...], first_row: int) -> WeightPart:
     place = [slice(None)] * len(shape)
     if weight.part is not None:
         dim, start, stop = weight.part
         place[dim] = slice(start, stop)
     dims = [len(range(size)[piece]) for size, piece in zip(shape, place, strict=True)]
     sizes = dict(zip(weight.axes.split("->")[1].split(), dims, strict=True))
-    return Part(name, weight.axes, sizes, tuple(place), first_row)
+    return WeightPart(name, weight.axes, sizes, tuple(place), first_row)
 
 
-def _check(model_dir: Path, spec: ModelSpec, plan: Plan, stored: Mapping[str, StoredTensor]) -> None:
+def _check(model_dir: Path, spec: ModelSpec, plan: FillPlan, stored: Mapping[str, StoredTensor]) -> None:
     """Raises `ModelFormatError` unless the checkpoint holds what the model needs, and nothing else."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in (part for parts in plan.values() for part in parts):
@@ -232,7 +232,7 @@ def _empty(want: jax.ShapeDtypeStruct) -> np.ndarray:
     return memory[start : start + num_bytes].view(want.dtype).reshape(want.shape)
 
 
-def _fill(host: np.ndarray, part: Part, tensor: StoredTensor, scratch: np.ndarray, pool: Executor) -> None:
+def _fill(host: np.ndarray, part: WeightPart, tensor: StoredTensor, scratch: np.ndarray, pool: Executor) -> None:
     source = rearrange(read(tensor, scratch, pool), part.axes, **part.sizes)
     if not _copy(source, host[part.place], pool):
         raise ModelFormatError(

@@ -75,13 +75,13 @@ def _run(arguments: argparse.Namespace) -> int:
         conversation.check()
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
-        chat = Chat(llm, conversation, fields, lines, quiet=arguments.quiet)
+        chat = ChatSession(llm, conversation, fields, lines, quiet=arguments.quiet)
         if lines.is_terminal and not arguments.quiet:
             print(f"{Path(arguments.model or 'the embedded model').name}. /help tells what can be said besides.")
         return chat.run()
 
 
-class Chat:
+class ChatSession:
     """Reads, answers, and does what commands say, until the input ends."""
 
     def __init__(self, llm: Any, conversation: Conversation, fields: dict[str, Any], lines: LineInput, *, quiet: bool):

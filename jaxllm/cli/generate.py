@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _run_batch(arguments: argparse.Namespace) -> int:
     from jaxllm.cli.jsonl.requests import Settings
-    from jaxllm.cli.jsonl.run import Job, run_job
+    from jaxllm.cli.jsonl.run import JsonlOptions, run_job
 
     if arguments.prompts or arguments.file:
         raise ValueError("there is a prompt beside --input; put it into the input, or leave --input out")
@@ -91,7 +91,7 @@ def _run_batch(arguments: argparse.Namespace) -> int:
         model=Path(arguments.model or "").name,
     )
     SamplingParams(**with_defaults(settings.fields))  # a bad option is no line's fault
-    job = Job(
+    job = JsonlOptions(
         input=None if arguments.input == "-" else Path(arguments.input),
         output=None if arguments.output in (None, "-") else Path(arguments.output),
         settings=settings,

@@ -32,7 +32,7 @@ _NUM_VOCABULARY_TEXTS, _PIECES_IN_TEXT, _NUM_SPECIAL_TEXTS = 16, 64, 64
 
 
 @runtime_checkable
-class Source(Protocol):
+class TokenizerSource(Protocol):
     """A source format: the fast tokenizer that it becomes, and what it says itself of texts."""
 
     special_names: dict[str, str]  # its defaults: {"bos_token": "<s>"}
@@ -76,7 +76,7 @@ def convert(job: Mapping[str, Any]) -> dict[str, Any]:
     return {"names": names, "probes": probes}
 
 
-def _source(job: Mapping[str, Any]) -> Source:
+def _source(job: Mapping[str, Any]) -> TokenizerSource:
     if job["kind"] == "sentencepiece":
         from jaxllm.convert.sentencepiece_source import SentencePieceSource
 
@@ -135,7 +135,7 @@ def _template(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> Te
 class _Reference:
     """What the source says of texts with added tokens: cut at those, what is between as the format has it."""
 
-    def __init__(self, source: Source, backend: Tokenizer, cut: list[AddedToken], before: list, after: list):
+    def __init__(self, source: TokenizerSource, backend: Tokenizer, cut: list[AddedToken], before: list, after: list):
         longest_first = sorted(cut, key=lambda token: -len(token.content))
         self._source = source
         self._cut = re.compile("|".join(map(_pattern, longest_first)) or r"(?!)")

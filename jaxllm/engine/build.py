@@ -30,7 +30,7 @@ DEFAULT_MODEL = Path(__file__).parents[1] / "default_model"
 CPU_SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 512}  # smaller defaults than elsewhere
 
 
-class Source(NamedTuple):
+class ModelSource(NamedTuple):
     """A model to serve, before anything of it is on the mesh."""
 
     cfg: Any
@@ -103,21 +103,21 @@ def _default(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _source(model: Any, dtype: str, platform: str, tokenizer: Any) -> Source:
+def _source(model: Any, dtype: str, platform: str, tokenizer: Any) -> ModelSource:
     tokenizer = None if tokenizer is None else wrap(tokenizer)
     if model is None or isinstance(model, str | Path):
         directory = DEFAULT_MODEL if model is None else Path(model)
         spec = read_config(directory, resolve_dtype(dtype, platform))
         abstract = transformer.abstract(spec.module.Model, spec.cfg)
         tokenizer = tokenizer or Tokenizer.from_dir(directory)
-        return Source(spec.cfg, abstract, partial(load_params, directory, spec), spec.eos_token_ids, tokenizer)
+        return ModelSource(spec.cfg, abstract, partial(load_params, directory, spec), spec.eos_token_ids, tokenizer)
     if dtype != "auto":
         raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
     cfg, params = _module_or_params(model)
     cfg = dataclasses.replace(cfg, dtype=jax.tree.leaves(params)[0].dtype)
     abstract = transformer.abstract(registry.model_for(cfg), cfg)
     eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return Source(cfg, abstract, params, eos_ids, tokenizer)
+    return ModelSource(cfg, abstract, params, eos_ids, tokenizer)
 
 
 def _module_or_params(model: Any) -> tuple[Any, Any]:

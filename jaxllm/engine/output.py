@@ -1,20 +1,20 @@
-"""From committed tokens to `RequestOutput`s: groups of samples, incremental text, stop strings, log-probabilities."""
+"""From committed tokens to `RequestOutput`s: groups of sequences, incremental text, stop strings, log-probabilities."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxllm.engine.device.logprobs import Kept, to_logprobs
-from jaxllm.engine.schedule.sequence import Request
+from jaxllm.engine.device.logprobs import PackedLogprobs, to_logprobs
+from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.outputs import CompletionOutput, Logprobs, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
 
 
 class Progress:
-    """How far one sample's output has got."""
+    """How far one sequence's output has got."""
 
     def __init__(self) -> None:
         self.detokenizer: Detokenizer | None = None
@@ -28,11 +28,11 @@ class Progress:
 
 
 @dataclass(eq=False, kw_only=True)
-class Group:
+class Request:
     """One user request: its sequences, and the output of each that is returned.
 
     Text is decoded while tokens come in only if someone looks at it: a stream, or a stop string. Beams, of which
-    `samples` has but the first, and samples of which the best are wanted, have one output, when all are over.
+    `sequences` has but the first, and sequences of which the best are wanted, have one output, when all are over.
     """
 
     request_id: str
@@ -41,7 +41,7 @@ class Group:
     params: SamplingParams
     tokenizer: Any  # None: token ids only
     stream: bool
-    samples: list[Request] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     error: str | None = None
     arrived_at: float = field(default_factory=time.monotonic)
     queued_s: float | None = None  # seconds; None until it is in a step
@@ -68,45 +68,45 @@ class Group:
 
     @property
     def finished(self) -> bool:
-        return all(sample.finish_reason for sample in self.samples)
+        return all(sequence.finish_reason for sequence in self.sequences)
 
     @property
-    def shown(self) -> list[Request]:
+    def shown(self) -> list[Sequence]:
         """The sequences that are returned, best first if they were chosen."""
         if self.params.beam_width is not None:
-            return self.samples[0].group.results or []
+            return self.sequences[0].group.results or []
         if self.params.num_samples > self.params.n:
-            return sorted(self.samples, key=_mean_logprob, reverse=True)[: self.params.n]
-        return self.samples
+            return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]
+        return self.sequences
 
     @property
     def _is_chosen(self) -> bool:
         return self.params.beam_width is not None or self.params.num_samples > self.params.n
 
     @property
-    def has_news(self) -> bool:
+    def has_update(self) -> bool:
         """Whether an output is due: the last, or one that the stream wants now."""
         if self.finished:
             return True
         if not self.stream or self._is_chosen or self.params.output_kind is RequestOutputKind.FINAL_ONLY:
             return False
-        return any(self._is_due(sample) for sample in self.samples)
+        return any(self._is_due(sequence) for sequence in self.sequences)
 
-    def _is_due(self, sample: Request) -> bool:
-        progress = self._progress[sample.sample_index]
-        num_new = len(sample.output_token_ids) - progress.num_sent
-        if sample.finish_reason is not None:
+    def _is_due(self, sequence: Sequence) -> bool:
+        progress = self._progress[sequence.sample_index]
+        num_new = len(sequence.output_token_ids) - progress.num_sent
+        if sequence.finish_reason is not None:
             return not progress.is_end_sent
         return num_new >= (self.params.stream_interval if progress.num_sent else 1)
 
-    def decode(self, sample: Request) -> str | None:
-        """Decodes the sample's tokens that were not yet; returns the stop string that they complete, if any."""
-        progress = self._progress[sample.sample_index]
-        is_stop = sample.finish_reason == "stop" and not isinstance(sample.stop_reason, str)
+    def decode(self, sequence: Sequence) -> str | None:
+        """Decodes the sequence's tokens that were not yet; returns the stop string that they complete, if any."""
+        progress = self._progress[sequence.sample_index]
+        is_stop = sequence.finish_reason == "stop" and not isinstance(sequence.stop_reason, str)
         # A grammar may end with a token that is text.
-        by_token = is_stop and sample.stop_ids.issuperset(sample.output_token_ids[-1:])
+        by_token = is_stop and sequence.stop_ids.issuperset(sequence.output_token_ids[-1:])
         shows_it = not by_token or self.params.include_stop_str_in_output
-        ids = sample.output_token_ids[progress.num_decoded : None if shows_it else -1]
+        ids = sequence.output_token_ids[progress.num_decoded : None if shows_it else -1]
         progress.num_decoded += len(ids)
         return self._detokenizer(progress).push(ids)
 
@@ -118,66 +118,66 @@ class Group:
     def output(self) -> RequestOutput:
         """A snapshot: it does not change when the request goes on."""
         is_delta = self.stream and self.params.output_kind is RequestOutputKind.DELTA
-        shown = [(i, sample) for i, sample in enumerate(self.shown) if not is_delta or self._is_due(sample)]
+        shown = [(i, sequence) for i, sequence in enumerate(self.shown) if not is_delta or self._is_due(sequence)]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self._get_prompt_logprobs(),
-            outputs=[self._completion(i, sample, is_delta=is_delta) for i, sample in shown],
+            outputs=[self._completion(i, sequence, is_delta=is_delta) for i, sequence in shown],
             finished=self.finished,
-            num_cached_tokens=max(0, self.samples[0].num_cached),
-            error=self.error or next((sample.error for _, sample in shown if sample.error), None),
+            num_cached_tokens=max(0, self.sequences[0].num_cached),
+            error=self.error or next((sequence.error for _, sequence in shown if sequence.error), None),
             queued_s=self.queued_s or 0.0,
         )
 
-    def _completion(self, index: int, sample: Request, *, is_delta: bool) -> CompletionOutput:
-        progress, text = self._progress[sample.sample_index], self._text(sample)
-        self._read_logprobs(sample, progress)
+    def _completion(self, index: int, sequence: Sequence, *, is_delta: bool) -> CompletionOutput:
+        progress, text = self._progress[sequence.sample_index], self._text(sequence)
+        self._read_logprobs(sequence, progress)
         logprobs = progress.logprobs if self.params.wants_logprobs else None
         has_sum = self.params.tracks_logprobs or self._is_chosen
         start, start_char = (progress.num_sent, progress.num_sent_chars) if is_delta else (0, 0)
-        progress.num_sent, progress.num_sent_chars = len(sample.output_token_ids), len(text)
-        progress.is_end_sent = sample.finish_reason is not None
+        progress.num_sent, progress.num_sent_chars = len(sequence.output_token_ids), len(text)
+        progress.is_end_sent = sequence.finish_reason is not None
         return CompletionOutput(
             index=index,
             text=text[start_char:],
-            token_ids=sample.output_token_ids[start:],
+            token_ids=sequence.output_token_ids[start:],
             cumulative_logprob=progress.cumulative_logprob if has_sum else None,
             logprobs=None if logprobs is None else logprobs[start:],
-            finish_reason=sample.finish_reason,
-            stop_reason=sample.stop_reason,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
         )
 
-    def _text(self, sample: Request) -> str:
+    def _text(self, sequence: Sequence) -> str:
         if not self._decode:
             return ""
-        self.decode(sample)
-        detokenizer = self._detokenizer(self._progress[sample.sample_index])
-        if sample.finish_reason:
+        self.decode(sequence)
+        detokenizer = self._detokenizer(self._progress[sequence.sample_index])
+        if sequence.finish_reason:
             detokenizer.finish()
         return detokenizer.text
 
     # ---- log-probabilities
 
-    def _read_logprobs(self, sample: Request, progress: Progress) -> None:
+    def _read_logprobs(self, sequence: Sequence, progress: Progress) -> None:
         start = progress.num_summed
-        new = sample.logprobs[start : len(sample.output_token_ids)]
+        new = sequence.logprobs[start : len(sequence.output_token_ids)]
         progress.num_summed += len(new)
         progress.cumulative_logprob += _sum_logprobs(new)
         if self.params.wants_logprobs:
-            progress.logprobs += self._readable(sample.output_token_ids[start:], new, self.params.num_top_logprobs)
+            progress.logprobs += self._readable(sequence.output_token_ids[start:], new, self.params.num_top_logprobs)
 
     def _get_prompt_logprobs(self) -> Logprobs | None:
         """None until they are complete: the first token's is None, as nothing is before it."""
-        kept = self.samples[0].prompt_logprobs
+        kept = self.sequences[0].prompt_logprobs
         if self._prompt_logprobs is None and self.params.prompt_logprobs is not None:
             if len(kept) == len(self.prompt_token_ids) - 1:
                 tokens = self.prompt_token_ids[1:]
                 self._prompt_logprobs = [None, *self._readable(tokens, kept, self.params.prompt_logprobs)]
         return self._prompt_logprobs
 
-    def _readable(self, tokens: Sequence[int], kept: Sequence[Kept], num_top: int) -> Logprobs:
+    def _readable(self, tokens: abc.Sequence[int], kept: abc.Sequence[PackedLogprobs], num_top: int) -> Logprobs:
         pairs = zip(tokens, kept, strict=True)
         return [to_logprobs(token, row, num_top, self._token_text) for token, row in pairs]
 
@@ -185,10 +185,10 @@ class Group:
         return self.tokenizer.token_text(token) if self._decode else None
 
 
-def _sum_logprobs(kept: Sequence[Kept]) -> float:
+def _sum_logprobs(kept: abc.Sequence[PackedLogprobs]) -> float:
     return sum((float(entry.logprobs[0]) for entry in kept), 0.0)
 
 
-def _mean_logprob(sample: Request) -> float:
-    """The measure by which the best of several samples are chosen."""
-    return _sum_logprobs(sample.logprobs) / len(sample.logprobs) if sample.logprobs else -math.inf
+def _mean_logprob(sequence: Sequence) -> float:
+    """The measure by which the best of several sequences are chosen."""
+    return _sum_logprobs(sequence.logprobs) / len(sequence.logprobs) if sequence.logprobs else -math.inf

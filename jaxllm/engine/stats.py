@@ -62,7 +62,7 @@ def read_stats(
         blocks_shared=pool.num_shared,
         blocks_cached=pool.num_cached,
         peak_blocks_used=peak_blocks_used,
-        wasted_slots=scheduler.residents.num_wasted_slots,
+        wasted_slots=scheduler.running_set.num_wasted_slots,
         blocks_copied=scheduler.num_copied,
         blocks_swapped_out=preemption.num_blocks_out,
         blocks_swapped_in=preemption.num_blocks_in,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from jaxllm.structured_outputs import StructuredOutputs
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.worker_process import Child
+from jaxllm.worker_process import WorkerProcess
 
 _WORKER = Path(__file__).with_name("sandbox_worker.py")
 _TIMEOUT_S = 30.0  # the process itself stops after seconds of a processor; this is for one that can't even do that
 _KEPT = 4096  # grammars known to be good
 
 
-class GrammarChecker(Child):
+class GrammarSandbox(WorkerProcess):
     """Knows grammars for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None):

@@ -1,24 +1,68 @@
 """What the server itself reads of a model: its tokenizer, its chat template, what it recommends."""
 
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint.generation_config import default_sampling_params
+from jaxllm.grammar.sandbox import GrammarSandbox
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.config import ServerConfig
-from jaxllm.server.openai.prepare import Model
+from jaxllm.server.http.errors import invalid, unknown_model
 from jaxllm.text.tokenizer import Tokenizer
 
 _EMBEDDED = Path(__file__).parents[1] / "default_model"
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def read_model(config: ServerConfig, model_dir: str | None, *, created: int = 0) -> Model:
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that a server serves."""
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer | None
+    defaults: dict[str, Any] = field(default_factory=dict)  # of `SamplingParams`, by the model's own recommendation
+    chat_template: str | None = None  # Jinja source; None: the tokenizer's own
+    created: int = 0  # seconds since 1970
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @cached_property
+    def grammars(self) -> GrammarSandbox:
+        return GrammarSandbox(self.tokenizer)
+
+    @property
+    def template_source(self) -> str:
+        """Of the chat template, as far as it is known; what it holds shows what the model can do."""
+        if self.chat_template is not None:
+            return self.chat_template
+        return "" if self.tokenizer is None else "\n".join(self.tokenizer.chat.templates.values())
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether it is known how to write a conversation for it."""
+        own = {} if self.tokenizer is None else self.tokenizer.chat.templates
+        return self.chat_template is not None or "default" in own
+
+    def check_name(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise unknown_model(name, list(self.names))
+
+    def need_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise invalid("this server has no tokenizer; send prompts as token ids", param)
+        return self.tokenizer
+
+
+def read_model(config: ServerConfig, model_dir: str | None, *, created: int = 0) -> ServedModel:
     """Of a directory in Hugging Face format; None: the model in the package. Raises `ModelFormatError`, and
     `ValueError` for a chat template that is not there."""
     directory = _EMBEDDED if model_dir is None else Path(model_dir)
     tokenizer = Tokenizer.from_dir(directory)
-    return Model(
+    return ServedModel(
         names=config.served_model_names,
         tokenizer=tokenizer,
         defaults=recommended(directory),

@@ -13,11 +13,12 @@ from jaxllm.server.config import ServerConfig
 from jaxllm.server.engine.client import EngineClient, EngineInfo
 from jaxllm.server.http.errors import APIError, engine_dead, unavailable
 from jaxllm.server.http.exchange import Exchange
-from jaxllm.server.http.limits import Admission
-from jaxllm.server.http.queue_position import Line
+from jaxllm.server.http.limits import RequestLimit
+from jaxllm.server.http.queue_position import ArrivalQueue
 from jaxllm.server.observe.metrics import Metrics
-from jaxllm.server.openai.generation import News, run
-from jaxllm.server.openai.prepare import Job, Model
+from jaxllm.server.openai.generation import Update, run
+from jaxllm.server.openai.prepare import GenerationJob
+from jaxllm.server.served_model import ServedModel
 
 if TYPE_CHECKING:
     from jaxllm.server.observe.tracing import Tracing
@@ -32,12 +33,14 @@ Result = TypeVar("Result")
 class Server:
     """The state of one server; `start` and `close` belong to its event loop."""
 
-    def __init__(self, config: ServerConfig, client: EngineClient, model: Model, *, tracing: "Tracing | None" = None):
+    def __init__(
+        self, config: ServerConfig, client: EngineClient, model: ServedModel, *, tracing: "Tracing | None" = None
+    ):
         self.config, self.client, self.model = config, client, model
         self._tracing = tracing
-        self.admission = Admission(config.max_queued_requests)
+        self.admission = RequestLimit(config.max_queued_requests)
         self.metrics = Metrics(model.name, client, vllm_names=config.vllm_metric_names)
-        self.line = Line()
+        self.line = ArrivalQueue()
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-text")
         self._is_hung = False
         self._watchdog: asyncio.Task | None = None
@@ -103,8 +106,14 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self._texts, work, *args)
 
     async def run(
-        self, jobs: list[Job], exchange: Exchange, *, request_id: str, priority: int | None, tells_place: bool = False
-    ) -> AsyncIterator[News]:
+        self,
+        jobs: list[GenerationJob],
+        exchange: Exchange,
+        *,
+        request_id: str,
+        priority: int | None,
+        tells_place: bool = False,
+    ) -> AsyncIterator[Update]:
         record = None
         if self._tracing is not None:
             record = partial(self._tracing.record, headers=exchange.headers)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxllm.checkpoint.files import read_json
 from jaxllm.errors import ModelFormatError
 from jaxllm.text.messages import parse_kwargs, parse_messages, parse_tools
-from jaxllm.text.sandbox import Renderer
+from jaxllm.text.sandbox import TemplateSandbox
 
 MAX_TEMPLATE_BYTES = 1_000_000
 TEMPLATE_FILE, OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
@@ -17,12 +17,12 @@ BUILT_IN = {file.stem: file for file in (Path(__file__).parent / "templates").gl
 _END_MARK = "<end of what is to be continued> "  # the space shows whether the template strips content
 
 
-class Chat:
+class ChatTemplates:
     """The chat templates of a tokenizer, by name, and the special tokens that they may write ("bos_token": "<s>")."""
 
     def __init__(self, templates: Mapping[str, str] | None = None, special_tokens: Mapping[str, str] | None = None):
         self.templates, self.special_tokens = dict(templates or {}), dict(special_tokens or {})
-        self._renderer = Renderer()
+        self._renderer = TemplateSandbox()
 
     def render(
         self,
@@ -74,7 +74,7 @@ class Chat:
         raise ValueError(f"the model {none}; choose a chat_template: {own}{choices}")
 
 
-class ForeignChat(Chat):
+class ForeignChatTemplates(ChatTemplates):
     """Conversations through the `apply_chat_template` of a user's tokenizer that shows no template source."""
 
     def __init__(self, tokenizer: Any):

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxllm.worker_process import Child
+from jaxllm.worker_process import WorkerProcess
 
 _WORKER = Path(__file__).with_name("sandbox_worker.py")
 
 
-class Renderer(Child):
+class TemplateSandbox(WorkerProcess):
     """A template process, started on first use. Thread-safe. It ends with this object, or with Python."""
 
     def __init__(self, *, timeout_s: float = 10.0):

@@ -13,7 +13,7 @@ import tokenizers
 
 from jaxllm.checkpoint.files import read_json
 from jaxllm.errors import ModelFormatError
-from jaxllm.text.chat_template import Chat, ForeignChat, parse_templates, read_templates
+from jaxllm.text.chat_template import ChatTemplates, ForeignChatTemplates, parse_templates, read_templates
 from jaxllm.text.streams import ByteStream, ByteTable, PieceStream, PieceTable, TextStream, WindowStream
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -27,7 +27,9 @@ _TOKENWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiec
 class Tokenizer:
     """A fast tokenizer. `eos_token_id` is None if the tokenizer does not name an end of sequence."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, eos_token: str | None = None, chat: Chat | None = None):
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, eos_token: str | None = None, chat: ChatTemplates | None = None
+    ):
         """Takes `backend` over: stored padding and truncation, which are for training, are switched off."""
         backend.no_padding()
         backend.no_truncation()
@@ -35,7 +37,7 @@ class Tokenizer:
         self._special = _special_contents(backend)
         self._tables: dict[bool, ByteTable | PieceTable | None] = {}
         self.eos_token_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
-        self.chat = chat or Chat()
+        self.chat = chat or ChatTemplates()
 
     @classmethod
     def from_dir(cls, model_dir: str | os.PathLike[str]) -> "Tokenizer":
@@ -57,7 +59,7 @@ class Tokenizer:
         # The configuration is the newer file of the two: a token may have become special only there.
         unmarked = sorted(set(names.values()) - _special_contents(backend))
         backend.add_special_tokens([name for name in unmarked if backend.token_to_id(name) is not None])
-        return cls(backend, eos_token=names.get("eos_token"), chat=Chat(read_templates(path.parent), names))
+        return cls(backend, eos_token=names.get("eos_token"), chat=ChatTemplates(read_templates(path.parent), names))
 
     @property
     def vocab_size(self) -> int | None:
@@ -227,14 +229,14 @@ def wrap(tokenizer: Any) -> Tokenizer:
     )
 
 
-def _chat_of(tokenizer: Any) -> Chat:
+def _chat_of(tokenizer: Any) -> ChatTemplates:
     """The chat templates of a user's object. Those whose source it shows run in our sandbox."""
     if not hasattr(tokenizer, "chat_template") and callable(getattr(tokenizer, "apply_chat_template", None)):
-        return ForeignChat(tokenizer)
+        return ForeignChatTemplates(tokenizer)
     stored = getattr(tokenizer, "chat_template", None)
     templates = {} if stored is None else parse_templates(stored, type(tokenizer).__name__)
     names = getattr(tokenizer, "special_tokens_map", None) or {}
-    return Chat(templates, {name: str(token) for name, token in names.items() if not isinstance(token, list)})
+    return ChatTemplates(templates, {name: str(token) for name, token in names.items() if not isinstance(token, list)})
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

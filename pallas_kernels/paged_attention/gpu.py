@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Int, Num
 
 from jaxllm.pallas_kernels.paged_attention import gpu_kernels
-from jaxllm.pallas_kernels.paged_attention.gpu_kernels import Batch, Spec
+from jaxllm.pallas_kernels.paged_attention.gpu_kernels import BatchRefs, Spec
 from jaxllm.pallas_kernels.paged_attention.reference import is_quantised, quantise
 
 DTYPES = ("float32", "bfloat16")
@@ -30,7 +30,7 @@ MIN_SPLIT, MIN_SPLIT_OF_MANY = 256, 1024  # keys worth a split where the GPU is 
 MAX_ROW_TOKENS = 32  # batches of up to so many tokens are all rows
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """What runs for a batch's static shape: `num_rows` programs of rows, `num_tiles` of tiles, each for every KV head
     (and split). No tiles where all tokens are rows."""
 
@@ -88,7 +88,7 @@ def plan(
     soft_cap: float | None = None,
     hopper: bool = True,
     interpret: bool = False,
-) -> Plan:
+) -> LaunchPlan:
     """Tiles and splits for `tokens` of up to `seqs` sequences, each of up to `capacity` keys; `itemsize` is q's."""
     group = heads // kv_heads
     padded_group, row_bytes = pl.next_power_of_2(group), pl.next_power_of_2(head_dim) * itemsize
@@ -122,7 +122,7 @@ def plan(
     tile = tile_shape(row_bytes, itemsize, wide=wide, hopper=hopper)
     tiles = base(rows=max(tile.rows, padded_group), tile_kv=tile.tile_kv)
     num_tiles = 0 if ragged else -(-tokens // (tiles.rows // padded_group))
-    return Plan(rows, num_rows, shape.params, tiles, num_tiles, tile.params)
+    return LaunchPlan(rows, num_rows, shape.params, tiles, num_tiles, tile.params)
 
 
 def bytes_moved(
@@ -249,7 +249,7 @@ def ragged_paged_attention(
         hopper=_compute_capability() >= 90,
         interpret=bool(interpret),
     )
-    batch = Batch(*(x.astype(jnp.int32) for x in (block_tables, cu_q_lens, kv_lens, distribution)))
+    batch = BatchRefs(*(x.astype(jnp.int32) for x in (block_tables, cu_q_lens, kv_lens, distribution)))
     if is_quantised(kv_pool.dtype):  # here, where XLA fuses it into what computes k and v
         k, v = (quantise(x, kv_scales[i][None, :, None], kv_pool.dtype) for i, x in enumerate((k, v)))
     call, shape = partial(pl.pallas_call, interpret=interpret), jax.ShapeDtypeStruct

@@ -41,7 +41,7 @@ class Spec(NamedTuple):
         return pl.next_power_of_2(self.group)
 
 
-class Batch(NamedTuple):
+class BatchRefs(NamedTuple):
     """What says which tokens there are: arrays outside of kernels, references to them inside."""
 
     block_tables: Any
@@ -79,13 +79,13 @@ def cdiv(a: jax.Array, b: int) -> jax.Array:
     return jax.lax.div(a + (b - 1), b)
 
 
-def num_rows(spec: Spec, batch: Batch) -> jax.Array:
+def num_rows(spec: Spec, batch: BatchRefs) -> jax.Array:
     if spec.ragged_rows:
         return batch.read("cu_q_lens", batch.read("distribution", 1))
     return batch.read("distribution", 0)
 
 
-def find_row(spec: Spec, batch: Batch, row: jax.Array) -> Row:
+def find_row(spec: Spec, batch: BatchRefs, row: jax.Array) -> Row:
     seq = batch.count(row, ends=True) if spec.ragged_rows else row
     first = batch.read("cu_q_lens", seq)
     start = batch.read("kv_lens", seq) - (batch.read("cu_q_lens", seq + 1) - first)
@@ -182,7 +182,7 @@ def in_window(spec, visible, position, key):
     return visible if spec.sliding_window is None else visible & (position - key < spec.sliding_window)
 
 
-def attend_rows(spec: Spec, batch: Batch, q_ref, k_ref, v_ref, pool_ref, scales_ref, acc_ref, weight_ref):
+def attend_rows(spec: Spec, batch: BatchRefs, q_ref, k_ref, v_ref, pool_ref, scales_ref, acc_ref, weight_ref):
     """Grid (KV head, split, row): the row's attention to one split of its keys, normalised, and log2 of its weight.
 
     Writes acc [rows, heads, splits, head_dim] and weight [rows, heads, splits], both float32.
@@ -223,7 +223,17 @@ def attend_rows(spec: Spec, batch: Batch, q_ref, k_ref, v_ref, pool_ref, scales_
 
 
 def combine(
-    spec: Spec, batch: Batch, acc_ref, weight_ref, k_ref, v_ref, pool_ref, scales_ref, sinks_ref, out_ref, out_pool_ref
+    spec: Spec,
+    batch: BatchRefs,
+    acc_ref,
+    weight_ref,
+    k_ref,
+    v_ref,
+    pool_ref,
+    scales_ref,
+    sinks_ref,
+    out_ref,
+    out_pool_ref,
 ):
     """Grid (head, row): the row's attention from that of its splits; its K and V into the pool."""
     del pool_ref  # the same memory as out_pool_ref
@@ -261,7 +271,17 @@ def combine(
 
 
 def attend_tiles(
-    spec: Spec, batch: Batch, q_ref, k_ref, v_ref, pool_ref, scales_ref, sinks_ref, rows_out_ref, out_ref, out_pool_ref
+    spec: Spec,
+    batch: BatchRefs,
+    q_ref,
+    k_ref,
+    v_ref,
+    pool_ref,
+    scales_ref,
+    sinks_ref,
+    rows_out_ref,
+    out_ref,
+    out_pool_ref,
 ):
     """Grid (tile, KV head): attention of all tokens of a tile that are no rows, and their K and V into the pool.
 

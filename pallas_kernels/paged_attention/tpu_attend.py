@@ -56,7 +56,7 @@ class State(NamedTuple):
     acc: Any  # [kv_heads, parts, rows, head_dim]
 
 
-class Rows(NamedTuple):
+class RowRefs(NamedTuple):
     """Query rows that one product attends with: part `part` of the tile, `period` positions from `first` to `last`."""
 
     part: Any
@@ -95,7 +95,7 @@ def pack(low: jax.Array, high: jax.Array) -> jax.Array:
     return (low >> jnp.uint32(16)) | (high & jnp.uint32(0xFFFF0000))
 
 
-def attend_tile(static: Static, state: State, view, edge: int, rows: Rows, first_key, limit, own: bool = False):
+def attend_tile(static: Static, state: State, view, edge: int, rows: RowRefs, first_key, limit, own: bool = False):
     """Attends with `rows` to the keys `first_key ..` of `view[blocks, 2, kv_heads, block_size, head_dim]`.
 
     Keys at `limit` and after may be anything. All the view's without masks if every row sees them all, which is never
@@ -118,7 +118,7 @@ def attend_tile(static: Static, state: State, view, edge: int, rows: Rows, first
         attend_keys(static, state, view, i, edge, rows, (first_key + i * edge, limit))
 
 
-def attend_keys(static: Static, state: State, view, part, keys: int, rows: Rows, masked):
+def attend_keys(static: Static, state: State, view, part, keys: int, rows: RowRefs, masked):
     """Attends with `rows` to part `part` of a view, `keys` of them, for each KV head in turn.
 
     `masked` is None or (position of the first key, the first that must not be seen)."""

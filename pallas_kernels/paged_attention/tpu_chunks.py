@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm.pallas_kernels.paged_attention.tpu_attend import (
     Refs,
-    Rows,
+    RowRefs,
     State,
     Static,
     attend_tile,
@@ -180,7 +180,9 @@ def run_chunks(static: Static, refs: Refs, begin, end, *scratch):
             @pl.loop(*parts)
             def _(part):
                 at = p.at + part * static.tiles.sub_queries
-                rows = Rows(part, at, jnp.minimum(at + static.tiles.sub_queries, p.end) - 1, static.tiles.sub_queries)
+                rows = RowRefs(
+                    part, at, jnp.minimum(at + static.tiles.sub_queries, p.end) - 1, static.tiles.sub_queries
+                )
                 attend_tile(static, c.state, view, static.tiles.edge, rows, first_key, limit, own)
 
         def start_next(key_buffer):

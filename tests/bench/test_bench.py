@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from jaxllm.bench import latency, options, startup, throughput
-from jaxllm.bench.workload import Item
+from jaxllm.bench.workload import WorkloadRequest
 from jaxllm.cli import bench
 from jaxllm.errors import JaxLLMError, ModelFormatError
 from jaxllm.outputs import CompletionOutput, RequestOutput
@@ -73,7 +73,7 @@ def clock_of(*durations: float):
     return lambda: next(readings)
 
 
-ITEMS = [Item([11, 12, 13], 8), Item([14], 4, n=3)]
+ITEMS = [WorkloadRequest([11, 12, 13], 8), WorkloadRequest([14], 4, n=3)]
 
 
 def test_a_row_is_the_median_run_and_the_best():
@@ -330,10 +330,10 @@ def test_latency_as_json(command, model_dir):
 
 def test_nothing_is_cached_from_the_run_before(tiny_llm):
     head = [10 + i % 7 for i in range(48)]
-    items = [Item([*head, 20], 2), Item([*head, 21, 22], 2)]
+    items = [WorkloadRequest([*head, 20], 2), WorkloadRequest([*head, 21, 22], 2)]
     row = throughput.measure(tiny_llm, "prefix", items, items, 2)
     assert row["cached_tokens"] == len(head), "the second request's beginning, and no more"
-    row = throughput.measure(tiny_llm, "n3", [Item([*head, 20], 2, n=2)], items, 1)
+    row = throughput.measure(tiny_llm, "n3", [WorkloadRequest([*head, 20], 2, n=2)], items, 1)
     assert row["cached_tokens"] == 0, "the second completion shares the prompt of the first without a cache"
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks.paper import contiguous, memory, memory_beams, memory_plot, trace
-from benchmarks.paper.contiguous import BuddyAllocator, Chunk
-from benchmarks.paper.trace import Item
+from benchmarks.paper.contiguous import BuddyAllocator, BuddyChunk
+from benchmarks.paper.trace import TraceRequest
 from jaxllm.errors import JaxLLMError
 from tests.tiny import prompts_of
 
@@ -50,14 +50,14 @@ def test_what_is_too_long_is_cut_and_counted():
     assert [item.prompt_len for item in made.items] == [min(item.prompt_len, 32) for item in whole]
     assert max(map(sum, made.items)) == 64 and min(map(min, made.items)) >= 1
     assert made.num_cut == sum(a != b for a, b in zip(made.items, whole, strict=True)) > 100
-    assert trace.make("alpaca", 9, seed=0, max_len=2).items == [Item(1, 1)] * 9
+    assert trace.make("alpaca", 9, seed=0, max_len=2).items == [TraceRequest(1, 1)] * 9
 
 
 def test_arrivals_are_random_at_the_rate_that_the_load_asks_for():
     # Two samples of 20 tokens after 10 more hold 800 slots for a step each, or 40 seats.
     sizes = {"num_slots": 100, "load": 0.5}
-    assert trace.mean_gap([Item(10, 20)], 2, max_num_seqs=10, **sizes) == 800 / 100 / 0.5
-    assert trace.mean_gap([Item(10, 20)], 2, max_num_seqs=4, **sizes) == 40 / 4 / 0.5
+    assert trace.mean_gap([TraceRequest(10, 20)], 2, max_num_seqs=10, **sizes) == 800 / 100 / 0.5
+    assert trace.mean_gap([TraceRequest(10, 20)], 2, max_num_seqs=4, **sizes) == 40 / 4 / 0.5
     times = trace.arrivals(4000, 3.0, seed=0)
     gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
     assert min(gaps) >= 0
@@ -70,7 +70,7 @@ def test_arrivals_are_random_at_the_rate_that_the_load_asks_for():
 
 def test_waste_of_one_sequence():
     # Its tokens in the pool, step by step: 5, 6, 7, 8, and 8 until its last token is read; always two blocks of four.
-    run = memory.simulate([Item(5, 4)], [0.0], num_blocks=8, block_size=4, every=1)
+    run = memory.simulate([TraceRequest(5, 4)], [0.0], num_blocks=8, block_size=4, every=1)
     usage = run.usage
     assert (usage.wasted_slots, usage.held_slots) == (3 + 2 + 1, 5 * 8)
     assert (usage.held_blocks, usage.alone_blocks, run.steps, run.preemptions) == (10, 10, 5, 0)
@@ -79,7 +79,7 @@ def test_waste_of_one_sequence():
 
 def test_savings_of_two_samples():
     # Both blocks are shared in the first step; then each sample has a copy of the second.
-    run = memory.simulate([Item(5, 4)], [0.0], num_blocks=8, block_size=4, n=2, every=1)
+    run = memory.simulate([TraceRequest(5, 4)], [0.0], num_blocks=8, block_size=4, n=2, every=1)
     usage = run.usage
     assert (usage.held_blocks, usage.alone_blocks) == (2 + 4 * 3, 5 * 4)
     assert (usage.wasted_slots, usage.held_slots) == (3 + 2 * (2 + 1), 14 * 4)
@@ -87,9 +87,9 @@ def test_savings_of_two_samples():
 
 
 def test_a_request_waits_for_its_arrival_and_for_a_seat():
-    one = memory.simulate([Item(2, 3)], [7.5], num_blocks=8, block_size=4, every=1)
+    one = memory.simulate([TraceRequest(2, 3)], [7.5], num_blocks=8, block_size=4, every=1)
     assert (one.steps, one.usage.held_blocks) == (8 + 4, 4)
-    two = [Item(2, 3)] * 2
+    two = [TraceRequest(2, 3)] * 2
     assert memory.simulate(two, [0.0, 0.0], num_blocks=8, block_size=4, max_num_seqs=2).steps == 4
     assert memory.simulate(two, [0.0, 0.0], num_blocks=8, block_size=4, max_num_seqs=1).steps == 8
 
@@ -107,7 +107,7 @@ def test_few_looks_see_what_all_see():
 
 
 def test_preempted_sequences_are_counted():
-    run = memory.simulate([Item(4, 40)] * 6, [0.0] * 6, num_blocks=20, block_size=4)
+    run = memory.simulate([TraceRequest(4, 40)] * 6, [0.0] * 6, num_blocks=20, block_size=4)
     assert run.preemptions > 0
 
 
@@ -116,11 +116,11 @@ def test_preempted_sequences_are_counted():
 
 def test_buddies_split_and_merge():
     memory_of_11 = BuddyAllocator(11)
-    whole = [Chunk(0, 8), Chunk(8, 2), Chunk(10, 1)]
+    whole = [BuddyChunk(0, 8), BuddyChunk(8, 2), BuddyChunk(10, 1)]
     assert memory_of_11.free_chunks == whole
     chunks = [memory_of_11.allocate(n) for n in (3, 2, 2, 1, 3, 1)]
-    assert chunks == [Chunk(0, 4), Chunk(8, 2), Chunk(4, 2), Chunk(10, 1), None, Chunk(6, 1)]
-    assert memory_of_11.free_chunks == [Chunk(7, 1)]
+    assert chunks == [BuddyChunk(0, 4), BuddyChunk(8, 2), BuddyChunk(4, 2), BuddyChunk(10, 1), None, BuddyChunk(6, 1)]
+    assert memory_of_11.free_chunks == [BuddyChunk(7, 1)]
     for chunk in chunks:
         if chunk is not None:
             memory_of_11.release(chunk)
@@ -141,17 +141,17 @@ def test_no_slot_has_two_owners():
 
 
 def test_what_each_way_reserves():
-    reserved = {name: reserve(Item(10, 25), 2048) for name, reserve in contiguous.RESERVED.items()}
+    reserved = {name: reserve(TraceRequest(10, 25), 2048) for name, reserve in contiguous.RESERVED.items()}
     assert reserved == {"max": 2048, "pow2": 10 + 32, "oracle": 35}
-    assert contiguous.RESERVED["pow2"](Item(1000, 1030), 2048) == 2048
+    assert contiguous.RESERVED["pow2"](TraceRequest(1000, 1030), 2048) == 2048
     assert [contiguous.power_of_two(n) for n in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
 
 
 def test_waste_of_a_chunk():
-    usage = contiguous.simulate([Item(3, 3)], [1.5], lambda _: 6, num_slots=8, max_num_seqs=1, max_tokens=8)
+    usage = contiguous.simulate([TraceRequest(3, 3)], [1.5], lambda _: 6, num_slots=8, max_num_seqs=1, max_tokens=8)
     assert usage == (3 + 4 + 5 + 5, 4 * 8, 2 + 4)
     assert usage.wasted == 1 - 17 / 32
-    in_chunks = contiguous.simulate([Item(3, 2)], [0.0], lambda _: 6, num_slots=8, max_num_seqs=1, max_tokens=2)
+    in_chunks = contiguous.simulate([TraceRequest(3, 2)], [0.0], lambda _: 6, num_slots=8, max_num_seqs=1, max_tokens=2)
     assert in_chunks == (2 + 3 + 4 + 4, 4 * 8, 4)
 
 
@@ -170,7 +170,7 @@ def test_one_block_a_sequence_is_contiguous_memory(gap):
 # ---- beams, by a real engine
 
 
-class Recount(memory.Usage):
+class Recount(memory.PagedUsage):
     """Counts what sequences hold from their own lists."""
 
     lists: list

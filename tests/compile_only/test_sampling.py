@@ -9,7 +9,7 @@ import pytest
 
 from jaxllm.aot import thunks
 from jaxllm.engine.device.executables import sample_full_step, sample_step
-from jaxllm.engine.device.state import empty_extras, empty_slots
+from jaxllm.engine.device.state import empty_penalties, empty_slots
 from jaxllm.sharding.rules import replicated, sharding
 from tests.compile_only.targets import chip_names, mesh_of
 
@@ -26,7 +26,7 @@ def lower(chip: str, *, full: bool, rows: int, vocab: int, devices: int = 1) -> 
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
 
     slots, table = jax.eval_shape(partial(empty_slots, rows, 8))
-    extras = jax.eval_shape(partial(empty_extras, rows, vocab))
+    extras = jax.eval_shape(partial(empty_penalties, rows, vocab))
     logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32, sharding=sharding((None, "vocab"), mesh))
     ints = jax.ShapeDtypeStruct((rows,), jnp.int32)
     before = slots.last_token, *([extras] if full else []), slots.length, table

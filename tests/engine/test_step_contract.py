@@ -50,7 +50,7 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
         ladder = token_ladder(24)
         assert ladder == (1, 8, 16, 24)
         seqs = {min(t, 6) for t in ladder}
-        others = ["init", "admit", "admit", "extras", "score", *["copy"] * 2, *["swap_out", "swap_in"] * 2]
+        others = ["init", "admit", "admit", "penalties", "prompt_logprobs", *["copy"] * 2, *["swap_out", "swap_in"] * 2]
         assert llm.stats().num_executables == len(ladder) + 3 * len(seqs) + len(others)
         assert llm.stats().num_compiled == llm.stats().num_executables
         compiled.clear()

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.executables import Lowering, admit, sample_full_step, sample_step, score, step
+from jaxllm.engine.device.executables import Lowering, admit, prompt_logprobs, sample_full_step, sample_step, step
 from jaxllm.engine.device.packing import AdmitLayout, StepLayout, mask_words
 from jaxllm.engine.device.sampler import mask_logits
 from jaxllm.pallas_kernels import native
@@ -50,4 +50,4 @@ def test_executables_lower(tiny, monkeypatch, platform):
     assert "stablehlo.sort" not in text
     lower(sample_full_step, slots.last_token, extras, slots.length, sampling, logits, logits, ints(4))
     lower(mask_logits, logits, ints(4, mask_words(tiny.cfg.vocab)))
-    lower(partial(score, model_shape=shape), leaves, hidden, ints(2, 4))
+    lower(partial(prompt_logprobs, model_shape=shape), leaves, hidden, ints(2, 4))

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice
 from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.executables import Lowering, sample_full_step, sample_step
-from jaxllm.engine.device.state import empty_extras, empty_slots
+from jaxllm.engine.device.state import empty_penalties, empty_slots
 from jaxllm.pallas_kernels import native, sampling
 from jaxllm.pallas_kernels.sampling import api, gpu, gpu_noise, reference
 from jaxllm.sharding.mesh import make_mesh
@@ -269,7 +269,7 @@ SORT = re.compile(r"\bsort\(")
 def test_no_compiled_sampler_sorts(tiny, devices):
     mesh = make_mesh(f"tensor={devices}")
     lowering = Lowering(model_shape(tiny.cfg, *nnx.split(tiny.model), mesh), CONFIG, mesh)
-    for lowered in (lowering.lower_sample(4), lowering.lower_sample_full(4), lowering.lower_score()):
+    for lowered in (lowering.lower_sample(4), lowering.lower_sample_full(4), lowering.lower_prompt_logprobs()):
         text = lowered.compile().as_text()
         assert not SORT.search(text)
         assert ("jaxllm_" in text) == (devices == 1 and native.is_built())
@@ -289,7 +289,7 @@ def test_no_lowered_sampler_sorts(monkeypatch, platform):
     kernel = "gpu" if platform == "cuda" else "reference"
     monkeypatch.setattr(api, "_preferred", lambda op, *_: "reference" if op == "normalize" else kernel)
     slots, table = jax.eval_shape(partial(empty_slots, 4, 8))
-    extras = jax.eval_shape(partial(empty_extras, 4, 5000))
+    extras = jax.eval_shape(partial(empty_penalties, 4, 5000))
     logits, ints = jax.ShapeDtypeStruct((4, 5000), jnp.float32), slots.length
 
     def lower(fn, *arguments):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import ModelFormatError
 from jaxllm.text import chat_template as chat
-from jaxllm.text.chat_template import Chat, read_templates
+from jaxllm.text.chat_template import ChatTemplates, read_templates
 from jaxllm.text.messages import parse_messages
 from jaxllm.text.tokenizer import Tokenizer, wrap
 from tests.chat_model import TURNS, save_tokenizer
@@ -123,7 +123,7 @@ def test_the_built_in_formats(ours):
     text = ours.chat.render([SYSTEM, *TURNS], chat_template="llama2")
     assert text == "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST] Hello. </s><s>[INST] Bye [/INST]"
     for name in ("vicuna", "llama2"):
-        assert Chat().render(TURNS, chat_template=name) == ours.chat.render(TURNS, chat_template=name)
+        assert ChatTemplates().render(TURNS, chat_template=name) == ours.chat.render(TURNS, chat_template=name)
         with pytest.raises(ValueError, match="refuses the conversation: after an optional .* take turns"):
             ours.chat.render([TURNS[1]], chat_template=name)
 

@@ -35,7 +35,7 @@ HOSTILE = {
 
 @pytest.fixture(scope="module")
 def sandbox():
-    return render.Renderer(timeout_s=3.0)
+    return render.TemplateSandbox(timeout_s=3.0)
 
 
 @pytest.mark.parametrize("template", HOSTILE)
@@ -97,7 +97,7 @@ def test_an_answer_that_ctrl_c_left_behind_is_nobodys(sandbox, monkeypatch):
 
 
 def test_the_process_ends_with_its_owner():
-    renderer = render.Renderer()
+    renderer = render.TemplateSandbox()
     renderer.render("", {})
     process = renderer._process
     del renderer
@@ -109,7 +109,7 @@ def test_the_process_ends_with_its_owner():
 
 
 def test_a_process_that_died_and_one_that_cannot_start(monkeypatch, tmp_path):
-    renderer = render.Renderer()
+    renderer = render.TemplateSandbox()
     assert renderer.render("a", {}) == "a"
     renderer._process.kill()
     renderer._process.wait()
@@ -118,4 +118,4 @@ def test_a_process_that_died_and_one_that_cannot_start(monkeypatch, tmp_path):
     broken.write_text("import no_such_module")
     monkeypatch.setattr(render, "_WORKER", broken)
     with pytest.raises(RuntimeError, match="is minijinja installed"):
-        render.Renderer().render("", {})
+        render.TemplateSandbox().render("", {})

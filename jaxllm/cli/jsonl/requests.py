@@ -31,7 +31,7 @@ class Settings:
     model: str = ""  # a name, so that results of two models aren't mixed
 
 
-class Line(NamedTuple):
+class JsonlRequest(NamedTuple):
     """A request. `given` is what identifies it in the results: its id if there is one, and its prompt as it was."""
 
     number: int  # from 1
@@ -43,14 +43,14 @@ class Line(NamedTuple):
     digest: str  # of everything that decides the results
 
 
-class BadLine(NamedTuple):
+class BadJsonlLine(NamedTuple):
     number: int
     given: dict[str, Any]
     error: str
     digest: str
 
 
-def read_lines(stream: BufferedIOBase, settings: Settings) -> Iterator[Line | BadLine]:
+def read_lines(stream: BufferedIOBase, settings: Settings) -> Iterator[JsonlRequest | BadJsonlLine]:
     """Each line of `stream` that is not blank."""
     number = 0
     while raw := stream.readline(MAX_LINE_BYTES + 1):
@@ -59,12 +59,12 @@ def read_lines(stream: BufferedIOBase, settings: Settings) -> Iterator[Line | Ba
         while too_long and raw and not raw.endswith(b"\n"):
             raw = stream.readline(MAX_LINE_BYTES)
         if too_long:
-            yield BadLine(number, {}, f"it is longer than {MAX_LINE_BYTES} bytes", digest)
+            yield BadJsonlLine(number, {}, f"it is longer than {MAX_LINE_BYTES} bytes", digest)
         elif raw.strip():
             yield _parse(number, raw, digest, settings)
 
 
-def _parse(number: int, raw: bytes, digest: str, settings: Settings) -> Line | BadLine:
+def _parse(number: int, raw: bytes, digest: str, settings: Settings) -> JsonlRequest | BadJsonlLine:
     given: dict[str, Any] = {}
     try:
         value = _load(raw)
@@ -76,9 +76,9 @@ def _parse(number: int, raw: bytes, digest: str, settings: Settings) -> Line | B
         given |= _identity(value)
         return _request(number, value, given, settings)
     except ValueError as error:
-        return BadLine(number, given, str(error), digest)
+        return BadJsonlLine(number, given, str(error), digest)
     except RecursionError:
-        return BadLine(number, given, "it is nested too deeply", digest)
+        return BadJsonlLine(number, given, "it is nested too deeply", digest)
 
 
 def _load(raw: bytes) -> Any:
@@ -103,7 +103,7 @@ def _identity(value: dict[str, Any]) -> dict[str, Any]:
     return {"id": value[found[0]]}
 
 
-def _request(number: int, value: dict[str, Any], given: dict[str, Any], settings: Settings) -> Line:
+def _request(number: int, value: dict[str, Any], given: dict[str, Any], settings: Settings) -> JsonlRequest:
     unknown = sorted(set(value) - _SAMPLING - {*_PROMPTS, *_IDS, *_CHAT_FIELDS})
     if unknown:
         raise ValueError(f"it has unknown fields: {', '.join(map(repr, unknown))}")
@@ -124,7 +124,7 @@ def _request(number: int, value: dict[str, Any], given: dict[str, Any], settings
     params = SamplingParams(**fields)
     digest = _digest(_canonical([given, messages, chat_options, fields, settings.model]))
     prompt = {kind: value[kind]} if messages is None else None
-    return Line(number, given, prompt, messages, chat_options, params, digest)
+    return JsonlRequest(number, given, prompt, messages, chat_options, params, digest)
 
 
 def _messages(kind: str, value: Any, settings: Settings) -> list[dict[str, Any]] | None:

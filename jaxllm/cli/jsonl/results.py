@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.cli.jsonl.requests import BadLine, Line
+from jaxllm.cli.jsonl.requests import BadJsonlLine, JsonlRequest
 from jaxllm.outputs import CompletionOutput, Logprobs, RequestOutput
 
 MAX_LINES = 2**30  # of the input
@@ -120,7 +120,7 @@ class Results:
             self.num_done += not self._done[line - 1]
             self._done[line - 1] = digest or 1
 
-    def done(self, line: Line | BadLine) -> bool:
+    def done(self, line: JsonlRequest | BadJsonlLine) -> bool:
         """Whether the line has its result. Raises `ValueError` if the result is another request's."""
         digest = self._done[line.number - 1] if line.number <= len(self._done) else 0
         if digest and digest != (int(line.digest, 16) or 1):
@@ -130,7 +130,7 @@ class Results:
             )
         return bool(digest)
 
-    def write(self, line: Line | BadLine, fields: Mapping[str, Any]) -> None:
+    def write(self, line: JsonlRequest | BadJsonlLine, fields: Mapping[str, Any]) -> None:
         record = {"line": line.number, **line.given, **fields, "digest": line.digest}
         data = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         if self._fd is None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from jaxllm.cli.common import EXIT_INTERRUPTED, EXIT_USER_ERROR
-from jaxllm.cli.jsonl.requests import BadLine, Line, Settings, conversation, read_lines
+from jaxllm.cli.jsonl.requests import BadJsonlLine, JsonlRequest, Settings, conversation, read_lines
 from jaxllm.cli.jsonl.results import Results, output_fields
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
@@ -21,7 +21,7 @@ from jaxllm.sampling_params import SamplingParams
 MAX_REPORTED = 20  # bad lines of an input that is checked before anything runs
 
 
-class Job(NamedTuple):
+class JsonlOptions(NamedTuple):
     input: Path | None  # None: standard input
     output: Path | None  # None: standard output
     settings: Settings
@@ -38,7 +38,7 @@ class Job(NamedTuple):
         return sys.stdin.buffer if self.input is None else self.input.open("rb")
 
 
-def run_job(job: Job, open_llm: Callable[[], AbstractContextManager[Any]]) -> int:
+def run_job(job: JsonlOptions, open_llm: Callable[[], AbstractContextManager[Any]]) -> int:
     """Returns the exit code: 1 if some requests failed or were skipped, 2 if a bad line ended it, 130 or 143 for an
     interrupt. The model is loaded only if the whole input, where it can be read twice, is sound."""
     with job.open() as stream, Results(job.output, resume=job.resume) as results:
@@ -52,7 +52,7 @@ def run_job(job: Job, open_llm: Callable[[], AbstractContextManager[Any]]) -> in
         with open_llm() as llm, Interrupts() as interrupts:
             if job.settings.chat:  # a model that can't chat is no line's fault
                 llm.chat_prompt(conversation("Hello", job.settings.system), chat_template=job.settings.chat_template)
-            batch = Batch(llm, job, results, interrupts, num_requests)
+            batch = JsonlRun(llm, job, results, interrupts, num_requests)
             batch.run(read_lines(stream, job.settings))
         batch.report()
         if interrupts.signal is not None:
@@ -62,7 +62,7 @@ def run_job(job: Job, open_llm: Callable[[], AbstractContextManager[Any]]) -> in
         return int(bool(batch.num_failed or batch.num_invalid))
 
 
-def check_input(job: Job, stream: BufferedIOBase, results: Results) -> int:
+def check_input(job: JsonlOptions, stream: BufferedIOBase, results: Results) -> int:
     """Reads the whole input without running any of it; returns how many lines it has to run or to report.
 
     Reports bad lines, and raises `ValueError` if there are some and they aren't to be skipped.
@@ -70,7 +70,7 @@ def check_input(job: Job, stream: BufferedIOBase, results: Results) -> int:
     num_lines = num_invalid = last = 0
     for line in read_lines(stream, job.settings):
         num_lines, last = num_lines + 1, line.number
-        error = line.error if isinstance(line, BadLine) and not job.skip_invalid else _conflict(line, results)
+        error = line.error if isinstance(line, BadJsonlLine) and not job.skip_invalid else _conflict(line, results)
         if error is not None:
             num_invalid += 1
             if num_invalid <= MAX_REPORTED:
@@ -87,7 +87,7 @@ def check_input(job: Job, stream: BufferedIOBase, results: Results) -> int:
     return num_lines
 
 
-def _conflict(line: Line | BadLine, results: Results) -> str | None:
+def _conflict(line: JsonlRequest | BadJsonlLine, results: Results) -> str | None:
     try:
         results.done(line)
     except ValueError as error:
@@ -119,14 +119,14 @@ class Interrupts:
         os.write(2, b"\nstopping after this step; interrupt once more to stop at once\n")  # print may be in the middle
 
 
-class Batch:
+class JsonlRun:
     """Requests on their way through an engine, and what has become of them."""
 
-    def __init__(self, llm: Any, job: Job, results: Results, interrupts: Interrupts, num_requests: int | None):
+    def __init__(self, llm: Any, job: JsonlOptions, results: Results, interrupts: Interrupts, num_requests: int | None):
         self._llm, self._job, self._results, self._interrupts = llm, job, results, interrupts
         self.num_finished = self.num_failed = self.num_invalid = self.num_tokens = 0
         self.ended_by_bad_line = False
-        self._running: dict[int, Line] = {}
+        self._running: dict[int, JsonlRequest] = {}
         self._start_s = time.perf_counter()
         self._bar = tqdm(
             total=num_requests,
@@ -137,7 +137,7 @@ class Batch:
             disable=True if job.quiet else None,
         )
 
-    def run(self, lines: Iterator[Line | BadLine]) -> None:
+    def run(self, lines: Iterator[JsonlRequest | BadJsonlLine]) -> None:
         """Ends when all lines are done, after a bad line when what runs is done, or at an interrupt."""
         with self._bar, closing(self._llm.generate_iter(self._requests(lines))) as steps:
             for finished in steps:
@@ -146,7 +146,7 @@ class Batch:
                 if self._interrupts.signal is not None:
                     return
 
-    def _requests(self, lines: Iterator[Line | BadLine]) -> Iterator[tuple[Any, SamplingParams]]:
+    def _requests(self, lines: Iterator[JsonlRequest | BadJsonlLine]) -> Iterator[tuple[Any, SamplingParams]]:
         index = 0
         for line in lines:
             conflict = _conflict(line, self._results)
@@ -159,9 +159,9 @@ class Batch:
             if self.ended_by_bad_line or self._interrupts.signal is not None:
                 return
 
-    def _prompt(self, line: Line | BadLine) -> Any:
+    def _prompt(self, line: JsonlRequest | BadJsonlLine) -> Any:
         """What the engine takes; None for a line that can't be run, which is then told."""
-        if isinstance(line, BadLine):
+        if isinstance(line, BadJsonlLine):
             self._refuse(line, line.error)
             return None
         if line.messages is None:
@@ -172,7 +172,7 @@ class Batch:
             self._refuse(line, str(error))
             return None
 
-    def _finish(self, line: Line, output: RequestOutput) -> None:
+    def _finish(self, line: JsonlRequest, output: RequestOutput) -> None:
         if output.error is not None and not output.outputs:  # the engine could not take it
             self._refuse(line, output.error)
             return
@@ -185,7 +185,7 @@ class Batch:
         self._bar.set_postfix_str(f"{self._speed:.1f} tokens/s, {self.num_failed} failed", refresh=False)
         self._bar.update()
 
-    def _refuse(self, line: Line | BadLine, error: str, *, skip: bool = True) -> None:
+    def _refuse(self, line: JsonlRequest | BadJsonlLine, error: str, *, skip: bool = True) -> None:
         """A line that can't be run is told, and ends the batch unless such lines are skipped."""
         self._tell(line, error)
         self.num_invalid += 1
@@ -195,7 +195,7 @@ class Batch:
         self._results.write(line, {"outputs": [], "error": error})
         self._bar.update()
 
-    def _tell(self, line: Line | BadLine, error: str) -> None:
+    def _tell(self, line: JsonlRequest | BadJsonlLine, error: str) -> None:
         tqdm.write(f"{self._job.name}, line {line.number}: {error}", file=sys.stderr)
 
     @property

@@ -137,7 +137,7 @@ class BlockMoves:
         kv_pools = self._swap_in(kv_pools, plan.swap_ins)
         if plan.copies:
             kv_pools = self._copy(kv_pools, plan.copies)
-        for key in plan.forgotten:
+        for key in plan.released_copies:
             self._give_up(self._kept.pop(key, []))  # there is none after a `clear`
         return kv_pools
 

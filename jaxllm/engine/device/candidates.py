@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.beam.search import Candidates
-from jaxllm.engine.device.logprobs import LEAST, Kept
+from jaxllm.engine.device.logprobs import LEAST, PackedLogprobs
 from jaxllm.pallas_kernels import sampling
 from jaxllm.sampling_params import MAX_BEAM_WIDTH
 
@@ -21,14 +21,14 @@ class BeamRow(NamedTuple):
     """What a step says of a beam: how it may go on, and what else is wanted of its next token's position."""
 
     candidates: Candidates
-    others: Kept | None  # the most likely and the watched tokens
+    others: PackedLogprobs | None  # the most likely and the logprob_ids tokens
 
-    def kept(self, logprob: float, rank: int) -> Kept:
+    def packed_logprobs(self, logprob: float, rank: int) -> PackedLogprobs:
         """Of a candidate with this log-probability and rank."""
         if self.others is None:
-            return Kept(rank, np.empty(0, np.int32), np.array([logprob], np.float32))
+            return PackedLogprobs(rank, np.empty(0, np.int32), np.array([logprob], np.float32))
         logprobs = np.concatenate([np.array([logprob], np.float32), self.others.logprobs[1:]])
-        return Kept(rank, self.others.ids, logprobs)
+        return PackedLogprobs(rank, self.others.ids, logprobs)
 
 
 def candidate_rows(

@@ -14,17 +14,17 @@ from jaxtyping import Array, Float, Int
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import block_moves
 from jaxllm.engine.device.logprobs import logprob_rows
-from jaxllm.engine.device.packing import ADMIT_SIZES, FROM_SLOT, AdmitLayout, ExtrasLayout, StepLayout, mask_words
+from jaxllm.engine.device.packing import ADMIT_SIZES, FROM_SLOT, AdmitLayout, PenaltyLayout, StepLayout, mask_words
 from jaxllm.engine.device.sampler import mask_logits, sample, sample_full
 from jaxllm.engine.device.state import (
-    EXTRAS_AXES,
+    PENALTY_AXES,
     DeviceState,
-    SamplingExtras,
+    PenaltyState,
     SamplingTable,
     Slots,
-    empty_extras,
+    empty_penalties,
     empty_slots,
-    install_extras,
+    install_penalties,
     install_rows,
 )
 from jaxllm.models.cache import Paged, PagedBatch
@@ -117,7 +117,7 @@ def sample_step(
 
 def sample_full_step(
     last_token: Int[Array, " slots"],
-    extras: SamplingExtras,
+    penalties: PenaltyState,
     lengths: Int[Array, " slots"],
     table: SamplingTable,
     logits: Float[Array, "seqs vocab"],
@@ -125,17 +125,17 @@ def sample_full_step(
     sample_slots: Int[Array, " seqs"],
     *,
     mesh: Mesh | None = None,
-) -> tuple[Int[Array, " slots"], SamplingExtras, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
+) -> tuple[Int[Array, " slots"], PenaltyState, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
     """Likewise, from `allowed`: the logits after the masks of grammars, or the same once more. Each row of the result
     is a token, then its log-probabilities. Beams' candidates are apart, as they are read only if there are beams."""
-    tokens, extras, rows, candidates = sample_full(
-        logits, sample_slots, lengths, table, extras, allowed=allowed, mesh=mesh
+    tokens, penalties, rows, candidates = sample_full(
+        logits, sample_slots, lengths, table, penalties, allowed=allowed, mesh=mesh
     )
     last_token = last_token.at[sample_slots].set(tokens, mode="drop")
-    return last_token, extras, jnp.concatenate([tokens[:, None], rows], 1), candidates
+    return last_token, penalties, jnp.concatenate([tokens[:, None], rows], 1), candidates
 
 
-def score(
+def prompt_logprobs(
     leaves: Sequence[Array],
     hidden: Float[Array, "max_tokens embed"],
     packed: Int[Array, "2 rows"],
@@ -177,7 +177,7 @@ class Lowering:
             jobs.setdefault(("sample", layout.seqs, False), partial(self.lower_sample, layout.seqs))
             jobs.setdefault(("sample", layout.seqs, True), partial(self.lower_sample_full, layout.seqs))
             jobs.setdefault(("mask", layout.seqs), partial(self.lower_mask, layout.seqs))
-            jobs |= {"extras": self.lower_extras, "score": self.lower_score} | admits
+            jobs |= {"penalties": self.lower_penalties, "prompt_logprobs": self.lower_prompt_logprobs} | admits
             jobs |= {name: job for name, job in moves.items() if name[0] == "copy"}
         return jobs | moves  # swaps last: until they are there, what is preempted can be recomputed
 
@@ -189,17 +189,17 @@ class Lowering:
         pool = self._like(pool, shape.dtype, KV_AXES)
         return DeviceState([pool] * shape.num_layers, *self.small_state())
 
-    def small_state(self) -> tuple[Slots, SamplingTable, SamplingExtras, jax.ShapeDtypeStruct]:
+    def small_state(self) -> tuple[Slots, SamplingTable, PenaltyState, jax.ShapeDtypeStruct]:
         """All of the state but the KV pools."""
         shape, config = self.model_shape, self.config
         slots, sampling = jax.eval_shape(partial(empty_slots, config.max_num_seqs, config.blocks_per_seq))
         slots, sampling = jax.tree.map(lambda x: self._like(x.shape, x.dtype), (slots, sampling))
-        extras = jax.eval_shape(partial(empty_extras, config.max_num_seqs, shape.vocab))
-        extras = SamplingExtras(
-            *(self._like(x.shape, x.dtype, axes) for x, axes in zip(extras, EXTRAS_AXES, strict=True))
+        penalties = jax.eval_shape(partial(empty_penalties, config.max_num_seqs, shape.vocab))
+        penalties = PenaltyState(
+            *(self._like(x.shape, x.dtype, axes) for x, axes in zip(penalties, PENALTY_AXES, strict=True))
         )
         hidden = self._like((config.max_num_batched_tokens, *shape.hidden.shape), shape.hidden.dtype)
-        return slots, sampling, extras, hidden
+        return slots, sampling, penalties, hidden
 
     def lower_init(self) -> jax.stages.Lowered:
         state = self.state()
@@ -207,8 +207,8 @@ class Lowering:
         def init() -> DeviceState:
             pools = [jnp.zeros(pool.shape, pool.dtype) for pool in state.kv_pools]
             slots = empty_slots(self.config.max_num_seqs, self.config.blocks_per_seq)
-            extras = empty_extras(self.config.max_num_seqs, self.model_shape.vocab)
-            return DeviceState(pools, *slots, extras, jnp.zeros(state.hidden.shape, state.hidden.dtype))
+            penalties = empty_penalties(self.config.max_num_seqs, self.model_shape.vocab)
+            return DeviceState(pools, *slots, penalties, jnp.zeros(state.hidden.shape, state.hidden.dtype))
 
         return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)).lower()
 
@@ -234,31 +234,33 @@ class Lowering:
         return jitted.lower(slots.last_token, slots.length, sampling, self._logits(seqs), self._ints(seqs))
 
     def lower_sample_full(self, seqs: int) -> jax.stages.Lowered:
-        slots, sampling, extras, _ = self.small_state()
+        slots, sampling, penalties, _ = self.small_state()
         everywhere = replicated(self.mesh)
-        out = (everywhere, jax.tree.map(lambda x: x.sharding, extras), everywhere, everywhere)
+        out = (everywhere, jax.tree.map(lambda x: x.sharding, penalties), everywhere, everywhere)
         fn = partial(sample_full_step, mesh=self.mesh)
         jitted = jax.jit(fn, donate_argnums=(0, 1), out_shardings=out)
         logits = self._logits(seqs)
-        return jitted.lower(slots.last_token, extras, slots.length, sampling, logits, logits, self._ints(seqs))
+        return jitted.lower(slots.last_token, penalties, slots.length, sampling, logits, logits, self._ints(seqs))
 
     def lower_mask(self, seqs: int) -> jax.stages.Lowered:
         logits = self._logits(seqs)
         jitted = jax.jit(mask_logits, out_shardings=logits.sharding)
         return jitted.lower(logits, self._ints(seqs, mask_words(self.model_shape.vocab)))
 
-    def lower_extras(self) -> jax.stages.Lowered:
-        layout = ExtrasLayout(self.model_shape.vocab)
-        _, _, extras, _ = self.small_state()
-        out = jax.tree.map(lambda x: x.sharding, extras)
+    def lower_penalties(self) -> jax.stages.Lowered:
+        layout = PenaltyLayout(self.model_shape.vocab)
+        _, _, penalties, _ = self.small_state()
+        out = jax.tree.map(lambda x: x.sharding, penalties)
         jitted = jax.jit(
-            lambda extras, packed: install_extras(extras, layout.unpack(packed)), donate_argnums=0, out_shardings=out
+            lambda penalties, packed: install_penalties(penalties, layout.unpack(packed)),
+            donate_argnums=0,
+            out_shardings=out,
         )
-        return jitted.lower(extras, self._ints(layout.size))
+        return jitted.lower(penalties, self._ints(layout.size))
 
-    def lower_score(self) -> jax.stages.Lowered:
+    def lower_prompt_logprobs(self) -> jax.stages.Lowered:
         *_, hidden = self.small_state()
-        fn = partial(score, model_shape=self.model_shape, mesh=self.mesh)
+        fn = partial(prompt_logprobs, model_shape=self.model_shape, mesh=self.mesh)
         jitted = jax.jit(fn, out_shardings=replicated(self.mesh))
         return jitted.lower(list(self.model_shape.leaves), hidden, self._ints(2, self.config.max_num_seqs))
 

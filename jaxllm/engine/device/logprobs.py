@@ -14,14 +14,14 @@ from jaxllm.pallas_kernels import sampling
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS
 
 WIDTH = 2 + 2 * MAX_LOGPROBS  # of a row: the token's own, its rank, the most likely tokens, theirs
-WATCHED_WIDTH = WIDTH + MAX_LOGPROB_TOKEN_IDS
+WIDTH_WITH_IDS = WIDTH + MAX_LOGPROB_TOKEN_IDS
 LEAST = -9999.0  # in place of minus infinity, which JSON can't say
 
 
 def logprob_rows(
     logits: Float[Array, "rows vocab"],
     tokens: Int[Array, " rows"],
-    watched: Int[Array, "rows watched"] | None = None,
+    logprob_ids: Int[Array, "rows logprob_ids"] | None = None,
     *,
     normalizer: Float[Array, " rows"] | None = None,
     mesh: Mesh | None = None,
@@ -39,31 +39,33 @@ def logprob_rows(
     columns = [bits(best.logits[:, count:]), best.ranks[:, count:]]
     for values in (best.ids, bits(best.logits[:, :count])):
         columns.append(jnp.pad(values, ((0, 0), (0, MAX_LOGPROBS - count))))
-    if watched is not None:
-        columns.append(bits(jnp.take_along_axis(logits, watched, axis=-1, mode="clip")))
+    if logprob_ids is not None:
+        columns.append(bits(jnp.take_along_axis(logits, logprob_ids, axis=-1, mode="clip")))
     return jnp.concatenate(columns, axis=1)
 
 
-class Kept(NamedTuple):
-    """What is kept of a row until someone asks."""
+class PackedLogprobs(NamedTuple):
+    """What is packed of a row until someone asks."""
 
     rank: int
     ids: np.ndarray  # int32: the most likely tokens, then those that the request watches
     logprobs: np.ndarray  # float32: of the token itself, then of `ids`
 
 
-def compact(row: np.ndarray, num_top: int, watched: Sequence[int] = ()) -> Kept:
-    """Of a row the `num_top` most likely tokens, and the `watched` ones if it has their log-probabilities."""
+def pack_logprobs(row: np.ndarray, num_top: int, logprob_ids: Sequence[int] = ()) -> PackedLogprobs:
+    """Of a row the `num_top` most likely tokens, and the `logprob_ids` ones if it has their log-probabilities."""
     top = 2 + MAX_LOGPROBS
-    ids = np.concatenate([row[2 : 2 + num_top], np.array(watched, np.int32)])
-    parts = row[:1], row[top : top + num_top], row[WIDTH : WIDTH + len(watched)]
-    return Kept(int(row[1]), ids, np.concatenate(parts).view(np.float32))
+    ids = np.concatenate([row[2 : 2 + num_top], np.array(logprob_ids, np.int32)])
+    parts = row[:1], row[top : top + num_top], row[WIDTH : WIDTH + len(logprob_ids)]
+    return PackedLogprobs(int(row[1]), ids, np.concatenate(parts).view(np.float32))
 
 
-def to_logprobs(token: int, kept: Kept, num_top: int, token_text: Callable[[int], str | None]) -> dict[int, Logprob]:
-    """The token itself, then the most likely ones, then the watched; each once."""
-    own, *others = kept.logprobs.tolist()
-    found = {token: Logprob(own, kept.rank, token_text(token))}
-    for i, (other, logprob) in enumerate(zip(kept.ids.tolist(), others, strict=True)):
+def to_logprobs(
+    token: int, packed: PackedLogprobs, num_top: int, token_text: Callable[[int], str | None]
+) -> dict[int, Logprob]:
+    """The token itself, then the most likely ones, then the logprob_ids; each once."""
+    own, *others = packed.logprobs.tolist()
+    found = {token: Logprob(own, packed.rank, token_text(token))}
+    for i, (other, logprob) in enumerate(zip(packed.ids.tolist(), others, strict=True)):
         found.setdefault(other, Logprob(logprob, i + 1 if i < num_top else None, token_text(other)))
     return found

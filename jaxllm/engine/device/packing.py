@@ -5,8 +5,7 @@ is in flight is never written again.
 """
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, abc
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.engine.schedule.plan import Plan
-from jaxllm.engine.schedule.sequence import Request
+from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 
 FROM_SLOT = -1  # as a token: the slot's last token, which the host may not know yet
@@ -22,7 +21,7 @@ ADMIT_SIZES = (1, 16)  # rows that one `admit` installs; more take several
 NUM_STOP_IDS = 32
 NUM_BAD_WORDS = 2 * MAX_BAD_WORDS  # each with and without a space before it
 BAD_WORD_LEN = 8  # tokens
-EXTRAS_IDS = 512  # token ids that one `extras` call writes; more take several
+PENALTY_IDS = 512  # token ids that one `penalties` call writes; more take several
 
 
 def token_ladder(max_tokens: int) -> tuple[int, ...]:
@@ -35,7 +34,7 @@ def token_ladder(max_tokens: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_tokens))
 
 
-def pick_bucket(sizes: Sequence[int], n: int) -> int:
+def pick_bucket(sizes: abc.Sequence[int], n: int) -> int:
     """The smallest of the ascending `sizes` that holds `n`. ValueError if none does."""
     i = bisect_left(sizes, n)
     if i == len(sizes):
@@ -103,16 +102,16 @@ class StepLayout:
         f = self.unpack(packed)
         f.counts[:] = (num_decodes, len(plan.rows), plan.num_tokens)
         f.slots[:] = f.sample_slots[:] = self.max_num_seqs
-        f.slots[: len(plan.rows)] = [request.slot for request in plan.rows]
+        f.slots[: len(plan.rows)] = [sequence.slot for sequence in plan.rows]
         f.sample_rows[: plan.num_samples] = plan.sample_rows
-        f.sample_slots[: plan.num_samples] = [request.slot for request in plan.samples]
+        f.sample_slots[: plan.num_samples] = [sequence.slot for sequence in plan.samples]
         f.q_lens[:num_decodes] = 1
         f.tokens[:num_decodes] = FROM_SLOT
         if plan.has_beams:  # whose tokens the host has chosen
-            f.tokens[:num_decodes] = [_known_token(request) for request in plan.decodes]
+            f.tokens[:num_decodes] = [_known_token(sequence) for sequence in plan.decodes]
         at = num_decodes
         for row, chunk in enumerate(plan.chunks, start=num_decodes):
-            tokens = chunk.request.token_ids(chunk.start, chunk.stop)
+            tokens = chunk.sequence.token_ids(chunk.start, chunk.stop)
             f.q_lens[row] = len(tokens)
             f.tokens[at : at + len(tokens)] = tokens
             at += len(tokens)
@@ -122,8 +121,8 @@ class StepLayout:
         return packed
 
 
-def _known_token(request: Request) -> int:
-    return request.output_token_ids[-1] if request.group.is_search and request.output_token_ids else FROM_SLOT
+def _known_token(sequence: Sequence) -> int:
+    return sequence.output_token_ids[-1] if sequence.group.is_search and sequence.output_token_ids else FROM_SLOT
 
 
 class SlotRow(NamedTuple):
@@ -135,7 +134,7 @@ class SlotRow(NamedTuple):
     sample_index: np.ndarray  # [rows]
     top_k: np.ndarray  # [rows], 0 for all
     min_len: np.ndarray  # [rows] tokens, prompt included, before which stop ids are masked
-    alters_logits: np.ndarray  # [rows] 1 if the extras' row counts
+    alters_logits: np.ndarray  # [rows] 1 if the penalties' row counts
     wants_logprobs: np.ndarray  # [rows] 1 or 0
     is_beam: np.ndarray  # [rows] 1 or 0
     floats: np.ndarray  # [rows, 6] bits of temperature, top_p, min_p; repetition, frequency and presence penalty
@@ -161,25 +160,25 @@ class AdmitLayout:
         starts = zip(bounds, [*bounds[1:], self.size], strict=True)
         return SlotRow(*(packed[:, i] for i in range(9)), *(packed[:, a:b] for a, b in starts))
 
-    def pack(self, admitted: Sequence[tuple[Request, int]]) -> np.ndarray:
-        """The packed rows of requests, each with the number of its tokens that the pool holds already."""
+    def pack(self, admitted: abc.Sequence[tuple[Sequence, int]]) -> np.ndarray:
+        """The packed rows of sequences, each with the number of its tokens that the pool holds already."""
         packed = np.zeros((self.rows, self.size), np.int32)
         packed[:, 0] = self.max_num_seqs
-        for i, (request, length) in enumerate(admitted):
-            if request.packed_params is None:
-                request.packed_params = _packed_params(request)
-            last_token = request.token_ids(request.num_tokens - 1, request.num_tokens)[0]
-            table = 3 + len(request.packed_params)
-            packed[i, :3] = request.slot, length, last_token
-            packed[i, 3:table] = request.packed_params
-            packed[i, table : table + len(request.block_ids)] = request.block_ids
+        for i, (sequence, length) in enumerate(admitted):
+            if sequence.packed_params is None:
+                sequence.packed_params = _packed_params(sequence)
+            last_token = sequence.token_ids(sequence.num_tokens - 1, sequence.num_tokens)[0]
+            table = 3 + len(sequence.packed_params)
+            packed[i, :3] = sequence.slot, length, last_token
+            packed[i, 3:table] = sequence.packed_params
+            packed[i, table : table + len(sequence.block_ids)] = sequence.block_ids
         return packed
 
 
-def _packed_params(request: Request) -> np.ndarray:
+def _packed_params(sequence: Sequence) -> np.ndarray:
     """The fields of its `SlotRow` from `sample_index` to `stop_ids`, which never change."""
-    params, seed = request.params, request.seed % 2**64
-    temperature = 0.0 if request.group.is_search else params.temperature  # nothing is drawn for a beam
+    params, seed = sequence.params, sequence.seed % 2**64
+    temperature = 0.0 if sequence.group.is_search else params.temperature  # nothing is drawn for a beam
     floats = (
         temperature,
         params.top_p,
@@ -189,78 +188,78 @@ def _packed_params(request: Request) -> np.ndarray:
         params.presence_penalty,
     )
     ints = (
-        request.sample_index,
+        sequence.sample_index,
         max(params.top_k, 0),
-        min(len(request.prompt_token_ids) + params.min_tokens, 2**31 - 1),
+        min(len(sequence.prompt_token_ids) + params.min_tokens, 2**31 - 1),
         params.alters_logits,
         params.tracks_logprobs,
-        request.group.is_search,
+        sequence.group.is_search,
     )
     stop_ids = np.full(NUM_STOP_IDS, -1, np.int32)
-    stop_ids[: len(request.stop_ids)] = sorted(request.stop_ids)
+    stop_ids[: len(sequence.stop_ids)] = sorted(sequence.stop_ids)
     bits = [np.array(floats, np.float32), np.array([seed >> 32, seed % 2**32], np.uint32)]
     return np.concatenate([np.array(ints, np.int32), *(part.view(np.int32) for part in bits), stop_ids])
 
 
-class ExtrasRow(NamedTuple):
+class PenaltyRow(NamedTuple):
     """A part of one slot's row of the `SamplingExtras`, cut from a packed array."""
 
     slot: np.ndarray  # [1]
     is_first: np.ndarray  # [1] 1 if the row is to be emptied before
     fill: np.ndarray  # [1] bits of the bias of tokens that are not listed
     recent: np.ndarray  # [BAD_WORD_LEN - 1] last output tokens, padded with -1 in front
-    watched: np.ndarray  # [MAX_LOGPROB_TOKEN_IDS] padded with 0
+    logprob_ids: np.ndarray  # [MAX_LOGPROB_TOKEN_IDS] padded with 0
     bad_words: np.ndarray  # [NUM_BAD_WORDS, BAD_WORD_LEN], each padded with -1 in front
-    ids: np.ndarray  # [EXTRAS_IDS] tokens of which the next three tell; padding lies past the vocabulary
-    bias: np.ndarray  # [EXTRAS_IDS] bits
-    output_counts: np.ndarray  # [EXTRAS_IDS]
-    in_prompt: np.ndarray  # [EXTRAS_IDS] 1 or 0
+    ids: np.ndarray  # [PENALTY_IDS] tokens of which the next three tell; padding lies past the vocabulary
+    bias: np.ndarray  # [PENALTY_IDS] bits
+    output_counts: np.ndarray  # [PENALTY_IDS]
+    in_prompt: np.ndarray  # [PENALTY_IDS] 1 or 0
 
 
 @dataclass(frozen=True)
-class ExtrasLayout:
-    """Where the fields of an `ExtrasRow` lie."""
+class PenaltyLayout:
+    """Where the fields of an `PenaltyRow` lie."""
 
     vocab: int
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         words = NUM_BAD_WORDS * BAD_WORD_LEN
-        sizes = (1, 1, 1, BAD_WORD_LEN - 1, MAX_LOGPROB_TOKEN_IDS, words, *[EXTRAS_IDS] * 4)
+        sizes = (1, 1, 1, BAD_WORD_LEN - 1, MAX_LOGPROB_TOKEN_IDS, words, *[PENALTY_IDS] * 4)
         return tuple(int(end) for end in np.cumsum(sizes))
 
     @property
     def size(self) -> int:
         return self._ends[-1]
 
-    def unpack(self, packed) -> ExtrasRow:
+    def unpack(self, packed) -> PenaltyRow:
         bounds = (0, *self._ends)
-        row = ExtrasRow(*(packed[a:b] for a, b in zip(bounds, self._ends, strict=False)))
+        row = PenaltyRow(*(packed[a:b] for a, b in zip(bounds, self._ends, strict=False)))
         return row._replace(bad_words=row.bad_words.reshape(NUM_BAD_WORDS, BAD_WORD_LEN))
 
-    def pack(self, request: Request) -> list[np.ndarray]:
-        """The packed arrays that install a request's row, one after the other."""
-        params, output = request.params, request.output_token_ids
+    def pack(self, sequence: Sequence) -> list[np.ndarray]:
+        """The packed arrays that install a sequence's row, one after the other."""
+        params, output = sequence.params, sequence.output_token_ids
         counts = Counter(output) if params.penalizes else Counter()
-        prompt = set(request.prompt_token_ids) if params.penalizes else set()
+        prompt = set(sequence.prompt_token_ids) if params.penalizes else set()
         ids = sorted(prompt.union(counts, params.logit_bias, params.allowed_token_ids or ()))
         allowed = None if params.allowed_token_ids is None else set(params.allowed_token_ids)
         fill = 0.0 if allowed is None else -np.inf
         bias = [params.logit_bias.get(i, 0.0) if allowed is None or i in allowed else -np.inf for i in ids]
         columns = (ids, np.array(bias, np.float32).view(np.int32), [counts[i] for i in ids], [i in prompt for i in ids])
         parts = []
-        for at in range(0, max(1, len(ids)), EXTRAS_IDS):
+        for at in range(0, max(1, len(ids)), PENALTY_IDS):
             packed = np.zeros(self.size, np.int32)
             f = self.unpack(packed)
-            f.slot[:], f.is_first[:], f.fill[:] = request.slot, at == 0, np.float32(fill).view(np.int32)
+            f.slot[:], f.is_first[:], f.fill[:] = sequence.slot, at == 0, np.float32(fill).view(np.int32)
             f.recent[:] = ([-1] * BAD_WORD_LEN + output)[1 - BAD_WORD_LEN :]
-            f.watched[: len(params.logprob_token_ids or ())] = params.logprob_token_ids or ()
+            f.logprob_ids[: len(params.logprob_token_ids or ())] = params.logprob_token_ids or ()
             f.bad_words[:] = -1
-            for word, tokens in zip(f.bad_words, request.bad_words, strict=False):
+            for word, tokens in zip(f.bad_words, sequence.bad_words, strict=False):
                 word[-len(tokens) :] = tokens
             f.ids[:] = self.vocab
             for field, column in zip((f.ids, f.bias, f.output_counts, f.in_prompt), columns, strict=True):
-                part = column[at : at + EXTRAS_IDS]
+                part = column[at : at + PENALTY_IDS]
                 field[: len(part)] = part
             parts.append(packed)
         return parts

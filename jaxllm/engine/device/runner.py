@@ -18,7 +18,7 @@ from jaxllm.engine.device.executables import Lowering, ModelShape
 from jaxllm.engine.device.packing import (
     ADMIT_SIZES,
     AdmitLayout,
-    ExtrasLayout,
+    PenaltyLayout,
     StepLayout,
     mask_words,
     pick_bucket,
@@ -27,18 +27,18 @@ from jaxllm.engine.device.packing import (
 from jaxllm.engine.device.state import DeviceState
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption_costs import PreemptionCosts
-from jaxllm.engine.schedule.sequence import Request
+from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.models.transformer import Params
 from jaxllm.pallas_kernels.native import huge_pages
 
 log = logging.getLogger(__name__)
 
 
-class Span(NamedTuple):
-    """Prompt tokens `start` to `stop` of a request, to be scored."""
+class PromptLogprobSpan(NamedTuple):
+    """Prompt tokens `start` to `stop` of a sequence, to be scored."""
 
-    request: Request
-    epoch: int  # of the request
+    sequence: Sequence
+    epoch: int  # of the sequence
     start: int
     stop: int
     at: int  # among the step's tokens, of the one before the first
@@ -51,8 +51,10 @@ class Handle(NamedTuple):
     dispatched_at: float  # seconds of time.perf_counter
     result: Array | None  # int32 [seqs]: the sampled tokens; or [seqs, width]: with their log-probabilities
     candidates: Array | None  # int32 [seqs, width] if there are beams
-    spans: list[Span]
-    scores: list[Array]  # int32 [rows, width]: log-probabilities of the spans' tokens, one span after the other
+    spans: list[PromptLogprobSpan]
+    prompt_logprobs: list[
+        Array
+    ]  # int32 [rows, width]: log-probabilities of the spans' tokens, one span after the other
 
 
 class Result(NamedTuple):
@@ -61,7 +63,7 @@ class Result(NamedTuple):
     tokens: list[int]  # of each sample, then padding
     logprobs: np.ndarray | None  # int32 [seqs, width] if the sampler was the full one; see logprobs.py
     candidates: np.ndarray | None  # int32 [seqs, width] if there are beams; see candidates.py
-    scores: list[tuple[Span, np.ndarray]]  # int32 [count, width] of each span
+    prompt_logprobs: list[tuple[PromptLogprobSpan, np.ndarray]]  # int32 [count, width] of each span
 
 
 class Runner:
@@ -73,7 +75,7 @@ class Runner:
         self.ladder = token_ladder(config.max_num_batched_tokens)
         self._layouts = {t: StepLayout(t, config.max_num_seqs, config.block_size) for t in self.ladder}
         self._admits = {n: AdmitLayout(n, config.max_num_seqs, config.blocks_per_seq) for n in ADMIT_SIZES}
-        self._extras = ExtrasLayout(model_shape.vocab)
+        self._penalties = PenaltyLayout(model_shape.vocab)
         self._leaves: list[Array] = []
         self._state: DeviceState | None = None
         self._collected_at = 0.0  # time.perf_counter of the last
@@ -101,7 +103,7 @@ class Runner:
         """How many tokens a step may have with the executables compiled so far; 0 while there are none. `masks`:
         some samples have to follow a grammar."""
         known = self._max_tokens.get((full_sampler, masks), 0)
-        if known == self.ladder[-1] or full_sampler and not self.compile_plan.ready("extras"):
+        if known == self.ladder[-1] or full_sampler and not self.compile_plan.ready("penalties"):
             return known
         for tokens in self.ladder:
             if not all(self.compile_plan.ready(name) for name in self._names(tokens, full_sampler, masks)):
@@ -114,7 +116,7 @@ class Runner:
     ) -> None:
         """Blocks until a step can run."""
         names = ["init", ("admit", 1), *self._names(self.ladder[0], full_sampler, masks)]
-        self.compile_plan.wait(names + ["extras"] * full_sampler, tick)
+        self.compile_plan.wait(names + ["penalties"] * full_sampler, tick)
 
     def _names(self, tokens: int, full_sampler: bool, masks: bool) -> list[Hashable]:
         """The executables of a step."""
@@ -156,7 +158,7 @@ class Runner:
         pools, slots, hidden, logits, sample_slots = run(
             self._leaves, state.kv_pools, state.slots, state.hidden, layout.pack(plan)
         )
-        result, extras, candidates = sample_slots, state.extras, None
+        result, penalties, candidates = sample_slots, state.penalties, None
         if plan.num_samples:
             draw = self.compile_plan["sample", layout.seqs, plan.full_sampler]
             allowed = logits
@@ -164,19 +166,19 @@ class Runner:
                 allowed = self.compile_plan["mask", layout.seqs](logits, plan.masks)
             given = slots.length, state.sampling
             if plan.full_sampler:
-                last_token, extras, result, candidates = draw(
-                    slots.last_token, extras, *given, logits, allowed, sample_slots
+                last_token, penalties, result, candidates = draw(
+                    slots.last_token, penalties, *given, logits, allowed, sample_slots
                 )
             else:
                 last_token, result = draw(slots.last_token, *given, allowed, sample_slots)
             slots = slots._replace(last_token=last_token)
-        self._state = DeviceState(pools, slots, state.sampling, extras, hidden)
+        self._state = DeviceState(pools, slots, state.sampling, penalties, hidden)
         result.copy_to_host_async()
         candidates = candidates if plan.has_beams else None
         if candidates is not None:
             candidates.copy_to_host_async()
-        spans = _spans_to_score(plan)
-        return Handle(plan, now, result, candidates, spans, self._score(spans) if spans else [])
+        spans = _prompt_logprob_spans(plan)
+        return Handle(plan, now, result, candidates, spans, self._prompt_logprobs(spans) if spans else [])
 
     def collect(self, handle: Handle) -> Result:
         """Waits for a step. Raises what it raised."""
@@ -187,15 +189,15 @@ class Runner:
         self._moves.settle()
         self._observe(handle)
         tokens, logprobs = (result, None) if result.ndim == 1 else (result[:, 0], result[:, 1:])
-        scores, at = [], 0
+        prompt_logprobs, at = [], 0
         if handle.spans:
-            rows = np.concatenate([np.asarray(part) for part in handle.scores])
+            rows = np.concatenate([np.asarray(part) for part in handle.prompt_logprobs])
             for span in handle.spans:
                 end = at + span.stop - span.start
-                scores.append((span, rows[at:end]))
+                prompt_logprobs.append((span, rows[at:end]))
                 at = end
         candidates = None if handle.candidates is None else np.asarray(handle.candidates)
-        return Result(tokens.tolist(), logprobs, candidates, scores)
+        return Result(tokens.tolist(), logprobs, candidates, prompt_logprobs)
 
     def _observe(self, handle: Handle) -> None:
         start, self._collected_at = max(handle.dispatched_at, self._collected_at), time.perf_counter()
@@ -210,12 +212,12 @@ class Runner:
             self.costs.copy_bytes_per_s = bandwidth
         return self.costs.copy_bytes_per_s is not None
 
-    def _score(self, spans: list[Span]) -> list[Array]:
+    def _prompt_logprobs(self, spans: list[PromptLogprobSpan]) -> list[Array]:
         """Scores the spans' tokens from the hidden states of the step just dispatched, some at a time."""
-        self.compile_plan.wait(["score"])
-        run, size = self.compile_plan["score"], self.config.max_num_seqs
+        self.compile_plan.wait(["prompt_logprobs"])
+        run, size = self.compile_plan["prompt_logprobs"], self.config.max_num_seqs
         after = np.concatenate([np.arange(span.at, span.at + span.stop - span.start) for span in spans])
-        tokens = np.concatenate([span.request.prompt_token_ids[span.start : span.stop] for span in spans])
+        tokens = np.concatenate([span.sequence.prompt_token_ids[span.start : span.stop] for span in spans])
         results = []
         for i in range(0, len(after), size):
             packed = np.zeros((2, size), np.int32)
@@ -233,10 +235,10 @@ class Runner:
             packed = self._admits[size].pack(plan.admitted[at : at + size])
             slots, sampling = self.compile_plan["admit", size](self._state.slots, self._state.sampling, packed)
             self._state = self._state._replace(slots=slots, sampling=sampling)
-        for request in plan.extras:
-            for packed in self._extras.pack(request):
-                extras = self.compile_plan["extras"](self._state.extras, packed)
-                self._state = self._state._replace(extras=extras)
+        for sequence in plan.penalties:
+            for packed in self._penalties.pack(sequence):
+                penalties = self.compile_plan["penalties"](self._state.penalties, packed)
+                self._state = self._state._replace(penalties=penalties)
 
     def _check_memory(self, name: Hashable, compiled: jax.stages.Compiled) -> None:
         """Compares the bound that sized the pool with what the compiler says the largest step takes."""
@@ -253,14 +255,14 @@ class Runner:
             )
 
 
-def _spans_to_score(plan: Plan) -> list[Span]:
-    """The prompt tokens that the step's hidden states predict, of requests that want to know and don't yet."""
+def _prompt_logprob_spans(plan: Plan) -> list[PromptLogprobSpan]:
+    """The prompt tokens that the step's hidden states predict, of sequences that want to know and don't yet."""
     spans, at = [], len(plan.decodes)
-    for request, start, stop, _ in plan.chunks:
-        if request.wants_prompt_logprobs:
-            first = max(start, len(request.prompt_logprobs)) + 1
-            last = min(stop + 1, len(request.prompt_token_ids))
+    for sequence, start, stop, _ in plan.chunks:
+        if sequence.wants_prompt_logprobs:
+            first = max(start, len(sequence.prompt_logprobs)) + 1
+            last = min(stop + 1, len(sequence.prompt_token_ids))
             if first < last:
-                spans.append(Span(request, request.epoch, first, last, at + first - 1 - start))
+                spans.append(PromptLogprobSpan(sequence, sequence.epoch, first, last, at + first - 1 - start))
         at += stop - start
     return spans

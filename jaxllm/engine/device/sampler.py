@@ -6,8 +6,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxllm.engine.device.candidates import CANDIDATES_WIDTH, candidate_rows
-from jaxllm.engine.device.logprobs import WATCHED_WIDTH, logprob_rows
-from jaxllm.engine.device.state import SamplingExtras, SamplingTable
+from jaxllm.engine.device.logprobs import WIDTH_WITH_IDS, logprob_rows
+from jaxllm.engine.device.state import PenaltyState, SamplingTable
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.pallas_kernels import sampling
 
@@ -37,12 +37,12 @@ def sample_full(
     slots: Int[Array, " seqs"],
     lengths: Int[Array, " slots"],
     table: SamplingTable,
-    extras: SamplingExtras,
+    penalties: PenaltyState,
     *,
     allowed: Float[Array, "seqs vocab"] | None = None,
     mesh: Mesh | None = None,
-) -> tuple[Int[Array, " seqs"], SamplingExtras, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
-    """Like `sample`, with everything that a request may ask for: tokens, the extras after them, the rows of
+) -> tuple[Int[Array, " seqs"], PenaltyState, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
+    """Like `sample`, with everything that a request may ask for: tokens, the penalties after them, the rows of
     `logprob_rows` (zeros if nobody wants any), and those of `candidate_rows` (zeros without beams). A row that may
     have no token at all gives `NO_TOKEN`.
 
@@ -55,7 +55,7 @@ def sample_full(
     largest, normalizer = sampling.normalize(logits, mesh=mesh)
     altered = (logits if allowed is None else allowed) - jnp.where(is_beam, normalizer, 0.0)[:, None]
     altered = jax.lax.cond(
-        jnp.any(row.alters_logits > 0), lambda x: alter(x, row, _of_slots(extras, slots)), lambda x: x, altered
+        jnp.any(row.alters_logits > 0), lambda x: alter(x, row, _of_slots(penalties, slots)), lambda x: x, altered
     )
     altered = mask_stop_ids(altered, row.stop_ids, length < row.min_len)
     tokens, top = _draw(altered, row, length, mesh)
@@ -63,8 +63,10 @@ def sample_full(
     tokens = jnp.where(jnp.isfinite(largest), tokens, NOT_FINITE)
     rows = jax.lax.cond(
         jnp.any(row.wants_logprobs > 0),
-        lambda x: logprob_rows(x, tokens, extras.watched.at[slots].get(mode="clip"), normalizer=normalizer, mesh=mesh),
-        lambda x: jnp.zeros((x.shape[0], WATCHED_WIDTH), jnp.int32),
+        lambda x: logprob_rows(
+            x, tokens, penalties.logprob_ids.at[slots].get(mode="clip"), normalizer=normalizer, mesh=mesh
+        ),
+        lambda x: jnp.zeros((x.shape[0], WIDTH_WITH_IDS), jnp.int32),
         logits,
     )
     candidates = jax.lax.cond(
@@ -73,7 +75,7 @@ def sample_full(
         lambda x: jnp.zeros((x.shape[0], CANDIDATES_WIDTH), jnp.int32),
         altered,
     )
-    return tokens, _remember(extras, slots, tokens), rows, candidates
+    return tokens, _remember(penalties, slots, tokens), rows, candidates
 
 
 def mask_logits(logits: Float[Array, "seqs vocab"], masks: Int[Array, "seqs words"]) -> Float[Array, "seqs vocab"]:
@@ -95,17 +97,19 @@ def _draw(
     return sampling.draw(logits, temperature, row.top_k, row.top_p, row.min_p, keys, mesh=mesh)
 
 
-def alter(logits: Float[Array, "seqs vocab"], row: SamplingTable, extras: SamplingExtras) -> Float[Array, "seqs vocab"]:
+def alter(
+    logits: Float[Array, "seqs vocab"], row: SamplingTable, penalties: PenaltyState
+) -> Float[Array, "seqs vocab"]:
     """Bias and masks, then the penalties (repetition: arXiv 1909.05858, section 4.1), in rows that ask for them."""
-    x = logits + extras.bias
-    in_output = extras.output_counts > 0
+    x = logits + penalties.bias
+    in_output = penalties.output_counts > 0
     repetition = row.repetition_penalty[:, None]
-    x = jnp.where(extras.in_prompt | in_output, jnp.where(x > 0, x / repetition, x * repetition), x)
-    x = x - row.frequency_penalty[:, None] * extras.output_counts.astype(jnp.float32)
+    x = jnp.where(penalties.in_prompt | in_output, jnp.where(x > 0, x / repetition, x * repetition), x)
+    x = x - row.frequency_penalty[:, None] * penalties.output_counts.astype(jnp.float32)
     x = x - row.presence_penalty[:, None] * in_output.astype(jnp.float32)
-    *_, prefix_len = extras.recent.shape
-    prefix, last = extras.bad_words[..., :prefix_len], extras.bad_words[..., prefix_len]
-    is_next = jnp.all((prefix < 0) | (prefix == extras.recent[:, None]), axis=-1)
+    *_, prefix_len = penalties.recent.shape
+    prefix, last = penalties.bad_words[..., :prefix_len], penalties.bad_words[..., prefix_len]
+    is_next = jnp.all((prefix < 0) | (prefix == penalties.recent[:, None]), axis=-1)
     x = forbid(x, jnp.where(is_next, last, -1))
     return jnp.where(row.alters_logits[:, None] > 0, x, logits)
 
@@ -122,15 +126,15 @@ def mask_stop_ids(
     return forbid(logits, jnp.where(active[:, None], stop_ids, -1))
 
 
-def _remember(extras: SamplingExtras, slots: Int[Array, " seqs"], tokens: Int[Array, " seqs"]) -> SamplingExtras:
-    """The extras with the new tokens in them; nothing where a row has none, or is padding."""
+def _remember(penalties: PenaltyState, slots: Int[Array, " seqs"], tokens: Int[Array, " seqs"]) -> PenaltyState:
+    """The penalties with the new tokens in them; nothing where a row has none, or is padding."""
     is_token = tokens >= 0
-    slots = jnp.where(is_token, slots, extras.bias.shape[0])
-    recent = extras.recent.at[slots].get(mode="clip")
+    slots = jnp.where(is_token, slots, penalties.bias.shape[0])
+    recent = penalties.recent.at[slots].get(mode="clip")
     recent = jnp.concatenate([recent[:, 1:], tokens[:, None]], axis=1)
-    return extras._replace(
-        output_counts=extras.output_counts.at[slots, jnp.maximum(tokens, 0)].add(1, mode="drop"),
-        recent=extras.recent.at[slots].set(recent, mode="drop"),
+    return penalties._replace(
+        output_counts=penalties.output_counts.at[slots, jnp.maximum(tokens, 0)].add(1, mode="drop"),
+        recent=penalties.recent.at[slots].set(recent, mode="drop"),
     )
 
 

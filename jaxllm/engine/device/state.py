@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxllm.engine.device.packing import BAD_WORD_LEN, NUM_BAD_WORDS, NUM_STOP_IDS, ExtrasRow, SlotRow
+from jaxllm.engine.device.packing import BAD_WORD_LEN, NUM_BAD_WORDS, NUM_STOP_IDS, PenaltyRow, SlotRow
 from jaxllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 
 
@@ -30,7 +30,7 @@ class SamplingTable(NamedTuple):
     # For the full sampler alone:
     min_len: Int[Array, " slots"]  # tokens before which `stop_ids` are masked
     stop_ids: Int[Array, "slots stop_ids"]  # padded with -1
-    alters_logits: Int[Array, " slots"]  # 1 if its row of the extras counts
+    alters_logits: Int[Array, " slots"]  # 1 if its row of the penalties counts
     wants_logprobs: Int[Array, " slots"]  # 1 or 0
     is_beam: Int[Array, " slots"]  # 1 or 0
     repetition_penalty: Float[Array, " slots"]
@@ -38,19 +38,19 @@ class SamplingTable(NamedTuple):
     presence_penalty: Float[Array, " slots"]
 
 
-class SamplingExtras(NamedTuple):
-    """What the full sampler alone knows of a slot; written by `install_extras` for the requests that need it."""
+class PenaltyState(NamedTuple):
+    """What the full sampler alone knows of a slot; written by `install_penalties` for the requests that need it."""
 
     bias: Float[Array, "slots vocab"]  # added to the logits; minus infinity forbids a token
     output_counts: Int[Array, "slots vocab"]  # how often the output has each token
     in_prompt: Bool[Array, "slots vocab"]
     bad_words: Int[Array, "slots bad_words word_len"]  # token ids, padded with -1 in front
     recent: Int[Array, "slots word_len_less_1"]  # last output tokens, padded with -1 in front
-    watched: Int[Array, "slots watched"]  # tokens whose log-probabilities are wanted
+    logprob_ids: Int[Array, "slots logprob_ids"]  # tokens whose log-probabilities are wanted
 
 
 # Logical axes: what is as wide as the vocabulary is split like the logits.
-EXTRAS_AXES = SamplingExtras(*[(None, "vocab")] * 3, (None, None, None), *[(None, None)] * 2)
+PENALTY_AXES = PenaltyState(*[(None, "vocab")] * 3, (None, None, None), *[(None, None)] * 2)
 
 
 class DeviceState(NamedTuple):
@@ -59,7 +59,7 @@ class DeviceState(NamedTuple):
     kv_pools: list[Float[Array, "blocks 2 kv_heads block_size head_dim"]]  # one a layer
     slots: Slots
     sampling: SamplingTable
-    extras: SamplingExtras
+    penalties: PenaltyState
     hidden: Float[Array, "tokens embed"]  # of the step before, whose prompt tokens may be scored
 
 
@@ -85,14 +85,14 @@ def empty_slots(max_num_seqs: int, blocks_per_seq: int) -> tuple[Slots, Sampling
     )
 
 
-def empty_extras(max_num_seqs: int, vocab: int) -> SamplingExtras:
-    return SamplingExtras(
+def empty_penalties(max_num_seqs: int, vocab: int) -> PenaltyState:
+    return PenaltyState(
         bias=jnp.zeros((max_num_seqs, vocab), jnp.float32),
         output_counts=jnp.zeros((max_num_seqs, vocab), jnp.int32),
         in_prompt=jnp.zeros((max_num_seqs, vocab), jnp.bool_),
         bad_words=jnp.full((max_num_seqs, NUM_BAD_WORDS, BAD_WORD_LEN), -1, jnp.int32),
         recent=jnp.full((max_num_seqs, BAD_WORD_LEN - 1), -1, jnp.int32),
-        watched=jnp.zeros((max_num_seqs, MAX_LOGPROB_TOKEN_IDS), jnp.int32),
+        logprob_ids=jnp.zeros((max_num_seqs, MAX_LOGPROB_TOKEN_IDS), jnp.int32),
     )
 
 
@@ -124,7 +124,7 @@ def install_rows(slots: Slots, sampling: SamplingTable, rows: SlotRow) -> tuple[
     )
 
 
-def install_extras(extras: SamplingExtras, row: ExtrasRow) -> SamplingExtras:
+def install_penalties(penalties: PenaltyState, row: PenaltyRow) -> PenaltyState:
     """Writes a part of one slot's row, the rest of which is emptied by its first part."""
     slot, is_first = row.slot[0], row.is_first[0] > 0
     fill = jax.lax.bitcast_convert_type(row.fill[0], jnp.float32)
@@ -135,11 +135,11 @@ def install_extras(extras: SamplingExtras, row: ExtrasRow) -> SamplingExtras:
         return table.at[slot].set(kept.at[row.ids].set(values.astype(table.dtype), mode="drop"))
 
     zero = jnp.int32(0)
-    return SamplingExtras(
-        bias=put(extras.bias, fill, bias),
-        output_counts=put(extras.output_counts, zero, row.output_counts),
-        in_prompt=put(extras.in_prompt, zero, row.in_prompt),
-        bad_words=extras.bad_words.at[slot].set(row.bad_words),
-        recent=extras.recent.at[slot].set(row.recent),
-        watched=extras.watched.at[slot].set(row.watched),
+    return PenaltyState(
+        bias=put(penalties.bias, fill, bias),
+        output_counts=put(penalties.output_counts, zero, row.output_counts),
+        in_prompt=put(penalties.in_prompt, zero, row.in_prompt),
+        bad_words=penalties.bad_words.at[slot].set(row.bad_words),
+        recent=penalties.recent.at[slot].set(row.recent),
+        logprob_ids=penalties.logprob_ids.at[slot].set(row.logprob_ids),
     )

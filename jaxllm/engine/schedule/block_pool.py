@@ -12,7 +12,7 @@ Key = bytes
 class BlockPool:
     """The allocator of `num_blocks` blocks of `block_size` tokens (PagedAttention, arXiv 2309.06180, section 4).
 
-    A block is free (reference count 0) or held by one or more requests. A full block may carry a key that names its
+    A block is free (reference count 0) or held by one or more sequences. A full block may carry a key that names its
     tokens and all before them; a freed block keeps its key, and can be hit, until it is handed out again.
     """
 
@@ -68,7 +68,7 @@ class BlockPool:
             self.refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops a reference to each block of a request, its tail first: the shared head lives longest."""
+        """Drops a reference to each block of a sequence, its tail first: the shared head lives longest."""
         for block in reversed(blocks):
             assert self.refs[block] > 0, f"block {block} is freed twice"
             self.refs[block] -= 1

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jaxllm.engine.schedule.sequence import Request
+from jaxllm.engine.schedule.sequence import Sequence
 
 # In place of a token, where a row has none.
 NOT_FINITE = -1  # the model's logits are NaN or infinite
@@ -11,9 +11,9 @@ NO_TOKEN = -2  # bias and masks leave no token
 
 
 class Chunk(NamedTuple):
-    """Known tokens `start` to `stop` of a request, and whether they reach its end, so that it samples."""
+    """Known tokens `start` to `stop` of a sequence, and whether they reach its end, so that it samples."""
 
-    request: Request
+    sequence: Sequence
     start: int
     stop: int
     samples: bool
@@ -48,69 +48,69 @@ class Plan:
     swap_outs: list[Swap] = field(default_factory=list)
     swap_ins: list[Swap] = field(default_factory=list)  # the host's copy is given up
     copies: list[Copy] = field(default_factory=list)
-    forgotten: list[int] = field(default_factory=list)  # keys of host copies that nobody will ask for
-    admitted: list[tuple[Request, int]] = field(default_factory=list)  # slot rows to install first, and their lengths
-    extras: list[Request] = field(default_factory=list)  # of those, who needs its row of the sampling extras
-    decodes: list[Request] = field(default_factory=list)
+    released_copies: list[int] = field(default_factory=list)  # keys of host copies that nobody will ask for
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)  # slot rows to install first, and their lengths
+    penalties: list[Sequence] = field(default_factory=list)  # of those, who needs its row of the sampling penalties
+    decodes: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    forks: list[tuple[Request, Request]] = field(default_factory=list)  # one that samples, another from its logits
+    forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)  # one that samples, another from its logits
     new_blocks: list[NewBlock] = field(default_factory=list)
     num_tokens: int = 0
     num_samples: int = 0
     full_sampler: bool = False
     masks: Any = None  # int32 [seqs, words], if a sample has to follow a grammar; the engine's part
     has_beams: bool = False  # perhaps
-    rows: list[Request] = field(default_factory=list)
-    samples: list[Request] = field(default_factory=list)
+    rows: list[Sequence] = field(default_factory=list)
+    samples: list[Sequence] = field(default_factory=list)
     sample_rows: list[int] = field(default_factory=list)  # the row of each
     epochs: list[int] = field(default_factory=list)  # of each, when planned
 
-    def install(self, request: Request) -> None:
-        """Writes the request's whole row of the slot table before the step."""
-        self.admitted.append((request, request.num_computed))
-        if request.needs_extras and not (request.has_extras and not request.params.has_history):
-            self.extras.append(request)
-            request.has_extras = True
+    def install(self, sequence: Sequence) -> None:
+        """Writes the sequence's whole row of the slot table before the step."""
+        self.admitted.append((sequence, sequence.num_computed))
+        if sequence.needs_penalties and not (sequence.has_penalties and not sequence.params.has_history):
+            self.penalties.append(sequence)
+            sequence.has_penalties = True
 
-    def add_decode(self, request: Request) -> None:
-        """Adds a row for the request's last token."""
-        self.decodes.append(request)
+    def add_decode(self, sequence: Sequence) -> None:
+        """Adds a row for the sequence's last token."""
+        self.decodes.append(sequence)
         self.num_tokens += 1
         self.num_samples += 1
-        request.num_computed += 1
-        request.num_in_flight += 1
+        sequence.num_computed += 1
+        sequence.num_in_flight += 1
 
-    def add_chunk(self, request: Request, max_tokens: int) -> None:
-        """Adds a row for at most `max_tokens` known tokens of the request."""
-        start = request.num_computed
-        stop = min(request.num_tokens, start + max_tokens)
-        samples = stop == request.num_tokens
-        self.chunks.append(Chunk(request, start, stop, samples))
+    def add_chunk(self, sequence: Sequence, max_tokens: int) -> None:
+        """Adds a row for at most `max_tokens` known tokens of the sequence."""
+        start = sequence.num_computed
+        stop = min(sequence.num_tokens, start + max_tokens)
+        samples = stop == sequence.num_tokens
+        self.chunks.append(Chunk(sequence, start, stop, samples))
         self.num_tokens += stop - start
         self.num_samples += samples
-        request.num_computed = stop
-        request.num_in_flight += samples
+        sequence.num_computed = stop
+        sequence.num_in_flight += samples
 
-    def add_fork(self, parent: Request, request: Request) -> None:
-        """Lets another request sample from the logits of the parent's row."""
-        self.forks.append((parent, request))
+    def add_fork(self, parent: Sequence, sequence: Sequence) -> None:
+        """Lets another sequence sample from the logits of the parent's row."""
+        self.forks.append((parent, sequence))
         self.num_samples += 1
-        request.num_in_flight += 1
+        sequence.num_in_flight += 1
 
     def seal(self) -> None:
         """No more rows: fixes their order, and the epochs that the samples belong to."""
-        self.rows = self.decodes + [chunk.request for chunk in self.chunks]
+        self.rows = self.decodes + [chunk.sequence for chunk in self.chunks]
         self.samples, self.sample_rows = list(self.decodes), list(range(len(self.decodes)))
         for row, chunk in enumerate(self.chunks, start=len(self.decodes)):
             if chunk.samples:
-                self.samples.append(chunk.request)
+                self.samples.append(chunk.sequence)
                 self.sample_rows.append(row)
         if self.forks:
-            row_of = {request: row for row, request in enumerate(self.rows)}
-            for parent, request in self.forks:
-                self.samples.append(request)
+            row_of = {sequence: row for row, sequence in enumerate(self.rows)}
+            for parent, sequence in self.forks:
+                self.samples.append(sequence)
                 self.sample_rows.append(row_of[parent])
-        self.epochs = [request.epoch for request in self.samples]
+        self.epochs = [sequence.epoch for sequence in self.samples]
 
     @property
     def is_empty(self) -> bool:

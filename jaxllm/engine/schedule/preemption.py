@@ -1,6 +1,6 @@
 """Who gives up its blocks when they run out, and whether they are swapped to host memory or computed again.
 
-All resident sequences of a group leave together, so that what they share is really freed (PagedAttention, arXiv
+All on_device sequences of a group leave together, so that what they share is really freed (PagedAttention, arXiv
 2309.06180, section 4.5); the last by priority and arrival goes first.
 """
 
@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from jaxllm.engine.schedule.plan import Plan, Swap
-from jaxllm.engine.schedule.running import Residents
-from jaxllm.engine.schedule.sequence import HostCopy, Request, SequenceGroup, Status, join
+from jaxllm.engine.schedule.running import RunningSet
+from jaxllm.engine.schedule.sequence import HostCopy, Sequence, SequenceGroup, Status, join
 from jaxllm.engine.schedule.waiting import WaitingQueue
 
 
@@ -21,21 +21,25 @@ class Preemption:
     """
 
     def __init__(
-        self, queue: WaitingQueue, residents: Residents, prefers_swap: Callable[[int, int], bool], max_host_blocks: int
+        self,
+        queue: WaitingQueue,
+        running_set: RunningSet,
+        prefers_swap: Callable[[int, int], bool],
+        max_host_blocks: int,
     ):
-        self.queue, self.residents, self.pool = queue, residents, residents.pool
+        self.queue, self.running_set, self.pool = queue, running_set, running_set.pool
         self.max_host_blocks, self.num_host_blocks = max_host_blocks, 0
         self.num_swapped = self.num_recomputed = 0  # sequences preempted either way
         self.num_blocks_out = self.num_blocks_in = 0
         self._prefers_swap = prefers_swap
         self._keys = itertools.count()
-        self._forgotten: list[int] = []
-        self._draining: list[Request] = []
+        self._released_copies: list[int] = []
+        self._draining: list[Sequence] = []
 
     def reset(self) -> None:
         """The device's state is gone, and with it what the host had copied."""
         self.num_host_blocks = 0
-        self._forgotten, self._draining = [], []
+        self._released_copies, self._draining = [], []
 
     def evict_drained(self, plan: Plan) -> None:
         """Evicts the victims of a plan before, if nothing of theirs is in flight any more."""
@@ -49,8 +53,8 @@ class Preemption:
         while not self._draining and self._num_missing() > 0:
             victims = self._choose_victims()
             if any(r.num_in_flight for r in victims):  # left out of plans until that is over
-                for request in victims:
-                    request.status = Status.DRAINING
+                for sequence in victims:
+                    sequence.status = Status.DRAINING
                 self._draining = victims
             else:
                 self._evict(plan, victims)
@@ -58,100 +62,100 @@ class Preemption:
     def _num_missing(self) -> int:
         """Blocks that the next decodes need beyond the free ones."""
         wanted, sharing = 0, Counter()
-        for request in self.residents.running:
-            known = request.num_tokens + request.num_in_flight
-            if request.status is Status.RUNNING and request.can_sample and known - request.num_computed == 1:
-                if request.num_computed == len(request.block_ids) * self.pool.block_size:
+        for sequence in self.running_set.running:
+            known = sequence.num_tokens + sequence.num_in_flight
+            if sequence.status is Status.RUNNING and sequence.can_sample and known - sequence.num_computed == 1:
+                if sequence.num_computed == len(sequence.block_ids) * self.pool.block_size:
                     wanted += 1
-                elif request.shares_tail:
-                    sharing[request.block_ids[-1]] += 1
+                elif sequence.shares_tail:
+                    sharing[sequence.block_ids[-1]] += 1
         wanted += sum(min(count, self.pool.refs[block] - 1) for block, count in sharing.items())  # the last needs none
         return wanted - self.pool.num_free
 
-    def _choose_victims(self) -> list[Request]:
-        last = max(self.residents.running, key=lambda r: r.order)
-        victims = last.group.resident
-        if len(victims) < len(self.residents.running):
+    def _choose_victims(self) -> list[Sequence]:
+        last = max(self.running_set.running, key=lambda r: r.order)
+        victims = last.group.on_device
+        if len(victims) < len(self.running_set.running):
             return victims
         # It is alone. Beams fit: they were refused otherwise. Samples need not run side by side: the last one waits.
         group = last.group
         assert not group.is_search, "beams that were accepted fit the pool alone"
         last.group = SequenceGroup([last])
-        group.members.remove(last)
-        for request in group.members:
-            if last in request.forks:
-                request.forks.remove(last)
+        group.sequences.remove(last)
+        for sequence in group.sequences:
+            if last in sequence.forks:
+                sequence.forks.remove(last)
         return [last]
 
-    def _evict(self, plan: Plan, victims: list[Request]) -> None:
+    def _evict(self, plan: Plan, victims: list[Sequence]) -> None:
         group = victims[0].group
         sequences = group.beams if group.is_search else victims
         swaps = self._swap_out(plan, sequences)
-        for request in victims:
-            self.residents.leave(request)
-        for request in sequences:
+        for sequence in victims:
+            self.running_set.remove(sequence)
+        for sequence in sequences:
             if swaps:
                 # The row of a beam that waited for the others comes again.
-                request.num_computed = min(request.num_computed, request.num_tokens - 1)
+                sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
             else:
-                request.forget_computed()
+                sequence.forget_computed()
         if swaps:
             self.num_swapped += len(sequences)
         else:
             self.num_recomputed += len(sequences)
         self.queue.push(join(sequences))
 
-    def _swap_out(self, plan: Plan, sequences: list[Request]) -> bool:
+    def _swap_out(self, plan: Plan, sequences: list[Sequence]) -> bool:
         """Plans the copy of their blocks to host memory; False if they had better be computed again."""
         if any(r.forks or r.num_tokens - r.num_computed > 1 or r.awaits_prompt_logprobs for r in sequences):
             return False  # a prompt is not complete: nothing but what the prefix cache may have
         blocks: list[int] = []
         places: dict[int, int] = {}
-        for request in sequences:
-            request.host_blocks = []
-            for i, block in enumerate(request.block_ids):
-                is_tail = request.shares_tail and i == len(request.block_ids) - 1
+        for sequence in sequences:
+            sequence.host_blocks = []
+            for i, block in enumerate(sequence.block_ids):
+                is_tail = sequence.shares_tail and i == len(sequence.block_ids) - 1
                 if is_tail or block not in places:  # a shared block that is written next comes back once for each
                     places[block] = len(blocks)
                     blocks.append(block)
-                request.host_blocks.append(places[block])
+                sequence.host_blocks.append(places[block])
         if len(blocks) > self.pool.num_blocks or self.num_host_blocks + len(blocks) > self.max_host_blocks:
             return False
         if not self._prefers_swap(len(blocks), len(blocks) * self.pool.block_size):
             return False
         copy = HostCopy(next(self._keys), len(blocks), len(sequences))
-        for request in sequences:
-            request.host_copy = copy
+        for sequence in sequences:
+            sequence.host_copy = copy
         plan.swap_outs.append(Swap(copy.key, blocks))
         self.num_host_blocks += len(blocks)
         self.num_blocks_out += len(blocks)
         return True
 
-    def swap_in(self, plan: Plan, sequences: list[Request]) -> None:
+    def swap_in(self, plan: Plan, sequences: list[Sequence]) -> None:
         """Gives sequences that left together blocks again, and plans the copy back. There is room."""
         copy = sequences[0].host_copy
-        wanted = sorted({place for request in sequences for place in request.host_blocks})
+        wanted = sorted({place for sequence in sequences for place in sequence.host_blocks})
         blocks = dict(zip(wanted, self.pool.allocate(len(wanted)), strict=True))
         taken: set[int] = set()
-        for request in sequences:
-            request.block_ids = [blocks[place] for place in request.host_blocks]
-            self.pool.acquire(block for block in request.block_ids if block in taken)
-            taken.update(request.block_ids)
-            request.host_copy = None
+        for sequence in sequences:
+            sequence.block_ids = [blocks[place] for place in sequence.host_blocks]
+            self.pool.acquire(block for block in sequence.block_ids if block in taken)
+            taken.update(sequence.block_ids)
+            sequence.host_copy = None
         nowhere = self.pool.num_blocks  # what only those had that have ended meanwhile
         plan.swap_ins.append(Swap(copy.key, [blocks.get(place, nowhere) for place in range(copy.num_blocks)]))
         self.num_host_blocks -= copy.num_blocks
         self.num_blocks_in += len(wanted)
 
-    def pass_forgotten(self, plan: Plan) -> None:
+    def report_released(self, plan: Plan) -> None:
         """Lets the plan tell who keeps the copies."""
-        plan.forgotten, self._forgotten = self._forgotten, []
+        plan.released_copies, self._released_copies = self._released_copies, []
 
-    def forget(self, request: Request) -> None:
+    def forget(self, sequence: Sequence) -> None:
         """A waiting sequence has ended, and wants nothing back."""
-        copy, request.host_copy = request.host_copy, None
+        copy, sequence.host_copy = sequence.host_copy, None
         if copy is not None:
             copy.num_users -= 1
             if not copy.num_users:
                 self.num_host_blocks -= copy.num_blocks
-                self._forgotten.append(copy.key)
+                self._released_copies.append(copy.key)

@@ -4,21 +4,22 @@ The three verbs of a step are `schedule` (here), `run` (the runner) and `commit`
 tokens of the one before are known; design section 4 says what that means for every event.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxllm.engine.beam import group as beam_round
+from jaxllm.engine.beam import group as beam_group
 from jaxllm.engine.schedule.admission import Admission
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE, Copy, NewBlock, Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
-from jaxllm.engine.schedule.running import Residents
-from jaxllm.engine.schedule.sequence import Request, SequenceGroup, Status, join
+from jaxllm.engine.schedule.running import RunningSet
+from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status, join
 from jaxllm.engine.schedule.waiting import WaitingQueue
 from jaxllm.outputs import FinishReason
 
-MAX_STRIKES = 2  # failed steps with a request in them after which it is quarantined
+MAX_FAILURES = 2  # failed steps with a sequence in them after which it is quarantined
 NO_TOKEN_ERRORS = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
     NO_TOKEN: "allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs together leave no token to "
@@ -43,18 +44,18 @@ class Scheduler:
     ):
         self.pool = pool
         self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
-        self.residents = Residents(pool, self.prefix_cache, max_num_seqs)
+        self.running_set = RunningSet(pool, self.prefix_cache, max_num_seqs)
         self.waiting = WaitingQueue()
-        self.preemption = Preemption(self.waiting, self.residents, prefers_swap, max_host_blocks)
-        self.admission = Admission(self.waiting, self.residents, self.preemption)
+        self.preemption = Preemption(self.waiting, self.running_set, prefers_swap, max_host_blocks)
+        self.admission = Admission(self.waiting, self.running_set, self.preemption)
         self.num_copied = 0  # blocks, because several shared them
         self.num_unfinished_full = self.num_unfinished_masked = 0
-        self.num_not_finite = 0  # requests that ended for their logits
-        self._moved: list[Request] = []  # beams whose slots' rows are out of date
+        self.num_not_finite = 0  # sequences that ended for their logits
+        self._moved: list[Sequence] = []  # beams whose slots' rows are out of date
 
     @property
-    def running(self) -> list[Request]:
-        return self.residents.running
+    def running(self) -> list[Sequence]:
+        return self.running_set.running
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -62,40 +63,42 @@ class Scheduler:
     # ---- events of the layer above
 
     def add(self, group: SequenceGroup) -> None:
-        """Queues a user's request. It must fit the pool alone: the engine has refused it otherwise."""
-        self.num_unfinished_full += sum(request.needs_full_sampler for request in group.members)
-        self.num_unfinished_masked += sum(request.needs_mask for request in group.members)
-        self.waiting.push(join(group.beams if group.is_search else group.members))
+        """Queues a user's sequence. It must fit the pool alone: the engine has refused it otherwise."""
+        self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
+        self.num_unfinished_masked += sum(sequence.needs_mask for sequence in group.sequences)
+        self.waiting.push(join(group.beams if group.is_search else group.sequences))
 
-    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a request at once, also one in flight: what is still computed of it is dropped by its epoch. Beams end
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Ends a sequence at once, also one in flight: what is still computed of it is dropped by its epoch. Beams end
         together."""
-        if request.status is Status.FINISHED:
+        if sequence.status is Status.FINISHED:
             return
-        group = request.group
+        group = sequence.group
         if group.is_search:
-            group.results = group.results or beam_round.results(group, reason, request.error)
-            for member in group.members:
-                self._end(member, reason, None)
+            group.results = group.results or beam_group.results(group, reason, sequence.error)
+            for sequence in group.sequences:
+                self._end(sequence, reason, None)
         else:
-            orphans = [fork for fork in request.forks if fork.status is Status.HELD]
-            self._end(request, reason, stop_reason)
+            orphans = [fork for fork in sequence.forks if fork.status is Status.HELD]
+            self._end(sequence, reason, stop_reason)
             self.admission.put_back(orphans)
 
-    def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
-        if request.slot >= 0:
-            self.residents.leave(request)
-        elif not request.group.is_search or request in request.group.beams:  # another member does not wait for itself
-            self.waiting.forget(request)
-            self.preemption.forget(request)
-        self.num_unfinished_full -= request.needs_full_sampler
-        self.num_unfinished_masked -= request.needs_mask
-        request.status, request.finish_reason, request.stop_reason = Status.FINISHED, reason, stop_reason
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+        if sequence.slot >= 0:
+            self.running_set.remove(sequence)
+        elif (
+            not sequence.group.is_search or sequence in sequence.group.beams
+        ):  # another sequence does not wait for itself
+            self.waiting.forget(sequence)
+            self.preemption.forget(sequence)
+        self.num_unfinished_full -= sequence.needs_full_sampler
+        self.num_unfinished_masked -= sequence.needs_mask
+        sequence.status, sequence.finish_reason, sequence.stop_reason = Status.FINISHED, reason, stop_reason
 
     # ---- schedule
 
     def schedule(self, max_tokens: int) -> Plan | None:
-        """Plans a step of at most `max_tokens` tokens, running requests first. None if nothing can run now.
+        """Plans a step of at most `max_tokens` tokens, running sequences first. None if nothing can run now.
 
         Takes slots and blocks, and counts what the plan will have computed: the caller must dispatch it.
         """
@@ -107,19 +110,19 @@ class Scheduler:
             self._install_moved(plan)
         prefills = self._plan_decodes(plan, max_tokens)
         prefills += self.admission.fork(plan)
-        for request in prefills:
+        for sequence in prefills:
             if max(plan.num_tokens, plan.num_samples) < max_tokens:
-                self.admission.add_chunk(plan, request, max_tokens)
+                self.admission.add_chunk(plan, sequence, max_tokens)
         if not plan.swap_outs:  # otherwise blocks are short, and the victim would come straight back
             self.admission.admit(plan, max_tokens)
         self.num_copied += len(plan.copies)
         if plan.is_empty:
             return None
-        self.preemption.pass_forgotten(plan)
-        plan.full_sampler, plan.has_beams = self.residents.num_full > 0, self.residents.num_beams > 0
+        self.preemption.report_released(plan)
+        plan.full_sampler, plan.has_beams = self.running_set.num_full > 0, self.running_set.num_beams > 0
         plan.seal()
         for chunk in plan.chunks:  # the next plan may hit them: this one is dispatched before it
-            self.prefix_cache.offer(chunk.request, chunk.stop)
+            self.prefix_cache.offer(chunk.sequence, chunk.stop)
         return plan
 
     def _install_moved(self, plan: Plan) -> None:
@@ -128,51 +131,51 @@ class Scheduler:
                 plan.install(beam)
         self._moved = []
 
-    def _plan_decodes(self, plan: Plan, max_tokens: int) -> list[Request]:
-        """Adds the running requests with one token to compute; returns those with more."""
+    def _plan_decodes(self, plan: Plan, max_tokens: int) -> list[Sequence]:
+        """Adds the running sequences with one token to compute; returns those with more."""
         prefills, decodes = [], plan.decodes
         block_size = self.pool.block_size
-        for request in self.running:
-            if request.status is not Status.RUNNING or not request.can_sample:
+        for sequence in self.running:
+            if sequence.status is not Status.RUNNING or not sequence.can_sample:
                 continue
-            num_left = request.num_tokens + request.num_in_flight - request.num_computed
-            if num_left > 1 or request.forks and request.num_computed < request.fork_len:  # whose forks wait for it
-                prefills.append(request)
+            num_left = sequence.num_tokens + sequence.num_in_flight - sequence.num_computed
+            if num_left > 1 or sequence.forks and sequence.num_computed < sequence.fork_len:  # whose forks wait for it
+                prefills.append(sequence)
                 continue
             if len(decodes) == max_tokens:
                 break
-            if request.num_computed == len(request.block_ids) * block_size:
-                if not self._grow(plan, request):
+            if sequence.num_computed == len(sequence.block_ids) * block_size:
+                if not self._grow(plan, sequence):
                     continue
-            elif request.shares_tail and not self._own_tail(plan, request):
+            elif sequence.shares_tail and not self._own_tail(plan, sequence):
                 continue
-            plan.add_decode(request)
+            plan.add_decode(sequence)
         if len(decodes) == max_tokens < len(self.running):  # who was left out comes first in the next step
             served = set(decodes)
             self.running.sort(key=served.__contains__)
         return prefills
 
-    def _grow(self, plan: Plan, request: Request) -> bool:
-        """Gives `request` one more block; False while a victim is drained for it."""
+    def _grow(self, plan: Plan, sequence: Sequence) -> bool:
+        """Gives `sequence` one more block; False while a victim is drained for it."""
         if not self.pool.num_free:
             return False
         (block,) = self.pool.allocate(1)
-        plan.new_blocks.append(NewBlock(request.slot, len(request.block_ids), block))
-        request.block_ids.append(block)
+        plan.new_blocks.append(NewBlock(sequence.slot, len(sequence.block_ids), block))
+        sequence.block_ids.append(block)
         return True
 
-    def _own_tail(self, plan: Plan, request: Request) -> bool:
-        """Copy-on-write: the block that `request` writes next becomes its own. False as in `_grow`."""
-        shared = request.block_ids[-1]
+    def _own_tail(self, plan: Plan, sequence: Sequence) -> bool:
+        """Copy-on-write: the block that `sequence` writes next becomes its own. False as in `_grow`."""
+        shared = sequence.block_ids[-1]
         if self.pool.refs[shared] > 1:
             if not self.pool.num_free:
                 return False
             (block,) = self.pool.allocate(1)
             plan.copies.append(Copy(shared, block))
-            plan.new_blocks.append(NewBlock(request.slot, len(request.block_ids) - 1, block))
-            request.block_ids[-1] = block
+            plan.new_blocks.append(NewBlock(sequence.slot, len(sequence.block_ids) - 1, block))
+            sequence.block_ids[-1] = block
             self.pool.release([shared])
-        request.shares_tail = False
+        sequence.shares_tail = False
         return True
 
     # ---- commit
@@ -180,46 +183,46 @@ class Scheduler:
     def commit(
         self,
         plan: Plan,
-        sampled: Sequence[int],
-        logprobs: Sequence[Any] | None = None,
-        candidates: Sequence[Any] | None = None,
-    ) -> list[Request]:
-        """Appends each sample's token, in the plan's order, and ends what is over. Returns the requests that have
+        sampled: abc.Sequence[int],
+        logprobs: abc.Sequence[Any] | None = None,
+        candidates: abc.Sequence[Any] | None = None,
+    ) -> list[Sequence]:
+        """Appends each sample's token, in the plan's order, and ends what is over. Returns the sequences that have
         news. A negative token is a key of `NO_TOKEN_ERRORS`. `logprobs` has what else there is to keep of each
         sample, `candidates` what a beam may go on with.
         """
         updated = []
         block_size = self.pool.block_size
-        for i, request in enumerate(plan.samples):
-            if request.epoch != plan.epochs[i]:
+        for i, sequence in enumerate(plan.samples):
+            if sequence.epoch != plan.epochs[i]:
                 continue
             token = sampled[i]
-            request.num_in_flight -= 1
-            if request.group.round is not None and token != NOT_FINITE:
-                updated += self._commit_beam(request, candidates[i])
+            sequence.num_in_flight -= 1
+            if sequence.group.beam_state is not None and token != NOT_FINITE:
+                updated += self._commit_beam(sequence, candidates[i])
                 continue
-            updated.append(request)
+            updated.append(sequence)
             if token < 0:
-                request.error = NO_TOKEN_ERRORS[token]
+                sequence.error = NO_TOKEN_ERRORS[token]
                 self.num_not_finite += token == NOT_FINITE
-                self.finish(request, "error")
+                self.finish(sequence, "error")
                 continue
-            if logprobs is not None and request.params.tracks_logprobs:
-                request.logprobs[len(request.output_token_ids) :] = [logprobs[i]]  # once, whatever is interrupted
-            request.output_token_ids.append(token)
-            request.num_tokens += 1
-            if (request.num_keyed + 1) * block_size <= request.num_computed:
-                self.prefix_cache.offer(request, min(request.num_computed, request.num_tokens))
-            if request.strikes and request.num_tokens > request.suspect_len:
-                self._clear(request)
-            self._finish_if_over(request, token)
+            if logprobs is not None and sequence.params.tracks_logprobs:
+                sequence.logprobs[len(sequence.output_token_ids) :] = [logprobs[i]]  # once, whatever is interrupted
+            sequence.output_token_ids.append(token)
+            sequence.num_tokens += 1
+            if (sequence.num_keyed + 1) * block_size <= sequence.num_computed:
+                self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))
+            if sequence.num_failures and sequence.num_tokens > sequence.retry_len:
+                self._clear(sequence)
+            self._finish_if_over(sequence, token)
         return updated
 
-    def _commit_beam(self, beam: Request, candidates: Any) -> list[Request]:
-        """The round ends with its last beam. Returns the request if the search does too."""
+    def _commit_beam(self, beam: Sequence, candidates: Any) -> list[Sequence]:
+        """The round ends with its last beam. Returns the sequence if the search does too."""
         if beam.status is not Status.RUNNING:
             return []  # it is to be preempted, and will come again
-        group, first = beam.group, beam.group.members[0]
+        group, first = beam.group, beam.group.sequences[0]
         beam.candidates, beam.status = candidates, Status.HELD
         if any(other.candidates is None for other in group.beams):
             return []
@@ -228,92 +231,92 @@ class Scheduler:
                 self.prefix_cache.offer(other, other.num_computed)
             self.prefix_cache.end(other)  # also for what it may not offer, of older parameters
         try:
-            self._moved += beam_round.advance(group, self.pool)
-        except beam_round.TextError as error:
+            self._moved += beam_group.advance(group, self.pool)
+        except beam_group.TextError as error:
             first.error = str(error)
             self.finish(first, "error")
             return [first]
-        if group.round.search.done:
-            if not group.round.search.finished:
+        if group.beam_state.search.done:
+            if not group.beam_state.search.finished:
                 first.error = NO_TOKEN_ERRORS[NO_TOKEN]
             self.finish(first, "error" if first.error else "stop")
             return [first]
-        if first.strikes and group.beams[0].num_tokens > first.suspect_len:
+        if first.num_failures and group.beams[0].num_tokens > first.retry_len:
             self._clear(first)
         return []
 
-    def _clear(self, suspect: Request) -> None:
-        suspect.strikes = 0
-        self.residents.num_suspects -= 1
+    def _clear(self, retried: Sequence) -> None:
+        retried.num_failures = 0
+        self.running_set.num_retrying -= 1
 
-    def _finish_if_over(self, request: Request, token: int) -> None:
-        if token in request.stop_ids and len(request.output_token_ids) >= request.params.min_tokens:
-            self.finish(request, "stop", None if token in request.eos_ids else token)
-        elif request.matcher is not None and request.matcher.ends_after(request.output_token_ids):
-            request.error = request.matcher.error
-            self.finish(request, "error" if request.error else "stop")
-        elif request.num_tokens >= request.max_total_len:
-            self.finish(request, "length")
+    def _finish_if_over(self, sequence: Sequence, token: int) -> None:
+        if token in sequence.stop_ids and len(sequence.output_token_ids) >= sequence.params.min_tokens:
+            self.finish(sequence, "stop", None if token in sequence.eos_ids else token)
+        elif sequence.matcher is not None and sequence.matcher.ends_after(sequence.output_token_ids):
+            sequence.error = sequence.matcher.error
+            self.finish(sequence, "error" if sequence.error else "stop")
+        elif sequence.num_tokens >= sequence.max_total_len:
+            self.finish(sequence, "length")
 
     # ---- failure
 
-    def restart(self, unfinished: Iterable[Request], blamed: Iterable[Request] = ()) -> list[Request]:
-        """The device's state is gone, and perhaps a call of ours was interrupted halfway: all `unfinished` requests
+    def restart(self, unfinished: Iterable[Sequence], failed: Iterable[Sequence] = ()) -> list[Sequence]:
+        """The device's state is gone, and perhaps a call of ours was interrupted halfway: all `unfinished` sequences
         start over as recomputes; nothing is taken from what was running, held or cached.
 
-        Each of `blamed`, the requests of the step that failed, gets a strike; one with `MAX_STRIKES` is ended with an
+        Each of `failed`, the sequences of the step that failed, gets a strike; one with `MAX_FAILURES` is ended with an
         error and returned.
         """
-        self.residents.reset()
+        self.running_set.reset()
         self.preemption.reset()
         self.admission.reset()
         self.waiting.clear()
         self._moved = []
         self.num_unfinished_full = self.num_unfinished_masked = 0
-        groups: dict[SequenceGroup, list[Request]] = {}
-        for request in unfinished:
-            groups.setdefault(request.group, []).append(request)
-        for group, requests in groups.items():
-            self._restart_group(group, requests)
+        groups: dict[SequenceGroup, list[Sequence]] = {}
+        for sequence in unfinished:
+            groups.setdefault(sequence.group, []).append(sequence)
+        for group, sequences in groups.items():
+            self._restart_group(group, sequences)
         quarantined = []
-        for request in dict.fromkeys(r.group.members[0] if r.group.is_search else r for r in blamed):
-            if request.status is Status.FINISHED:
+        for sequence in dict.fromkeys(r.group.sequences[0] if r.group.is_search else r for r in failed):
+            if sequence.status is Status.FINISHED:
                 continue
-            request.strikes += 1
-            request.suspect_len = 1 + (request.group.beams[0] if request.group.is_search else request).num_tokens
-            if request.strikes >= MAX_STRIKES:
-                request.error = f"the step failed {request.strikes} times with this request in it"
-                self.finish(request, "error")
-                quarantined.append(request)
+            sequence.num_failures += 1
+            sequence.retry_len = 1 + (sequence.group.beams[0] if sequence.group.is_search else sequence).num_tokens
+            if sequence.num_failures >= MAX_FAILURES:
+                sequence.error = f"the step failed {sequence.num_failures} times with this sequence in it"
+                self.finish(sequence, "error")
+                quarantined.append(sequence)
         return quarantined
 
-    def _restart_group(self, group: SequenceGroup, requests: list[Request]) -> None:
+    def _restart_group(self, group: SequenceGroup, sequences: list[Sequence]) -> None:
         if group.is_search:
             group.results = None
-            beam_round.restore(group)
+            beam_group.restore(group)
         else:
-            group.members = requests
-        for request in group.members:
-            request.leave_device()
-            request.forget_computed()
-            if request.matcher is not None and not group.is_search:
-                request.matcher.restart()  # the interrupt may have come while it took a token
-        if group.is_search and group.round.search.done:  # it was interrupted before it was told
-            self.num_unfinished_full += sum(request.needs_full_sampler for request in group.members)
-            self.num_unfinished_masked += sum(request.needs_mask for request in group.members)
-            self.finish(group.members[0], "stop")
+            group.sequences = sequences
+        for sequence in group.sequences:
+            sequence.leave_device()
+            sequence.forget_computed()
+            if sequence.matcher is not None and not group.is_search:
+                sequence.matcher.restart()  # the interrupt may have come while it took a token
+        if group.is_search and group.beam_state.search.done:  # it was interrupted before it was told
+            self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
+            self.num_unfinished_masked += sum(sequence.needs_mask for sequence in group.sequences)
+            self.finish(group.sequences[0], "stop")
             return
         self.add(group)
         if group.is_search:
             return
-        for request in requests:
-            if request.output_token_ids:  # its last token may have been its end, and not been looked at
-                self._finish_if_over(request, request.output_token_ids[-1])
+        for sequence in sequences:
+            if sequence.output_token_ids:  # its last token may have been its end, and not been looked at
+                self._finish_if_over(sequence, sequence.output_token_ids[-1])
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant holds. O(blocks + running + waiting)."""
-        self.residents.check()
+        self.running_set.check()
         self.waiting.check()
-        copies = {request.host_copy for request in self.waiting.requests()} - {None}
+        copies = {sequence.host_copy for sequence in self.waiting.sequences()} - {None}
         assert self.preemption.num_host_blocks == sum(copy.num_blocks for copy in copies)
         assert self.preemption.num_host_blocks <= self.preemption.max_host_blocks

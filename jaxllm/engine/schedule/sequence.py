@@ -1,4 +1,4 @@
-"""A sequence as the engine sees it, and the group of those that one user's request consists of."""
+"""A sequence as the engine sees it, and the group of those that one user's sequence consists of."""
 
 import enum
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from jaxllm.sampling_params import SamplingParams
 class Status(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
-    HELD = enum.auto()  # has a slot, and waits for what it shares: its siblings' prompt, or the beams' next round
+    HELD = enum.auto()  # has a slot, and waits for what it shares: its siblings' prompt, or the beams' next beam_state
     DRAINING = enum.auto()  # chosen as victim: left out of plans until nothing of it is in flight
     FINISHED = enum.auto()
 
@@ -29,7 +29,7 @@ class HostCopy:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Request:
+class Sequence:
     """One sequence, a sample or a beam. The scheduler is its only writer; its `check` states the invariants."""
 
     prompt_token_ids: list[int]
@@ -45,7 +45,7 @@ class Request:
     host_dependent: bool = False  # its next step needs the token of this one on the host
     matcher: Any = None  # where its text is in a grammar, if it has to follow one
     group: "SequenceGroup" = None  # which it belongs to; its own if none is given
-    owner: Any = None  # of the layer above
+    request: Any = None  # of the layer above
 
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted; see engine/logprobs.py
@@ -59,12 +59,12 @@ class Request:
     epoch: int = 0  # grows with each eviction; results of an older epoch are dropped
     block_ids: list[int] = field(default_factory=list)
     shares_tail: bool = False  # the block it writes next may be another's too
-    forks: list["Request"] = field(default_factory=list)  # which start with what it has of its first `fork_len` tokens
+    forks: list["Sequence"] = field(default_factory=list)  # which start with what it has of its first `fork_len` tokens
     fork_len: int = 0
     host_copy: HostCopy | None = None  # where its blocks went
     host_blocks: list[int] = field(default_factory=list)  # which of the copied ones are its own
     packed_params: Any = None  # what of its slot's row never changes
-    has_extras: bool = False  # its slot's row of the `SamplingExtras` is installed
+    has_penalties: bool = False  # its slot's row of the `SamplingExtras` is installed
     candidates: Any = None  # of a beam that waits for the others to be as far
     num_tokens: int = 0  # known on the host: prompt and committed output
     num_computed: int = 0  # tokens whose keys and values some dispatched step writes
@@ -73,8 +73,8 @@ class Request:
     keys: list[Key] = field(default_factory=list)  # of its full blocks, as far as computed
     key_generation: int = 0  # the pool's, when they were
     num_keyed: int = 0  # leading blocks that were offered to the prefix cache
-    strikes: int = 0  # failed steps it was in since it last got further
-    suspect_len: int = 0  # tokens to get past before its strikes are forgotten
+    num_failures: int = 0  # failed steps it was in since it last got further
+    retry_len: int = 0  # tokens to get past before its num_failures are released_copies
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -86,7 +86,7 @@ class Request:
         self.epoch += 1
         self.status, self.slot, self.block_ids = Status.WAITING, -1, []
         self.num_in_flight = self.num_keyed = 0
-        self.shares_tail = self.has_extras = False
+        self.shares_tail = self.has_penalties = False
         self.candidates = None
 
     def forget_computed(self) -> None:
@@ -103,7 +103,7 @@ class Request:
         self.num_computed = self.num_keyed = 0
         self.candidates, self.shares_tail = None, False
 
-    def share(self, parent: "Request", block_ids: list[int], num_computed: int, num_keyed: int) -> None:
+    def share(self, parent: "Sequence", block_ids: list[int], num_computed: int, num_keyed: int) -> None:
         """Goes on behind the parent's first `num_computed` tokens, which `block_ids` have; `num_keyed` of those blocks
         are full, the parent's, and offered to the prefix cache."""
         self.block_ids, self.num_computed, self.num_keyed = block_ids, num_computed, num_keyed
@@ -130,8 +130,8 @@ class Request:
         return self.params.structured_outputs is not None
 
     @property
-    def needs_extras(self) -> bool:
-        """Whether the sampler needs this request's own row of the `SamplingExtras`."""
+    def needs_penalties(self) -> bool:
+        """Whether the sampler needs this sequence's own row of the `SamplingExtras`."""
         return self.params.alters_logits or self.params.logprob_token_ids is not None
 
     @property
@@ -157,50 +157,50 @@ class Request:
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
 
 
-class Line(NamedTuple):
+class Hypothesis(NamedTuple):
     """What a beam has generated. The lists are never changed, so that beams may share them."""
 
     token_ids: list[int]
     logprobs: list[Any]
     text: Any = None  # a detokenizer, if stop strings are watched; not changed either
-    matcher: Any = None  # as a request's; not changed either
+    matcher: Any = None  # as a sequence's; not changed either
 
 
-class Round(NamedTuple):
+class BeamState(NamedTuple):
     """How far a beam search is: replaced as a whole, so that no interrupt leaves half of it."""
 
     search: BeamSearch
-    lines: list[Line]  # of the living beams, in the order of the search's scores
+    hypotheses: list[Hypothesis]  # of the living beams, in the order of the search's scores
 
 
 @dataclass(eq=False, slots=True)
 class SequenceGroup:
-    """The samples or beams of one user's request. They share blocks, and leave the device together."""
+    """The samples or beams of one user's sequence. They share blocks, and leave the device together."""
 
-    members: list[Request]
-    round: Round | None = None  # of beams
-    beams: list[Request] = field(default_factory=list)  # the living ones, in the order of the round's lines
-    results: list[Request] | None = None  # of a search that is over, best first
+    sequences: list[Sequence]
+    beam_state: BeamState | None = None  # of beams
+    beams: list[Sequence] = field(default_factory=list)  # the living ones, in the order of the beam_state's hypotheses
+    results: list[Sequence] | None = None  # of a search that is over, best first
 
     @property
     def is_search(self) -> bool:
-        return self.round is not None
+        return self.beam_state is not None
 
     @property
-    def resident(self) -> list[Request]:
+    def on_device(self) -> list[Sequence]:
         """Those that have a slot."""
-        return [request for request in self.members if request.slot >= 0]
+        return [sequence for sequence in self.sequences if sequence.slot >= 0]
 
 
-def join(requests: Iterable[Request]) -> Request:
+def join(sequences: Iterable[Sequence]) -> Sequence:
     """Lets the first of some waiting siblings compute what they all begin with, and the others go on from there:
     either all of them end there, or each has a token left that its logits come from. Returns the first."""
-    leader, *forks = requests
-    leader.forks = forks
-    outputs = [request.output_token_ids for request in (leader, *forks)]
+    parent, *forks = sequences
+    parent.forks = forks
+    outputs = [sequence.output_token_ids for sequence in (parent, *forks)]
     first, last = min(outputs), max(outputs)
     common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     if len(last) > common:
         common = min(common, min(map(len, outputs)) - 1)
-    leader.fork_len = len(leader.prompt_token_ids) + common
-    return leader
+    parent.fork_len = len(parent.prompt_token_ids) + common
+    return parent

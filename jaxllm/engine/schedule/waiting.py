@@ -2,13 +2,13 @@
 
 import heapq
 
-from jaxllm.engine.schedule.sequence import Request, Status, join
+from jaxllm.engine.schedule.sequence import Sequence, Status, join
 
-Entry = tuple[tuple[int, int], Request]
+Entry = tuple[tuple[int, int], Sequence]
 
 
 class WaitingQueue:
-    """A heap of leaders: requests that others join on their way (`Request.forks`), or none.
+    """A heap of parents: sequences that others join on their way (`Sequence.forks`), or none.
 
     Nothing here is O(waiting): one that ends while it waits stays until it surfaces.
     """
@@ -24,32 +24,32 @@ class WaitingQueue:
         """Sequences, those that join others included."""
         return self._num_waiting
 
-    def push(self, leader: Request) -> None:
-        heapq.heappush(self._entries, (leader.order, leader))
-        self._num_waiting += 1 + len(leader.forks)
+    def push(self, parent: Sequence) -> None:
+        heapq.heappush(self._entries, (parent.order, parent))
+        self._num_waiting += 1 + len(parent.forks)
 
-    def pop(self) -> Request | None:
-        """Takes out the first leader that is still waiting, with its forks; None if nobody waits."""
+    def pop(self) -> Sequence | None:
+        """Takes out the first parent that is still waiting, with its forks; None if nobody waits."""
         while self._entries:
-            _, leader = heapq.heappop(self._entries)
-            forks = [fork for fork in leader.forks if fork.status is Status.WAITING]
-            if leader.status is Status.WAITING:
-                leader.forks = forks
+            _, parent = heapq.heappop(self._entries)
+            forks = [fork for fork in parent.forks if fork.status is Status.WAITING]
+            if parent.status is Status.WAITING:
+                parent.forks = forks
                 self._num_waiting -= 1 + len(forks)
-                return leader
+                return parent
             if forks:  # theirs has ended: they get another
                 heapq.heappush(self._entries, ((first := join(forks)).order, first))
         return None
 
-    def forget(self, request: Request) -> None:
-        """A waiting request has ended."""
+    def forget(self, sequence: Sequence) -> None:
+        """A waiting sequence has ended."""
         self._num_waiting -= 1
 
-    def requests(self) -> list[Request]:
+    def sequences(self) -> list[Sequence]:
         """All that wait. O(waiting), for checks."""
-        queued = [request for _, leader in self._entries for request in (leader, *leader.forks)]
-        return [request for request in queued if request.status is Status.WAITING]
+        queued = [sequence for _, parent in self._entries for sequence in (parent, *parent.forks)]
+        return [sequence for sequence in queued if sequence.status is Status.WAITING]
 
     def check(self) -> None:
-        waiting = self.requests()
+        waiting = self.sequences()
         assert self._num_waiting == len(waiting) == len(set(waiting))

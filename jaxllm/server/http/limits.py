@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from jaxllm.server.http.errors import invalid, unavailable
 
 
-class Admission:
+class RequestLimit:
     """A bound on requests to the engine, running and waiting. For one event loop."""
 
     def __init__(self, max_queued: int):

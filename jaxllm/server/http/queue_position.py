@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Place:
+class QueuePosition:
     """Of one request in the line, until it has its first token."""
 
-    def __init__(self, line: "Line", order: tuple[int, int]):
+    def __init__(self, line: "ArrivalQueue", order: tuple[int, int]):
         self._line, self._order = line, order
 
     def leave(self) -> None:
@@ -24,17 +24,17 @@ class Place:
         return max(0, before - max(0, len(places) - num_waiting))
 
 
-class Line:
+class ArrivalQueue:
     """Requests without a token, in the engine's order: by priority, and then by arrival."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[int, int], Place] = {}
+        self.places: dict[tuple[int, int], QueuePosition] = {}
         self._arrivals = itertools.count()
 
     @contextmanager
-    def join(self, priority: int) -> Iterator[Place]:
+    def join(self, priority: int) -> Iterator[QueuePosition]:
         order = (priority, next(self._arrivals))
-        place = self.places[order] = Place(self, order)
+        place = self.places[order] = QueuePosition(self, order)
         try:
             yield place
         finally:

@@ -10,7 +10,7 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.engine.client import EngineClient
 from jaxllm.server.observe.engine_metrics import LABELS, PREFIX, EngineCollector
-from jaxllm.server.openai.prepare import Job
+from jaxllm.server.openai.prepare import GenerationJob
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _FIRST = (
@@ -128,7 +128,7 @@ class Metrics:
     def _histogram(self, name: str, help: str, buckets: Any) -> Histogram:
         return Histogram(PREFIX + name, help, LABELS, registry=self._registry, buckets=buckets).labels(*self._labels)
 
-    def ended(self, course: "Course") -> None:
+    def ended(self, course: "RequestTimings") -> None:
         num_computed = course.num_prompt - course.num_cached
         self._finished[course.reason].inc()
         self.prompt_tokens.inc(course.num_prompt)
@@ -156,7 +156,7 @@ class Metrics:
         return text + text.replace(PREFIX.encode(), b"vllm:") if self._vllm_names else text
 
 
-class Course(NamedTuple):
+class RequestTimings(NamedTuple):
     """What became of a request to the engine; durations in seconds, None if it never had a token."""
 
     params: SamplingParams
@@ -199,10 +199,10 @@ class Rate:
         return sum(self._counts.get(second, 0) for second in range(now - self.SECONDS, now)) / self.SECONDS
 
 
-class Outcome:
+class RequestObserver:
     """The course of one request to the engine, which the metrics learn when it ends."""
 
-    def __init__(self, metrics: Metrics, job: Job):
+    def __init__(self, metrics: Metrics, job: GenerationJob):
         self._metrics, self._job = metrics, job
         self._start, self._started_ns = time.monotonic(), time.time_ns()
         self._first = self._last = self._queued_s = 0.0
@@ -236,12 +236,12 @@ class Outcome:
                 metrics.between_s.observe((now - self._last) / count)
         self._num_tokens, self._last = self._num_tokens + count, now
 
-    def end(self) -> "Course":
+    def end(self) -> "RequestTimings":
         """It is over, and the metrics learn of it."""
         if self.reason is None:
             self._metrics.aborted.inc()
         has_tokens = self._num_tokens > 0
-        course = Course(
+        course = RequestTimings(
             params=self._job.params,
             started_ns=self._started_ns,
             reason=self.reason or "abort",

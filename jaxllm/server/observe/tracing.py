@@ -4,7 +4,7 @@ Nothing here is imported unless spans are wanted."""
 from collections.abc import Iterable
 from typing import Any
 
-from jaxllm.server.observe.metrics import Course
+from jaxllm.server.observe.metrics import RequestTimings
 
 SPAN = "llm_request"
 _EXPORT_S = 3  # for a batch to be sent, retries included; the end of the server waits for the last one
@@ -20,7 +20,7 @@ class Tracing:
         self._tracer = provider.get_tracer("jaxllm.server")
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, course: Course, request_id: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def record(self, course: RequestTimings, request_id: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """A request is over. `headers` are those of its HTTP request: it is a child of the span that they name."""
         from opentelemetry.trace import SpanKind, StatusCode
 
@@ -45,7 +45,7 @@ class Tracing:
         self._provider.shutdown()
 
 
-def _attributes(course: Course, request_id: str, model_name: str) -> dict[str, Any]:
+def _attributes(course: RequestTimings, request_id: str, model_name: str) -> dict[str, Any]:
     params = course.params
     optional = {
         "gen_ai.request.max_tokens": params.max_tokens,

@@ -10,20 +10,20 @@ from jaxllm.outputs import CompletionOutput
 from jaxllm.server.http.errors import invalid, unsupported
 from jaxllm.server.http.exchange import DONE, Exchange
 from jaxllm.server.openai import prepare
-from jaxllm.server.openai.generation import News, Usage, Whole
+from jaxllm.server.openai.generation import TokenUsage, Update, Whole
 from jaxllm.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from jaxllm.server.openai.parsing.choose import make_parser, thinks, tool_format
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
-from jaxllm.server.openai.prepare import Job
-from jaxllm.server.openai.response_format import Form, chat_form
+from jaxllm.server.openai.prepare import GenerationJob
+from jaxllm.server.openai.response_format import ResponseFormat, chat_response_format
 from jaxllm.server.openai.schemas import ChatRequest, Tool, check_stream, wants_place
 from jaxllm.server.server import Server
 
 
-class Talk(NamedTuple):
+class PreparedChat(NamedTuple):
     """A conversation, ready for the engine."""
 
-    job: Job
+    job: GenerationJob
     tool_format: str | None  # of the calls that the answer may have
     has_thoughts: bool
 
@@ -37,7 +37,7 @@ async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> No
     check_chat(request)
     prepare.count_samples(1, request)
     with server.admit(1):
-        talk = await server.in_thread(prepare_talk, server, info, request)
+        talk = await server.in_thread(prepare_chat, server, info, request)
         answer_id = f"chatcmpl-{exchange.request_id}"
         result = ChatAnswer(request, talk, answer_id=answer_id)
         run = server.run(
@@ -68,7 +68,7 @@ def check_tool_choice(choice: Any, tools: Sequence[Tool] | None) -> None:
         raise invalid("tool_choice needs tools", "tool_choice")
 
 
-def prepare_talk(server: Server, info: Any, request: ChatRequest) -> Talk:
+def prepare_chat(server: Server, info: Any, request: ChatRequest) -> PreparedChat:
     model, config = server.model, server.config
     tools = request.tools if request.tools and request.tool_choice != "none" else None
     template = model.template_source
@@ -81,16 +81,16 @@ def prepare_talk(server: Server, info: Any, request: ChatRequest) -> Talk:
         )
     has_thoughts = thinks(config.reasoning_parser, template)
 
-    def form_after(prompt: str) -> Form | None:
-        return chat_form(request, tools, prompt=prompt, calls=calls, has_thoughts=has_thoughts)
+    def form_after(prompt: str) -> ResponseFormat | None:
+        return chat_response_format(request, tools, prompt=prompt, calls=calls, has_thoughts=has_thoughts)
 
-    return Talk(prepare.chat_job(model, info, request, tools, form_after), calls, has_thoughts)
+    return PreparedChat(prepare.chat_job(model, info, request, tools, form_after), calls, has_thoughts)
 
 
 class Choice:
     """One answer while it is written."""
 
-    def __init__(self, index: int, talk: Talk, request: ChatRequest):
+    def __init__(self, index: int, talk: PreparedChat, request: ChatRequest):
         self.index, self._request = index, request
         self._parser = talk.parser()
         self._call_ids: list[str] = []
@@ -145,10 +145,10 @@ class Choice:
 class ChatAnswer:
     """Puts what the engine says into OpenAI's words, as a whole or in chunks."""
 
-    def __init__(self, request: ChatRequest, talk: Talk, *, answer_id: str):
+    def __init__(self, request: ChatRequest, talk: PreparedChat, *, answer_id: str):
         self.request, self._talk = request, talk
         self._base = {"id": answer_id, "created": int(time.time()), "model": request.model}
-        self.usage = Usage([talk.job])
+        self.usage = TokenUsage([talk.job])
         self._choices: dict[int, Choice] = {}
 
     def _choice(self, index: int) -> tuple[Choice, bool]:
@@ -158,7 +158,7 @@ class ChatAnswer:
             self._choices[index] = Choice(index, self._talk, self.request)
         return self._choices[index], is_new
 
-    async def unary(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
+    async def unary(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
         whole = Whole()
         async for item in news:
             self.usage.add(item)
@@ -183,7 +183,7 @@ class ChatAnswer:
         }
         return finished | ({"token_ids": completion.token_ids} if self.request.return_token_ids else {})
 
-    async def stream(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
+    async def stream(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
         options = self.request.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         keeps_usage = wants_usage and bool(options.continuous_usage_stats)

@@ -6,26 +6,29 @@ from typing import Any
 
 from jaxllm.outputs import CompletionOutput
 from jaxllm.server.http.exchange import DONE, Exchange
-from jaxllm.server.openai.generation import News, Usage, Whole
+from jaxllm.server.openai.generation import TokenUsage, Update, Whole
 from jaxllm.server.openai.logprobs import CompletionLogprobs, joined, prompt_logprobs
-from jaxllm.server.openai.prepare import Job, Model
+from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.openai.schemas import CompletionRequest
+from jaxllm.server.served_model import ServedModel
 
 
 class CompletionAnswer:
     """Puts what the engine says into OpenAI's words, as a whole or in chunks."""
 
-    def __init__(self, request: CompletionRequest, jobs: Sequence[Job], *, answer_id: str, model: Model):
+    def __init__(
+        self, request: CompletionRequest, jobs: Sequence[GenerationJob], *, answer_id: str, model: ServedModel
+    ):
         self.request, self.jobs, self._model = request, jobs, model
         self._base = {"id": answer_id, "object": "text_completion", "created": int(time.time()), "model": request.model}
         self._hides_output = request.max_tokens == 0
-        self.usage = Usage(jobs, counts_output=not self._hides_output)
+        self.usage = TokenUsage(jobs, counts_output=not self._hides_output)
         self._n = request.n or 1
         self._logprobs = {index: CompletionLogprobs(request.logprobs or 0) for index in range(len(jobs) * self._n)}
         self._scores: dict[int, Any] = {}  # of prompts, which the engine tells once
         self._echoed: set[int] = set()  # choices whose prompt was shown
 
-    async def unary(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
+    async def unary(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
         wholes = [Whole() for _ in self.jobs]
         async for item in news:
             self.usage.add(item)
@@ -37,7 +40,7 @@ class CompletionAnswer:
         ]
         await exchange.json(self._base | {"choices": choices, "usage": self.usage.answer()})
 
-    async def stream(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
+    async def stream(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
         options = self.request.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         keeps_usage = wants_usage and bool(options.continuous_usage_stats)
@@ -85,7 +88,7 @@ class CompletionAnswer:
             choice["prompt_token_ids"] = job.token_ids if is_first else None
         return choice
 
-    def _first_text(self, job: Job) -> str:
+    def _first_text(self, job: GenerationJob) -> str:
         """Of the token that has no log-probability, and so no text either."""
         tokenizer = self._model.tokenizer
         return "" if tokenizer is None else tokenizer.token_text(job.token_ids[0])

@@ -8,29 +8,29 @@ from typing import Any, NamedTuple
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.server.engine.client import EngineClient
 from jaxllm.server.http.errors import APIError, internal, invalid
-from jaxllm.server.observe.metrics import Course, Metrics, Outcome
-from jaxllm.server.openai.prepare import Job
+from jaxllm.server.observe.metrics import Metrics, RequestObserver, RequestTimings
+from jaxllm.server.openai.prepare import GenerationJob
 
-Record = Callable[[Course, str], None]  # its id too
+Record = Callable[[RequestTimings, str], None]  # its id too
 
 
-class News(NamedTuple):
+class Update(NamedTuple):
     """What is new of one prompt."""
 
     index: int  # of the prompt
     output: RequestOutput
 
 
-class Usage:
+class TokenUsage:
     """Tokens that an HTTP request has cost so far."""
 
-    def __init__(self, jobs: Sequence[Job], *, counts_output: bool = True):
+    def __init__(self, jobs: Sequence[GenerationJob], *, counts_output: bool = True):
         self._counts_output = counts_output
         self.prompt_tokens = sum(len(job.token_ids) for job in jobs)
         self.completion_tokens = self.reasoning_tokens = 0
         self._cached: dict[int, int] = {}
 
-    def add(self, news: News) -> None:
+    def add(self, news: Update) -> None:
         if self._counts_output:
             self.completion_tokens += sum(len(completion.token_ids) for completion in news.output.outputs)
         self._cached[news.index] = news.output.num_cached_tokens
@@ -52,12 +52,12 @@ class Usage:
 async def run(
     client: EngineClient,
     metrics: Metrics,
-    jobs: Sequence[Job],
+    jobs: Sequence[GenerationJob],
     *,
     request_id: str,
     priority: int,
     record: Record | None = None,
-) -> AsyncIterator[News]:
+) -> AsyncIterator[Update]:
     """All jobs at once; their deltas as they come. Closing the iterator aborts what is left, and the end of one job
     in an error is the end of all. `record` is told of each that is over. Raises `APIError`, `EngineDeadError`."""
     streams = [_run_one(client, metrics, job, f"{request_id}-{i}", i, priority, record) for i, job in enumerate(jobs)]
@@ -66,7 +66,7 @@ async def run(
             async for news in stream:
                 yield news
         return
-    queue: asyncio.Queue[News | BaseException | None] = asyncio.Queue(maxsize=len(jobs))
+    queue: asyncio.Queue[Update | BaseException | None] = asyncio.Queue(maxsize=len(jobs))
     tasks = [asyncio.create_task(_forward(stream, queue)) for stream in streams]
     try:
         left = len(tasks)
@@ -84,7 +84,7 @@ async def run(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _forward(stream: AsyncIterator[News], queue: asyncio.Queue) -> None:
+async def _forward(stream: AsyncIterator[Update], queue: asyncio.Queue) -> None:
     async with aclosing(stream):
         try:
             async for news in stream:
@@ -95,16 +95,22 @@ async def _forward(stream: AsyncIterator[News], queue: asyncio.Queue) -> None:
 
 
 async def _run_one(
-    client: EngineClient, metrics: Metrics, job: Job, request_id: str, index: int, priority: int, record: Record | None
-) -> AsyncIterator[News]:
-    outcome = Outcome(metrics, job)
+    client: EngineClient,
+    metrics: Metrics,
+    job: GenerationJob,
+    request_id: str,
+    index: int,
+    priority: int,
+    record: Record | None,
+) -> AsyncIterator[Update]:
+    outcome = RequestObserver(metrics, job)
     try:
         stream = client.generate(job.token_ids, job.params, request_id=request_id, priority=priority)
         async with aclosing(stream):
             async for output in stream:
                 outcome.saw(output)
                 _check(output, request_id)
-                yield News(index, output)
+                yield Update(index, output)
     except ValueError as error:
         outcome.reason = "error"
         raise invalid(str(error)) from error

@@ -4,18 +4,15 @@ every route. Nothing here is asynchronous; it runs in threads, as templates and 
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxllm.engine.intake import check_params, check_prompt, check_room
-from jaxllm.grammar.sandbox import GrammarChecker
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.engine.client import EngineInfo
-from jaxllm.server.http.errors import APIError, invalid, refusing, too_long, unknown_model
-from jaxllm.server.openai.response_format import Form, form_of
+from jaxllm.server.http.errors import APIError, invalid, refusing, too_long
+from jaxllm.server.openai.response_format import ResponseFormat, response_format_of
 from jaxllm.server.openai.schemas import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
@@ -26,7 +23,7 @@ from jaxllm.server.openai.schemas import (
     Tool,
     check_depth,
 )
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.server.served_model import ServedModel
 
 _PASSED = (
     "n",
@@ -60,55 +57,14 @@ _UNARY_INTERVAL = 16  # tokens between two deltas that nobody sees
 _MOST_CHARS_PER_TOKEN = 32  # a prompt that needs longer tokens than this on average isn't text
 
 
-@dataclass(frozen=True)
-class Model:
-    """The one that is served."""
-
-    names: tuple[str, ...]
-    tokenizer: Tokenizer | None
-    defaults: dict[str, Any] = field(default_factory=dict)  # of `SamplingParams`, by the model's own recommendation
-    chat_template: str | None = None  # Jinja source; None: the tokenizer's own
-    created: int = 0  # seconds since 1970
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @cached_property
-    def grammars(self) -> GrammarChecker:
-        return GrammarChecker(self.tokenizer)
-
-    @property
-    def template_source(self) -> str:
-        """Of the chat template, as far as it is known; what it holds shows what the model can do."""
-        if self.chat_template is not None:
-            return self.chat_template
-        return "" if self.tokenizer is None else "\n".join(self.tokenizer.chat.templates.values())
-
-    @property
-    def has_chat(self) -> bool:
-        """Whether it is known how to write a conversation for it."""
-        own = {} if self.tokenizer is None else self.tokenizer.chat.templates
-        return self.chat_template is not None or "default" in own
-
-    def check_name(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
-            raise unknown_model(name, list(self.names))
-
-    def need_tokenizer(self, param: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise invalid("this server has no tokenizer; send prompts as token ids", param)
-        return self.tokenizer
-
-
-class Job(NamedTuple):
+class GenerationJob(NamedTuple):
     """One prompt for the engine."""
 
     token_ids: list[int]
     params: SamplingParams
     text: str | None = None  # to echo
 
-    def salted(self, tenant: bytes) -> "Job":
+    def salted(self, tenant: bytes) -> "GenerationJob":
         """The same with a part of the prefix cache that only this tenant reads: how soon an answer comes would tell
         others what was asked before."""
         own = (self.params.cache_salt or "").encode("utf-8", "surrogatepass")
@@ -135,13 +91,13 @@ def count_samples(count: int, request: Sampling) -> None:
         )
 
 
-def completion_jobs(model: Model, info: EngineInfo, request: CompletionRequest) -> list[Job]:
+def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionRequest) -> list[GenerationJob]:
     """A job for each prompt. Raises `APIError`."""
     wants_scores = request.echo and request.logprobs is not None
     params = sampling_params(
         model,
         request,
-        form_of(request),
+        response_format_of(request),
         max_tokens=request.max_tokens or (None if request.max_tokens is None else 1),  # 0: one that is not shown
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if wants_scores else request.prompt_logprobs,
@@ -149,11 +105,11 @@ def completion_jobs(model: Model, info: EngineInfo, request: CompletionRequest) 
     jobs = []
     for ids, text in _prompts(model, info, request):
         check_job(model, info, ids, params, "prompt")
-        jobs.append(Job(ids, params, text))
+        jobs.append(GenerationJob(ids, params, text))
     return jobs
 
 
-def _prompts(model: Model, info: EngineInfo, request: CompletionRequest) -> list[tuple[list[int], str | None]]:
+def _prompts(model: ServedModel, info: EngineInfo, request: CompletionRequest) -> list[tuple[list[int], str | None]]:
     prompt = request.prompt
     prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     if not prompts:
@@ -177,11 +133,13 @@ def _checked_ids(info: EngineInfo, ids: Sequence[Any]) -> list[int]:
         return check_prompt(ids, info.vocab, info.config.max_model_len)
 
 
-def _decode(model: Model, ids: list[int]) -> str:
+def _decode(model: ServedModel, ids: list[int]) -> str:
     return model.need_tokenizer("echo").decode(ids, skip_special_tokens=False)
 
 
-def encode(model: Model, info: EngineInfo, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+def encode(
+    model: ServedModel, info: EngineInfo, text: str, param: str, *, add_special_tokens: bool = True
+) -> list[int]:
     """Token ids of a text that is not hopelessly long. Raises `APIError`."""
     most = info.config.max_model_len * _MOST_CHARS_PER_TOKEN
     if len(text) > most:
@@ -194,9 +152,9 @@ def encode(model: Model, info: EngineInfo, text: str, param: str, *, add_special
 
 
 def sampling_params(
-    model: Model,
+    model: ServedModel,
     request: Sampling,
-    form: Form | None,
+    form: ResponseFormat | None,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -228,7 +186,7 @@ def sampling_params(
         return SamplingParams(**fields)
 
 
-def check_job(model: Model, info: EngineInfo, ids: list[int], params: SamplingParams, param: str) -> None:
+def check_job(model: ServedModel, info: EngineInfo, ids: list[int], params: SamplingParams, param: str) -> None:
     """Raises `APIError` for what this engine can't serve: every token id, every length, every number of beams."""
     if len(ids) >= info.config.max_model_len:
         raise _too_many(len(ids), info, param)
@@ -251,7 +209,7 @@ def _too_many(count: int, info: EngineInfo, param: str) -> APIError:
 
 
 def chat_text(
-    model: Model,
+    model: ServedModel,
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
     *,
@@ -298,12 +256,12 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def chat_job(
-    model: Model,
+    model: ServedModel,
     info: EngineInfo,
     request: ChatRequest,
     tools: Sequence[Tool] | None,
-    form_after: Callable[[str], Form | None],
-) -> Job:
+    form_after: Callable[[str], ResponseFormat | None],
+) -> GenerationJob:
     """The one job of a conversation, with the rendered text as `text`; `form_after` tells the form of what follows it.
     Raises `APIError`."""
     if request.top_logprobs is not None and not request.logprobs:
@@ -329,4 +287,4 @@ def chat_job(
     )
     ids = encode(model, info, text, "messages", add_special_tokens=False)
     check_job(model, info, ids, params, "messages")
-    return Job(ids, params, text)
+    return GenerationJob(ids, params, text)

@@ -22,20 +22,20 @@ _FORMATS = ("text", "json_object", "json_schema")
 _GAP = r"/\n{1,4}/"
 
 
-class Form(NamedTuple):
+class ResponseFormat(NamedTuple):
     """What a request wants, and which of its fields says so."""
 
     wanted: StructuredOutputs
     param: str
 
 
-def form_of(request: Sampling) -> Form | None:
+def response_format_of(request: Sampling) -> ResponseFormat | None:
     """The form that a request asks for, None for plain text. Raises `APIError` 400 for one that can't be, or two."""
     if request.guided_decoding_backend is not None:
         raise unsupported("guided_decoding_backend", "there is but one backend here; leave guided_decoding_backend out")
     forms = [] if (form := _of_format(request.response_format)) is None else [form]
     if request.structured_outputs is not None:
-        forms.append(Form(_structured(request.structured_outputs), "structured_outputs"))
+        forms.append(ResponseFormat(_structured(request.structured_outputs), "structured_outputs"))
     for name, kind in _OLD_NAMES.items():
         if (value := getattr(request, name)) is not None:
             forms.append(_form(name, **{kind: value}))
@@ -45,9 +45,9 @@ def form_of(request: Sampling) -> Form | None:
     return forms[0] if forms else None
 
 
-def _form(param: str, **fields: Any) -> Form:
+def _form(param: str, **fields: Any) -> ResponseFormat:
     with refusing(param):
-        return Form(StructuredOutputs(**fields), param)
+        return ResponseFormat(StructuredOutputs(**fields), param)
 
 
 def _structured(given: Any) -> StructuredOutputs:
@@ -58,7 +58,7 @@ def _structured(given: Any) -> StructuredOutputs:
     return _form("structured_outputs", **fields).wanted
 
 
-def _of_format(response_format: dict[str, Any] | None, param: str = "response_format") -> Form | None:
+def _of_format(response_format: dict[str, Any] | None, param: str = "response_format") -> ResponseFormat | None:
     kind = None if response_format is None else response_format.get("type")
     if response_format is not None and kind not in _FORMATS:
         raise invalid(f"{param}.type must be one of {', '.join(_FORMATS)}, not {kind!r:.100}", f"{param}.type")
@@ -77,12 +77,12 @@ def _of_format(response_format: dict[str, Any] | None, param: str = "response_fo
     return _form(f"{param}.json_schema.schema", json=schema)
 
 
-def chat_form(
+def chat_response_format(
     request: ChatRequest, tools: Sequence[Tool] | None, *, prompt: str, calls: str | None, has_thoughts: bool
-) -> Form | None:
+) -> ResponseFormat | None:
     """The form of an answer to `prompt`: what the request says, or calls of `tools` (in the format `calls`) if it must
     or may call some; after the model's thoughts, if it has any. None for plain text."""
-    form = form_of(request)
+    form = response_format_of(request)
     must_call = bool(tools) and request.tool_choice not in (None, "none", "auto")
     if form is None and not must_call:
         return None

@@ -10,8 +10,8 @@ from jaxllm.outputs import CompletionOutput
 from jaxllm.server.http.errors import APIError
 from jaxllm.server.http.exchange import Exchange
 from jaxllm.server.openai import prepare
-from jaxllm.server.openai.chat import Talk, check_chat, prepare_talk
-from jaxllm.server.openai.generation import News, Usage
+from jaxllm.server.openai.chat import PreparedChat, check_chat, prepare_chat
+from jaxllm.server.openai.generation import TokenUsage, Update
 from jaxllm.server.openai.logprobs import chat_logprobs
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Event
 from jaxllm.server.openai.parsing.events import Reasoning as Thought
@@ -27,7 +27,7 @@ async def answer(server: Server, request: ResponsesRequest, exchange: Exchange) 
     check_chat(chat)
     prepare.count_samples(1, chat)
     with server.admit(1):
-        talk = await server.in_thread(prepare_talk, server, info, chat)
+        talk = await server.in_thread(prepare_chat, server, info, chat)
         response = Response(request, talk, f"resp_{exchange.request_id.removeprefix('req_')}")
         async with aclosing(server.run([talk.job], exchange, request_id=response.id, priority=0)) as news:
             await (response.stream if request.stream else response.unary)(exchange, news)
@@ -36,10 +36,10 @@ async def answer(server: Server, request: ResponsesRequest, exchange: Exchange) 
 class Response:
     """Items of the output, one after the other, and the events that tell of them."""
 
-    def __init__(self, request: ResponsesRequest, talk: Talk, response_id: str):
+    def __init__(self, request: ResponsesRequest, talk: PreparedChat, response_id: str):
         self.id, self._request, self._talk = response_id, request, talk
         self._created = int(time.time())
-        self._usage = Usage([talk.job])
+        self._usage = TokenUsage([talk.job])
         self._parser = talk.parser()
         self._output: list[dict[str, Any]] = []
         self._is_open = False  # the last item
@@ -48,13 +48,13 @@ class Response:
         self._sequence = 0
         self._finish_reason: str | None = None
 
-    async def unary(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
+    async def unary(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
         async for item in news:
             for completion in item.output.outputs:
                 self._take(item, completion)
         await exchange.json(self._whole(self._status))
 
-    async def stream(self, exchange: Exchange, news: AsyncIterator[News]) -> None:
+    async def stream(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
         async with exchange.events():
             for kind in ("response.created", "response.in_progress"):
                 await self._send(exchange, [self._event(kind, response=self._whole("in_progress"))])
@@ -107,7 +107,7 @@ class Response:
 
     # ---- what comes in
 
-    def _take(self, item: News, completion: CompletionOutput) -> list[dict[str, Any]]:
+    def _take(self, item: Update, completion: CompletionOutput) -> list[dict[str, Any]]:
         """The events that a delta gives."""
         self._usage.add(item)
         if completion.logprobs is not None:

@@ -11,13 +11,13 @@ from jaxllm.server.openai.schemas import (
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatRequest,
+    ContentPart,
     Count,
     Function,
     FunctionCall,
     FunctionName,
     Message,
     Name,
-    Part,
     Probability,
     Tool,
     ToolCall,
@@ -34,29 +34,29 @@ class FlatTool(Struct, kw_only=True):
     strict: bool | None = None
 
 
-class Item(Struct, kw_only=True):
+class InputItem(Struct, kw_only=True):
     """An item of the input: a message, or a call of a tool, or what that returned."""
 
     type: str = "message"
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | list[ContentPart] | None = None
 
 
 class Text(Struct, kw_only=True):
     format: dict[str, Any] | None = None
 
 
-class Reasoning(Struct, kw_only=True):
+class ReasoningOptions(Struct, kw_only=True):
     effort: str | None = None
 
 
 class ResponsesRequest(Struct, kw_only=True):
     model: Name | None = None
-    input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -66,7 +66,7 @@ class ResponsesRequest(Struct, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     stream: bool | None = None
     metadata: dict[str, str] | None = None
     truncation: str | None = None
@@ -138,7 +138,7 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {name: form[name] for name in ("name", "schema") if name in form}}
 
 
-def _add_item(messages: list[Message], item: Item, param: str) -> None:
+def _add_item(messages: list[Message], item: InputItem, param: str) -> None:
     match item.type:
         case "message":
             if item.role not in _ROLES:

@@ -96,7 +96,7 @@ class CompletionRequest(Sampling, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class Part(Struct, kw_only=True):
+class ContentPart(Struct, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -115,7 +115,7 @@ class ToolCall(Struct, kw_only=True):
 
 class Message(Struct, kw_only=True, omit_defaults=True):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: Name | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -90,7 +90,7 @@ class Shadowed:
         if plan.copies:
             sources, targets = zip(*plan.copies, strict=True)
             self.shadow[:, targets] = self.shadow[:, sources]
-        for key in plan.forgotten:
+        for key in plan.released_copies:
             del self.kept[key]
         assert self.moves.num_kept == len(self.kept)
 
@@ -121,7 +121,7 @@ class BlockMovesMachine(RuleBasedStateMachine):
     @rule(
         out_sizes=st.lists(st.integers(0, 24), max_size=2),
         num_in=st.integers(0, 2),
-        num_forgotten=st.integers(0, 1),
+        num_released_copies=st.integers(0, 1),
         num_copies=st.integers(0, MAX_SEQS),
         num_written=st.integers(0, 6),
         settles=st.booleans(),
@@ -147,7 +147,7 @@ class BlockMovesMachine(RuleBasedStateMachine):
         sources = rng.choice([block for block in range(NUM_BLOCKS) if block not in returned], num_copies).tolist()
         copies = [Copy(source, target) for source, target in zip(sources, free, strict=False)]
         forgotten = keys[num_in : num_in + num_forgotten]
-        world.run(swap_outs=swap_outs, swap_ins=swap_ins, copies=copies, forgotten=forgotten)
+        world.run(swap_outs=swap_outs, swap_ins=swap_ins, copies=copies, released_copies=forgotten)
         world.step(freed[:num_written] + world.blocks(num_written // 2))
         if settles:
             world.moves.settle()
@@ -201,7 +201,7 @@ def test_on_several_devices(mesh, dtype):
     world.moves.settle()
     world.step(two)
     world.moves.settle()
-    world.run(swap_ins=[Swap(1, one[::-1])], forgotten=[3])
+    world.run(swap_ins=[Swap(1, one[::-1])], released_copies=[3])
     world.check()
     assert all(pool.sharding == device.place for pool in world.pools)
     device.compiled.close()
@@ -230,7 +230,7 @@ def test_the_devices_memory_is_let_go(split):
     world.moves.settle()  # the step before is over, which says nothing of this one
     world.run(swap_outs=[Swap(3, world.blocks(3)), Swap(4, world.blocks(3))])
     assert staged_blocks() == 32
-    world.run(swap_ins=[Swap(2, world.blocks(4))], forgotten=[4])
+    world.run(swap_ins=[Swap(2, world.blocks(4))], released_copies=[4])
     world.check()  # and so the executables are over, which also held them
     assert staged_blocks() == 24
     world.moves.settle()
@@ -274,7 +274,7 @@ def test_after_a_failed_step_nothing_is_kept(device):
     world.moves.clear()
     world.moves.settle()
     assert world.moves.num_kept == 0
-    world.moves.run(world.pools, Plan(forgotten=[1]))  # as it may have been planned before
+    world.moves.run(world.pools, Plan(released_copies=[1]))  # as it may have been planned before
     with pytest.raises(AssertionError, match="a swap-in without a swap-out"):
         world.moves.run(world.pools, Plan(swap_ins=[Swap(2, [2])]))
 

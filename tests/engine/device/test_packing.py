@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxllm.engine.device.packing import FROM_SLOT, NUM_STOP_IDS, AdmitLayout, StepLayout, pick_bucket, token_ladder
 from jaxllm.engine.device.state import empty_slots, install_rows
 from jaxllm.engine.schedule.plan import Chunk, NewBlock, Plan
-from jaxllm.engine.schedule.sequence import Request
+from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.sampling_params import SamplingParams
 
 INT32_MAX = 2**31 - 1
@@ -19,7 +19,7 @@ quick = settings(max_examples=40, deadline=None)
 
 
 def make_request(slot=0, prompt=(7, 8, 9), output=(), *, seed=0, blocks=(), stop_ids=(), sample_index=0, **params):
-    request = Request(
+    request = Sequence(
         prompt_token_ids=list(prompt),
         params=SamplingParams(max_tokens=None, **params),
         arrival=0,

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.engine.beam import group as beam_round
+from jaxllm.engine.beam import group as beam_group
 from jaxllm.engine.device.candidates import read_candidates
-from jaxllm.engine.device.logprobs import LEAST, compact, logprob_rows, to_logprobs
-from jaxllm.engine.device.packing import BAD_WORD_LEN, EXTRAS_IDS, AdmitLayout, ExtrasLayout
+from jaxllm.engine.device.logprobs import LEAST, logprob_rows, pack_logprobs, to_logprobs
+from jaxllm.engine.device.packing import BAD_WORD_LEN, PENALTY_IDS, AdmitLayout, PenaltyLayout
 from jaxllm.engine.device.sampler import sample_full
-from jaxllm.engine.device.state import empty_extras, empty_slots, install_extras, install_rows
+from jaxllm.engine.device.state import empty_penalties, empty_slots, install_penalties, install_rows
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
-from jaxllm.engine.schedule.sequence import Request
+from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.sampling_params import MAX_LOGPROBS, SamplingParams
 
 SLOTS, VOCAB, DRAWS = 5, 24, 4000
-EXTRAS, ADMIT = ExtrasLayout(VOCAB), AdmitLayout(SLOTS, SLOTS, 1)
+EXTRAS, ADMIT = PenaltyLayout(VOCAB), AdmitLayout(SLOTS, SLOTS, 1)
 quick = settings(max_examples=50, deadline=None)
-put = jax.jit(lambda extras, packed: install_extras(extras, EXTRAS.unpack(packed)))
+put = jax.jit(lambda extras, packed: install_penalties(extras, EXTRAS.unpack(packed)))
 admit = jax.jit(lambda slots, table, packed: install_rows(slots, table, ADMIT.unpack(packed)))
 run = jax.jit(sample_full)
 
@@ -30,7 +30,7 @@ run = jax.jit(sample_full)
 def make_request(slot, prompt=(1,), output=(), bad_words=(), **params):
     """`bad_words` are token ids here."""
     params = SamplingParams(max_tokens=None, bad_words=["word"] * bool(bad_words), **params)
-    return Request(
+    return Sequence(
         prompt_token_ids=list(prompt),
         params=params,
         arrival=0,
@@ -45,11 +45,11 @@ def make_request(slot, prompt=(1,), output=(), bad_words=(), **params):
 def install(requests, extras=None):
     """The tables after the requests were admitted, over rows full of rubbish."""
     if extras is None:
-        rng, empty = np.random.default_rng(1), empty_extras(SLOTS, VOCAB)
+        rng, empty = np.random.default_rng(1), empty_penalties(SLOTS, VOCAB)
         extras = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 9, x.shape), x.dtype), empty)
     for request in requests:
         request.num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        for packed in EXTRAS.pack(request) if request.needs_extras else []:
+        for packed in EXTRAS.pack(request) if request.needs_penalties else []:
             extras = put(extras, packed)
     slots, table = admit(*empty_slots(SLOTS, 1), ADMIT.pack([(request, 0) for request in requests]))
     return slots.length, table, extras
@@ -122,7 +122,7 @@ def test_candidates_of_a_beam_are_the_best_after_bias_masks_and_penalties(fields
     """Of its log-probabilities, which nothing normalises again; what a sample beside it gets is as without it."""
     fields["temperature"] = 0.0
     sample, beam = make_request(0, temperature=0.0), make_request(3, beam_width=2, **fields)
-    beam_round.start([beam, make_request(4, beam_width=2)])
+    beam_group.start([beam, make_request(4, beam_width=2)])
     logits = np.random.default_rng(seed).normal(size=(2, VOCAB)).astype(np.float32) * 3
     chosen, _, _, rows = step(logits, [sample, beam])
     assert chosen[0] == logits[0].argmax()
@@ -177,15 +177,15 @@ def test_padding_and_rows_without_a_token_change_no_extras():
 
 
 def test_long_lists_take_several_parts():
-    vocab = 3 * EXTRAS_IDS
-    layout = ExtrasLayout(vocab)
+    vocab = 3 * PENALTY_IDS
+    layout = PenaltyLayout(vocab)
     allowed = list(range(1, vocab, 2))
     request = make_request(0, prompt=range(0, vocab, 3), allowed_token_ids=allowed, repetition_penalty=2.0)
     parts = layout.pack(request)
-    assert len(parts) == -(-len(set(allowed) | set(range(0, vocab, 3))) // EXTRAS_IDS) > 1
-    extras = empty_extras(2, vocab)
+    assert len(parts) == -(-len(set(allowed) | set(range(0, vocab, 3))) // PENALTY_IDS) > 1
+    extras = empty_penalties(2, vocab)
     for packed in parts:
-        extras = jax.jit(lambda e, p: install_extras(e, layout.unpack(p)))(extras, packed)
+        extras = jax.jit(lambda e, p: install_penalties(e, layout.unpack(p)))(extras, packed)
     assert np.isneginf(extras.bias[0]).nonzero()[0].tolist() == list(range(0, vocab, 2))
     assert extras.in_prompt[0].nonzero()[0].tolist() == list(range(0, vocab, 3))
     assert not extras.bias[1].any() and not extras.in_prompt[1].any()
@@ -244,7 +244,9 @@ def test_logprobs_are_the_true_top_of_the_unaltered_distribution():
     assert not candidates.any(), "there are no beams"
 
     def of(i, request):
-        kept = compact(np.asarray(rows[i]), request.params.num_top_logprobs, request.params.logprob_token_ids or ())
+        kept = pack_logprobs(
+            np.asarray(rows[i]), request.params.num_top_logprobs, request.params.logprob_token_ids or ()
+        )
         return to_logprobs(int(chosen[i]), kept, request.params.num_top_logprobs, str)
 
     seen = of(0, watching)
@@ -262,13 +264,13 @@ def test_logprobs_are_the_true_top_of_the_unaltered_distribution():
 def test_impossible_tokens_have_a_finite_logprob():
     logits = jnp.full((1, VOCAB), -jnp.inf).at[0, 2].set(1.0)
     row = np.asarray(jax.jit(logprob_rows)(logits, jnp.asarray([2], jnp.int32)))[0]
-    seen = to_logprobs(2, compact(row, 3), 3, lambda i: None)
+    seen = to_logprobs(2, pack_logprobs(row, 3), 3, lambda i: None)
     assert seen[2].logprob == 0.0 and {seen[i].logprob for i in seen if i != 2} == {LEAST}
 
 
 def test_a_vocabulary_smaller_than_the_most_logprobs():
     row = np.asarray(jax.jit(logprob_rows)(jnp.zeros((1, 7)), jnp.asarray([3], jnp.int32)))[0]
-    assert MAX_LOGPROBS > 7 and set(to_logprobs(3, compact(row, 7), 7, str)) == set(range(7))
+    assert MAX_LOGPROBS > 7 and set(to_logprobs(3, pack_logprobs(row, 7), 7, str)) == set(range(7))
 
 
 def test_bad_words_are_matched_up_to_their_full_length():

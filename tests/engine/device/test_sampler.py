@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxllm.engine.device.executables import sample_step
 from jaxllm.engine.device.packing import NUM_STOP_IDS
 from jaxllm.engine.device.sampler import sample, sample_full
-from jaxllm.engine.device.state import SamplingTable, empty_extras
+from jaxllm.engine.device.state import SamplingTable, empty_penalties
 from jaxllm.engine.schedule.plan import NOT_FINITE
 from jaxllm.pallas_kernels.sampling.reference import threshold
 
@@ -37,7 +37,7 @@ GREEDY = {
 
 @jax.jit
 def full_tokens(logits, slots, lengths, table):
-    return sample_full(logits, slots, lengths, table, empty_extras(SLOTS, VOCAB))[0]
+    return sample_full(logits, slots, lengths, table, empty_penalties(SLOTS, VOCAB))[0]
 
 
 SAMPLERS = {"plain": jax.jit(sample), "full": full_tokens}

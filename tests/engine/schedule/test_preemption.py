@@ -160,7 +160,7 @@ def test_the_last_by_priority_and_arrival_leaves(small, llm):
         before = small.stats().num_swapped
         done |= {out.request_id: out for out in small.engine.step()}
         if small.stats().num_swapped > before:
-            left.append({r.owner.request_id for r in small.engine.scheduler.waiting.requests() if r.host_copy})
+            left.append({r.request.request_id for r in small.engine.scheduler.waiting.requests() if r.host_copy})
     assert left[0] == {"r1"} and left[1] == {"r1", "r3"}
     assert_same(llm, workload, done)
 
@@ -180,8 +180,8 @@ def test_siblings_leave_and_return_together(small, llm, mode, params):
         done |= {out.request_id: out for out in small.engine.step()}
         small.engine.scheduler.check()
         if "r3" not in done:
-            (group,) = {sample.group for sample in small.engine._groups["r3"].samples}
-            seen.add(frozenset(member.slot >= 0 for member in group.members))
+            (group,) = {sample.group for sample in small.engine._requests["r3"].sequences}
+            seen.add(frozenset(member.slot >= 0 for member in group.sequences))
     assert seen == {frozenset([False]), frozenset([True])}
     assert_same(llm, workload, done)
 
@@ -196,7 +196,7 @@ def test_prompt_logprobs_of_one_that_leaves_in_the_middle_of_its_prompt(small, l
     params = greedy(6, prompt_logprobs=1)
     small.engine.add(prompt, params, request_id="last")
     small.engine.step()
-    (last,) = small.engine._groups["last"].samples
+    (last,) = small.engine._requests["last"].sequences
     assert last.num_computed == 21 and small.stats().blocks_used == 9 + 3 + 6
     small.engine.step()  # three blocks are wanted, two are free
     assert last.slot < 0
@@ -242,7 +242,7 @@ def test_abort_of_what_is_swapped_out(small, llm, name):
     prefer(small, "swap")
     add(small, WORKLOADS[name])
     done = until_swapped(small)
-    swapped = {r.owner.request_id for r in small.engine.scheduler.waiting.requests() if r.host_copy}
+    swapped = {r.request.request_id for r in small.engine.scheduler.waiting.requests() if r.host_copy}
     for request_id in swapped:
         done[request_id] = small.engine.abort(request_id)
         assert "abort" in {completion.finish_reason for completion in done[request_id].outputs}

@@ -6,7 +6,7 @@ import pytest
 
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.scheduler import Scheduler
-from jaxllm.engine.schedule.sequence import Request, Status
+from jaxllm.engine.schedule.sequence import Sequence, Status
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_engine import FakeEngine, expected, rows
 
@@ -230,7 +230,7 @@ def test_logits_that_are_not_finite_end_only_their_request():
     assert b.finish_reason == "length"
 
 
-class Counted(Request):
+class Counted(Sequence):
     """A request that counts how often anyone looks at one."""
 
     looks = 0

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxllm.server.http.queue_position import Line
+from jaxllm.server.http.queue_position import ArrivalQueue
 from jaxllm.server.page import page
 from tests.fake_server import STATS, FakeClient, read_answer, request, running
 
@@ -112,7 +112,7 @@ def test_the_rate_counts_tokens_as_they_come():
 
 
 def test_the_line():
-    line = Line()
+    line = ArrivalQueue()
     with line.join(0) as first, line.join(0) as second, line.join(5) as last, line.join(0) as third:
         assert [place.ahead(4) for place in (first, second, third, last)] == [0, 1, 2, 3]
         assert [place.ahead(2) for place in (first, second, third, last)] == [0, 0, 0, 1], "two of them run"

@@ -11,7 +11,7 @@ MAX_HELD_CHARS = 1 << 16  # before the name is known
 _SPACE = " \t\r\n"
 
 
-class State(enum.Enum):
+class ScanState(enum.Enum):
     START = enum.auto()  # before the {
     KEY = enum.auto()
     COLON = enum.auto()
@@ -27,7 +27,7 @@ class CallScanner:
 
     def __init__(self, index: int, argument_keys: Sequence[str]):
         self.index, self._argument_keys = index, argument_keys
-        self.state = State.START
+        self.state = ScanState.START
         self.name: str | None = None
         self._key = ""
         self._token: list[str] = []  # of the string, or of the value that is kept
@@ -38,11 +38,11 @@ class CallScanner:
 
     @property
     def is_over(self) -> bool:
-        return self.state in (State.END, State.BROKEN)
+        return self.state in (ScanState.END, ScanState.BROKEN)
 
     @property
     def is_broken(self) -> bool:
-        return self.state is State.BROKEN
+        return self.state is ScanState.BROKEN
 
     @property
     def is_told(self) -> bool:
@@ -65,33 +65,33 @@ class CallScanner:
         if self.name is None:
             self._num_held += 1
             if self._num_held > MAX_HELD_CHARS:
-                self.state = State.BROKEN
+                self.state = ScanState.BROKEN
                 return
         match self.state:
-            case State.START | State.COLON | State.NEXT:
+            case ScanState.START | ScanState.COLON | ScanState.NEXT:
                 self._between(char)
-            case State.KEY:
+            case ScanState.KEY:
                 self._in_key(char)
-            case State.VALUE:
+            case ScanState.VALUE:
                 if char not in _SPACE:
                     self._token, self._depth = [], 0
-                    self.state = State.INSIDE
+                    self.state = ScanState.INSIDE
                     self._in_value(char, events)
-            case State.INSIDE:
+            case ScanState.INSIDE:
                 self._in_value(char, events)
 
     def _between(self, char: str) -> None:
         if char in _SPACE:
             return
         expected = {
-            (State.START, "{"): State.KEY,
-            (State.COLON, ":"): State.VALUE,
-            (State.NEXT, ","): State.KEY,
-            (State.NEXT, "}"): State.END,
+            (ScanState.START, "{"): ScanState.KEY,
+            (ScanState.COLON, ":"): ScanState.VALUE,
+            (ScanState.NEXT, ","): ScanState.KEY,
+            (ScanState.NEXT, "}"): ScanState.END,
         }
-        self.state = expected.get((self.state, char), State.BROKEN)
-        if self.state is State.END and self.name is None:
-            self.state = State.BROKEN
+        self.state = expected.get((self.state, char), ScanState.BROKEN)
+        if self.state is ScanState.END and self.name is None:
+            self.state = ScanState.BROKEN
         self._token = []
 
     def _in_key(self, char: str) -> None:
@@ -99,12 +99,12 @@ class CallScanner:
             if char == '"':
                 self._in_string, self._token = True, [char]
             elif char not in _SPACE:
-                self.state = State.BROKEN
+                self.state = ScanState.BROKEN
             return
         self._token.append(char)
         if self._string_ends(char):
             self._key = _loads("".join(self._token))
-            self.state = State.COLON if isinstance(self._key, str) else State.BROKEN
+            self.state = ScanState.COLON if isinstance(self._key, str) else ScanState.BROKEN
 
     def _string_ends(self, char: str) -> bool:
         """Follows a string; whether `char` closes it."""
@@ -135,7 +135,7 @@ class CallScanner:
                 self._end_value(events)
         elif self._depth == 0 and char in ",}":  # the end of a number, true, false or null
             self._end_value(events)
-            if self.state is not State.BROKEN:
+            if self.state is not ScanState.BROKEN:
                 self._between(char)
         else:
             self._keep(char)
@@ -150,11 +150,11 @@ class CallScanner:
         return self._key in self._argument_keys
 
     def _end_value(self, events: list[Event]) -> None:
-        self.state = State.NEXT
+        self.state = ScanState.NEXT
         if self._key == "name":
             name = _loads("".join(self._token))
             if not isinstance(name, str) or not name or self.name is not None:
-                self.state = State.BROKEN
+                self.state = ScanState.BROKEN
                 return
             self.name = name
             events.append(CallStart(self.index, name))
@@ -169,7 +169,7 @@ class CallScanner:
     def _flush(self) -> list[Event]:
         if self.name is None:
             return []
-        if self.state is State.END and not self._has_arguments:
+        if self.state is ScanState.END and not self._has_arguments:
             self._has_arguments = True
             self._arguments.append("{}")
         text, self._arguments = "".join(self._arguments), []
