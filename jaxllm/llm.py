@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxllm.checkpoint.generation_config import default_sampling_params
-from jaxllm.checkpoint.loader import place_params
+from jaxllm.checkpoint.placement import place_params
 from jaxllm.engine.build import DEFAULT_MODEL, build_engine
 from jaxllm.engine.stats import EngineStats
 from jaxllm.outputs import BeamSearchOutput, RequestOutput

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxllm.aot.chips import Target, devices
 from jaxllm.checkpoint.config import read_config, resolve_dtype
-from jaxllm.checkpoint.loader import check_mesh
+from jaxllm.checkpoint.placement import check_mesh
 from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory

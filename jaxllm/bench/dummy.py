@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.checkpoint.config import ModelSpec, read_config, resolve_dtype
-from jaxllm.checkpoint.loader import abstract_params, check_mesh
+from jaxllm.checkpoint.loader import abstract_params
+from jaxllm.checkpoint.placement import check_mesh
 from jaxllm.engine.device.memory import device_bytes, leaf_bytes, machine_bytes
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params

@@ -61,7 +61,6 @@ class ModelSpec:
     module: ModuleType
     cfg: transformer.Config
     eos_token_ids: tuple[int, ...]  # each ends a text; may be empty
-    bos_token_id: int | None
 
 
 def resolve_dtype(dtype: str, platform: str) -> Any:
@@ -103,8 +102,7 @@ def read_config(model_dir: Path, dtype: Any) -> ModelSpec:
         raise ModelFormatError(f"{path}: {error}") from error
 
     eos = _generation_eos(model_dir, cfg.vocab) or _token_ids(path, hf, "eos_token_id", cfg.vocab)
-    bos = _token_ids(path, hf, "bos_token_id", cfg.vocab)
-    return ModelSpec(module=module, cfg=cfg, eos_token_ids=eos, bos_token_id=bos[0] if bos else None)
+    return ModelSpec(module=module, cfg=cfg, eos_token_ids=eos)
 
 
 def _architecture(hf: dict) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Parameters onto a mesh: from a checkpoint, tensor by tensor, or from the caller's own arrays."""
+"""Parameters from a checkpoint onto a mesh, tensor by tensor."""
 
 import dataclasses
 import logging
@@ -10,10 +10,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import product
 from os import cpu_count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
@@ -22,6 +21,7 @@ from tqdm import tqdm
 
 from jaxllm.checkpoint.config import ModelSpec
 from jaxllm.checkpoint.files import FLOATS, StoredTensor, find_tensors, read
+from jaxllm.checkpoint.placement import check_mesh, named, some_of
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.transformer import Params
@@ -64,12 +64,6 @@ def abstract_params(spec: ModelSpec) -> Params:
     return nnx.state(transformer.abstract(spec.module.Model, spec.cfg), nnx.Param)
 
 
-def check_mesh(params: Params, mesh: Mesh) -> None:
-    """Raises `MeshError` if `mesh` does not split one of `params` (abstract or not) evenly."""
-    for name, var in _named(params).items():
-        rules.check_divides(name, var.get_value().shape, var.axes, mesh)
-
-
 def load_params(model_dir: Path, spec: ModelSpec, params: Params, mesh: Mesh) -> Params:
     """Reads a safetensors checkpoint into arrays like the abstract `params`, split over `mesh`.
 
@@ -88,7 +82,7 @@ def load_params(model_dir: Path, spec: ModelSpec, params: Params, mesh: Mesh) ->
     bar = tqdm(total=sum(sizes), desc="loading", unit="B", unit_scale=True, disable=None, leave=False)
     with bar, ThreadPoolExecutor(min(16, cpu_count() or 1)) as pool:
         previous = None
-        for name, var in _named(params).items():
+        for name, var in named(params).items():
             host = _empty(var.get_value())
             for part in plan[name]:
                 tensor = part.of(stored[part.name])
@@ -105,55 +99,8 @@ def load_params(model_dir: Path, spec: ModelSpec, params: Params, mesh: Mesh) ->
     return params
 
 
-def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
-    """The caller's parameters, split over `mesh`, in the state that `abstract` describes.
-
-    `params` is an `nnx.State`, or nested dicts and lists with the same paths; any floating dtype is kept. An
-    array that lies as wanted already is shared, not copied, so donating it elsewhere ends both. Raises
-    `ValueError` naming the leaves that don't fit, and `MeshError`.
-    """
-    check_mesh(abstract, mesh)
-    want, got = _named(abstract), _named(params)
-    missing, unexpected = sorted(want.keys() - got.keys()), sorted(got.keys() - want.keys())
-    if missing or unexpected:
-        raise ValueError(
-            f"parameters do not fit the model: missing {_some(missing)}, unexpected {_some(unexpected)}; "
-            "pass nnx.state(model) of a model with the same config, or nested dicts with the same paths"
-        )
-    for name, var in want.items():
-        _check_leaf(name, got[name], var.get_value().shape)
-    shardings = [rules.sharding(var.axes, mesh) for var in want.values()]
-    arrays = jax.device_put([_value(got[name]) for name in want], shardings)
-    placed = jax.tree.map(lambda leaf: leaf, abstract)
-    for var, array in zip(_named(placed).values(), arrays, strict=True):
-        var.set_value(array)
-    return placed
-
-
-def _check_leaf(name: str, leaf: Any, shape: tuple[int, ...]) -> None:
-    value = _value(leaf)
-    if not isinstance(value, jax.Array | np.ndarray):
-        raise ValueError(f"parameter {name} is a {type(value).__name__}; pass a jax or numpy array")
-    if isinstance(value, jax.Array) and value.is_deleted():
-        raise ValueError(f"parameter {name} has been deleted or donated; pass the arrays that replaced it")
-    if value.shape != shape:
-        raise ValueError(f"parameter {name} has shape {value.shape}, but the model's config wants {shape}")
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(f"parameter {name} has dtype {value.dtype}; convert it to a floating one")
-
-
-def _named(params: Any) -> dict[str, Any]:
-    """The variables (or arrays, in a plain pytree) by their dotted names."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
 def _plan(spec: ModelSpec, params: Params) -> FillPlan:
-    shapes = {name: var.get_value().shape for name, var in _named(params).items()}
+    shapes = {name: var.get_value().shape for name, var in named(params).items()}
     plan: dict[str, list[WeightPart]] = {name: [] for name in shapes}
     for name, weights in _table(spec).items():
         first_row = 0
@@ -202,8 +149,8 @@ def _check(model_dir: Path, spec: ModelSpec, plan: FillPlan, stored: Mapping[str
     unexpected = sorted(name for name in unused if not _COMPUTED.fullmatch(name))
     if missing or unexpected:
         raise ModelFormatError(
-            f"{model_dir}: the tensors are not those of its config.json: missing {_some(missing)}, "
-            f"unexpected {_some(unexpected)}; take config and weights of one model"
+            f"{model_dir}: the tensors are not those of its config.json: missing {some_of(missing)}, "
+            f"unexpected {some_of(unexpected)}; take config and weights of one model"
         )
     for name, shape in shapes.items():
         tensor = stored[name]
@@ -217,11 +164,6 @@ def _check(model_dir: Path, spec: ModelSpec, plan: FillPlan, stored: Mapping[str
                 f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json implies "
                 f"{list(shape)}; take config and weights of one model"
             )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (", ".join(names[:5]) or "none") + more
 
 
 def _empty(want: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.checkpoint.config import read_config, resolve_dtype
-from jaxllm.checkpoint.loader import check_mesh, load_params, place_params
+from jaxllm.checkpoint.loader import load_params
+from jaxllm.checkpoint.placement import check_mesh, place_params
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.executables import ModelShape

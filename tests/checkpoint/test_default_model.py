@@ -48,7 +48,7 @@ def check_model_dir(model_dir: Path) -> None:
     assert tokenizer.vocab_size == spec.cfg.vocab
     assert spec.eos_token_ids == (tokenizer.eos_token_id,)
     ids = tokenizer.encode(TEXT)
-    assert ids[0] == spec.bos_token_id
+    assert ids[0] == json.loads((model_dir / "config.json").read_text())["bos_token_id"]
     assert tokenizer.decode(ids[1:], skip_special_tokens=False) == TEXT
 
 

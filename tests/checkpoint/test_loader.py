@@ -13,7 +13,8 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxllm.checkpoint.config import read_config
-from jaxllm.checkpoint.loader import abstract_params, check_mesh, load_params, place_params
+from jaxllm.checkpoint.loader import abstract_params, load_params
+from jaxllm.checkpoint.placement import check_mesh, place_params
 from jaxllm.errors import MeshError, ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.cache import Dense
@@ -85,7 +86,7 @@ def test_logits_equal_transformers(tmp_path, family, tied, shard_size, dtype, ro
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
 
     spec = read_config(tmp_path, jnp.float32)
-    assert spec.eos_token_ids == (2, 3) and spec.bos_token_id == 1 and spec.cfg.tie_embeddings == tied
+    assert spec.eos_token_ids == (2, 3) and spec.cfg.tie_embeddings == tied
     graph = nnx.graphdef(transformer.abstract(spec.module.Model, spec.cfg))
     params = load_params(tmp_path, spec, abstract_params(spec), make_mesh(None))
 
