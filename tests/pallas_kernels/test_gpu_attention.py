@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from jax.experimental import pallas as pl
 
+from benchmarks.attention_cases import Batch, Case
 from jaxllm.pallas_kernels.paged_attention import gpu
-from tests.pallas_kernels.test_paged_attention import Batch, Case, batches
+from tests.pallas_kernels.test_paged_attention import batches
 
 CASES = {
     "rows": Case(9, 4, 6, 2, block_size=32, sinks=True),
