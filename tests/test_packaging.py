@@ -1,9 +1,13 @@
 """The folders install as one package, imports point one way, and commands start without jax."""
 
 import ast
+import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -104,3 +108,71 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr
+
+
+def build(kind: str, tree: Path, out: Path) -> Path:
+    """A `wheel` or `sdist` of the tree, without the native kernels, whose compiler is away."""
+    code = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out)],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CXX": "false"},
+    )
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from the source distribution, built from a copy of this tree."""
+    home = tmp_path_factory.mktemp("wheel")
+    left_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "native-*.so")
+    shutil.copytree(ROOT, home / "tree", symlinks=True, ignore=left_out)
+    (home / "tree/pallas_kernels/native/native-0123456789abcdef.so").write_text("another environment's")
+    with tarfile.open(build("sdist", home / "tree", home)) as sdist:
+        sdist.extractall(home / "sdist", filter="data")
+    (unpacked,) = (home / "sdist").iterdir()
+    return build("wheel", unpacked, home)
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_each_module_once_and_the_licence(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert len(names) == len(set(names))
+    modules = {
+        name.replace("/__init__.py", ".py").removesuffix(".py").replace("/", ".")
+        for name in names
+        if name[-3:] == ".py"
+    }
+    assert modules == set(sources())
+    assert {name.split("/")[0] for name in names} == {"jaxllm", "jaxllm-0.1.0.dist-info"}
+    assert "jaxllm-0.1.0.dist-info/licenses/LICENSE" in names
+    assert {"jaxllm/py.typed", "jaxllm/default_model/model.safetensors", "jaxllm/server/page/index.html"} <= set(names)
+    assert not [name for name in names if name.endswith(".so")]
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_writes_text(wheel, tmp_path):
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(tmp_path / "site"),
+    ]
+    subprocess.run([*pip, str(wheel)], check=True)
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"}
+    code = "import jaxllm.models; print(jaxllm.models.__file__)"
+    for command, text in (
+        ([sys.executable, "-c", code], str(tmp_path / "site")),
+        ([sys.executable, "-m", "jaxllm.generate", "def f(", "--max-tokens", "8"], "def f("),
+        ([str(tmp_path / "site/bin/jaxllm"), "--version"], "jaxllm 0.1.0"),
+    ):
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.startswith(text), done.stderr

@@ -90,14 +90,20 @@ def _jaxlib() -> tuple[Path, str]:
     raise BuildError("jaxlib, whose headers it needs, is not installed yet")
 
 
-def main() -> int:
-    """Says in one line what came of it."""
+def try_build() -> Path | None:
+    """`build`, or None where that can't be; says in one line what came of it."""
     try:
-        print(f"jaxllm: built the native CPU kernels: {build()}")
+        library = build()
     except BuildError as error:
         print(f"jaxllm: the native CPU kernels are not built, XLA does their work: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return None
+    print(f"jaxllm: built the native CPU kernels: {library}")
+    return library
+
+
+def main() -> int:
+    """Returns the exit code: 1 if there is no library."""
+    return 1 if try_build() is None else 0
 
 
 if __name__ == "__main__":
