@@ -160,7 +160,7 @@ def test_the_last_by_priority_and_arrival_leaves(small, llm):
         before = small.stats().num_swapped
         done |= {out.request_id: out for out in small.engine.step()}
         if small.stats().num_swapped > before:
-            left.append({r.request.request_id for r in small.engine.scheduler.waiting.requests() if r.host_copy})
+            left.append({r.request.request_id for r in small.engine.scheduler.waiting.sequences() if r.host_copy})
     assert left[0] == {"r1"} and left[1] == {"r1", "r3"}
     assert_same(llm, workload, done)
 
@@ -242,14 +242,14 @@ def test_abort_of_what_is_swapped_out(small, llm, name):
     prefer(small, "swap")
     add(small, WORKLOADS[name])
     done = until_swapped(small)
-    swapped = {r.request.request_id for r in small.engine.scheduler.waiting.requests() if r.host_copy}
+    swapped = {r.request.request_id for r in small.engine.scheduler.waiting.sequences() if r.host_copy}
     for request_id in swapped:
         done[request_id] = small.engine.abort(request_id)
         assert "abort" in {completion.finish_reason for completion in done[request_id].outputs}
         small.engine.scheduler.check()
     assert small.stats().blocks_on_host == 0
     small.engine.step()
-    kept = {r.host_copy for r in small.engine.scheduler.waiting.requests()} - {None}
+    kept = {r.host_copy for r in small.engine.scheduler.waiting.sequences()} - {None}
     assert small.engine.runner._moves.num_kept == len(kept)
     done |= run(small)
     survivors = {request_id: out for request_id, out in done.items() if request_id not in swapped}
