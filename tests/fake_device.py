@@ -38,7 +38,7 @@ class FakeRow(NamedTuple):
 
     candidates: Candidates
 
-    def kept(self, logprob: float, rank: int) -> float:
+    def packed_logprobs(self, logprob: float, rank: int) -> float:
         return logprob
 
 
