@@ -82,7 +82,8 @@ class SamplingParams:
     logit_bias: Mapping[int | str, float] | None = None  # token id -> -100 .. 100, added to its logit
     allowed_token_ids: list[int] | None = None  # no other token is generated
     bad_words: list[str] | None = None  # words that are not generated
-    skip_reading_prefix_cache: bool | None = None  # None: if prompt_logprobs are wanted
+    # False and None read it, unless prompt_logprobs are wanted: cached blocks have none.
+    skip_reading_prefix_cache: bool | None = None
     cache_salt: str | None = None  # prompts share cached blocks with those of the same salt only
     # The form that the text must have, also with `ignore_eos`; or a dict of its fields.
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None

@@ -53,7 +53,7 @@ class EngineStats:
 def read_stats(
     scheduler: Scheduler, compile_plan: CompilePlan, peak_blocks_used: int, steps: StepCounter
 ) -> EngineStats:
-    """O(blocks + running)."""
+    """O(running), however large the pool is."""
     pool, preemption, admission = scheduler.pool, scheduler.preemption, scheduler.admission
     return EngineStats(
         num_blocks=pool.num_blocks,
@@ -67,7 +67,7 @@ def read_stats(
         blocks_swapped_out=preemption.num_blocks_out,
         blocks_swapped_in=preemption.num_blocks_in,
         blocks_on_host=preemption.num_host_blocks,
-        num_running=len(scheduler.running),
+        num_running=len(scheduler.running_set.running),
         num_waiting=len(scheduler.waiting),
         num_preemptions=preemption.num_swapped + preemption.num_recomputed,
         num_swapped=preemption.num_swapped,

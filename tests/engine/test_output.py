@@ -50,6 +50,14 @@ def assert_logprobs(found, exact, token, count) -> None:
 # ---- log-probabilities
 
 
+@pytest.mark.parametrize("skips", [None, False, True])
+def test_prompt_logprobs_are_complete_when_the_prompt_is_cached(text_llm, skips):
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, skip_reading_prefix_cache=skips)
+    text_llm.generate(ids(PROMPT), greedy(1))
+    (out,) = text_llm.generate(ids(PROMPT), params)
+    assert out.num_cached_tokens == 0 and len(out.prompt_logprobs) == len(PROMPT)
+
+
 @pytest.mark.parametrize("chunk", [24, 7])
 def test_logprobs_of_prompt_and_output(text_llm, tiny, monkeypatch, chunk):
     monkeypatch.setattr(text_llm.engine.runner, "max_tokens", lambda *needs: chunk)

@@ -27,6 +27,7 @@ class BlockPool:
         """Frees every block, whoever held it, and drops the prefix cache."""
         self.refs = [0] * self.num_blocks  # references to each block; others only read them
         self._free = OrderedDict.fromkeys(range(self.num_blocks))  # the next to hand out first
+        self.num_shared = 0  # blocks with several references
         self.forget_keys()
 
     @property
@@ -37,16 +38,6 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
 
-    @property
-    def num_shared(self) -> int:
-        """Blocks that several hold. O(blocks), as is the next."""
-        return sum(refs > 1 for refs in self.refs)
-
-    @property
-    def num_cached(self) -> int:
-        """Free blocks that can be hit."""
-        return sum(block in self._key_of for block in list(self._free))  # a copy: another thread may ask
-
     def allocate(self, n: int) -> list[int]:
         """`n` blocks with one reference each, the longest unused first. The caller has checked `num_free`."""
         assert n <= len(self._free), f"{n} blocks wanted, {len(self._free)} free"
@@ -56,6 +47,7 @@ class BlockPool:
             key = self._key_of.pop(block, None)
             if key is not None:
                 del self._block_of[key]
+                self.num_cached -= 1
             self.refs[block] = 1
             blocks.append(block)
         return blocks
@@ -65,6 +57,8 @@ class BlockPool:
         for block in blocks:
             if self.refs[block] == 0:
                 del self._free[block]
+                self.num_cached -= block in self._key_of
+            self.num_shared += self.refs[block] == 1
             self.refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -72,9 +66,12 @@ class BlockPool:
         for block in reversed(blocks):
             assert self.refs[block] > 0, f"block {block} is freed twice"
             self.refs[block] -= 1
+            self.num_shared -= self.refs[block] == 1
             if self.refs[block] == 0:
                 self._free[block] = None
-                if block not in self._key_of:  # nothing to remember: reuse it before any that can be hit
+                if block in self._key_of:
+                    self.num_cached += 1
+                else:  # nothing to remember: reuse it before any that can be hit
                     self._free.move_to_end(block, last=False)
 
     def key(self, parent: Key, token_ids: Sequence[int], extras: bytes = b"") -> Key:
@@ -110,6 +107,7 @@ class BlockPool:
         never match keys made after it, so that those who hold old contents can't offer them under a new name."""
         self._key_of.clear()
         self._block_of.clear()
+        self.num_cached = 0  # free blocks that can be hit
         self._secret = secrets.token_bytes(32)  # keys must not be predictable: a hit leaks that a prompt was seen
         self.generation += 1
 
@@ -118,3 +116,5 @@ class BlockPool:
         assert len(self.refs) == self.num_blocks and min(self.refs, default=0) >= 0
         assert set(self._free) == {b for b, refs in enumerate(self.refs) if refs == 0}
         assert {key: block for block, key in self._key_of.items()} == self._block_of
+        assert self.num_shared == sum(refs > 1 for refs in self.refs)
+        assert self.num_cached == sum(block in self._key_of for block in self._free)

@@ -1,5 +1,7 @@
 """Which blocks hold a prompt's beginning already, and when a sequence's own blocks may be found by others."""
 
+from collections.abc import Collection
+
 from jaxllm.engine.schedule.block_pool import BlockPool, Key
 from jaxllm.engine.schedule.sequence import Sequence
 
@@ -72,5 +74,5 @@ class PrefixCache:
         salt = sequence.params.cache_salt
         return b"" if salt is None else self.pool.key(b"", (), salt.encode("utf-8", "surrogatepass"))
 
-    def check(self, running: list[Sequence]) -> None:
+    def check(self, running: Collection[Sequence]) -> None:
         assert set(self._writing.values()) <= set(running)

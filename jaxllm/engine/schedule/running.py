@@ -1,6 +1,7 @@
-"""Who is on the device: slots, and the blocks that their sequences hold."""
+"""The sequences on the device: their slots, and the blocks that they hold."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
@@ -18,21 +19,21 @@ class RunningSet:
         """Nobody is on the device any more, and nothing is cached."""
         self.pool.reset()
         self.prefix_cache.reset()
-        self.running: list[Sequence] = []
+        self.running: dict[Sequence, None] = {}  # as an ordered set: any of them may leave at any time
         self.free_slots = list(range(self.max_num_seqs))
         self.num_full = self.num_beams = self.num_retrying = 0  # for the full sampler, of searches, under suspicion
 
     def add(self, sequence: Sequence, status: Status) -> None:
         """Gives the sequence a slot; it has its blocks already."""
         sequence.slot, sequence.status = self.free_slots.pop(), status
-        self.running.append(sequence)
+        self.running[sequence] = None
         self.num_full += sequence.needs_full_sampler
         self.num_beams += sequence.group.is_search
         self.num_retrying += sequence.num_failures > 0
 
     def remove(self, sequence: Sequence) -> None:
         """Takes its slot and blocks away, and ends its epoch."""
-        self.running.remove(sequence)
+        del self.running[sequence]
         self.num_full -= sequence.needs_full_sampler
         self.num_beams -= sequence.group.is_search
         self.num_retrying -= sequence.num_failures > 0
@@ -40,6 +41,12 @@ class RunningSet:
         self.pool.release(sequence.block_ids)
         self.free_slots.append(sequence.slot)
         sequence.leave_device()
+
+    def move_to_end(self, sequences: Iterable[Sequence]) -> None:
+        """These are served after the others from now on."""
+        for sequence in sequences:
+            del self.running[sequence]
+            self.running[sequence] = None
 
     def has_room(self, num_blocks: int) -> bool:
         """Whether a newcomer may take so many blocks: room is left for those who run to grow, without which it would
@@ -49,12 +56,15 @@ class RunningSet:
 
     @property
     def num_wasted_slots(self) -> int:
-        """Tokens' places in held blocks that hold no token yet. O(blocks + running)."""
-        size, filled = self.pool.block_size, {}
+        """Tokens' places in held blocks that hold no token yet. O(running)."""
+        num_wasted, shared_tails = 0, {}
         for sequence in self.running:
-            for i, block in enumerate(sequence.block_ids):
-                filled[block] = max(filled.get(block, 0), min(size, sequence.num_computed - i * size))
-        return sum(size - max(0, tokens) for tokens in filled.values())
+            num_empty = len(sequence.block_ids) * self.pool.block_size - sequence.num_computed
+            if sequence.shares_tail:  # with others that have filled it as far
+                shared_tails[sequence.block_ids[-1]] = num_empty
+            else:
+                num_wasted += num_empty
+        return num_wasted + sum(shared_tails.values())
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant holds. O(blocks + running)."""
@@ -71,10 +81,18 @@ class RunningSet:
         slots = [sequence.slot for sequence in self.running] + self.free_slots
         assert sorted(slots) == list(range(self.max_num_seqs))
         self.prefix_cache.check(self.running)
+        self._check_wasted_slots()
         assert self.num_full == sum(r.needs_full_sampler for r in self.running)
         assert self.num_beams == sum(r.group.is_search for r in self.running)
         assert self.num_retrying == sum(r.num_failures > 0 for r in self.running) <= 1
         self._check_writes()
+
+    def _check_wasted_slots(self) -> None:
+        size, filled = self.pool.block_size, {}
+        for sequence in self.running:
+            for i, block in enumerate(sequence.block_ids):
+                filled[block] = max(filled.get(block, 0), min(size, sequence.num_computed - i * size))
+        assert self.num_wasted_slots == sum(size - max(0, tokens) for tokens in filled.values())
 
     def _check_writes(self) -> None:
         """No block that is written next belongs to two, unless both know."""

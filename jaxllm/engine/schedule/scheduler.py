@@ -55,10 +55,11 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        return self.running_set.running
+        """The sequences on the device, in the order in which they are served."""
+        return list(self.running_set.running)
 
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        return bool(self.running_set.running or self.waiting)
 
     # ---- events of the layer above
 
@@ -89,6 +90,7 @@ class Scheduler:
         elif (
             not sequence.group.is_search or sequence in sequence.group.beams
         ):  # another sequence does not wait for itself
+            sequence.status = Status.FINISHED
             self.waiting.forget(sequence)
             self.preemption.forget(sequence)
         self.num_unfinished_full -= sequence.needs_full_sampler
@@ -104,7 +106,7 @@ class Scheduler:
         """
         plan = Plan()
         self.preemption.evict_drained(plan)
-        if self.pool.num_free < len(self.running):
+        if self.pool.num_free < len(self.running_set.running):
             self.preemption.make_room(plan)
         if self._moved:
             self._install_moved(plan)
@@ -135,7 +137,7 @@ class Scheduler:
         """Adds the running sequences with one token to compute; returns those with more."""
         prefills, decodes = [], plan.decodes
         block_size = self.pool.block_size
-        for sequence in self.running:
+        for sequence in self.running_set.running:
             if sequence.status is not Status.RUNNING or not sequence.can_sample:
                 continue
             num_left = sequence.num_tokens + sequence.num_in_flight - sequence.num_computed
@@ -150,9 +152,8 @@ class Scheduler:
             elif sequence.shares_tail and not self._own_tail(plan, sequence):
                 continue
             plan.add_decode(sequence)
-        if len(decodes) == max_tokens < len(self.running):  # who was left out comes first in the next step
-            served = set(decodes)
-            self.running.sort(key=served.__contains__)
+        if len(decodes) == max_tokens < len(self.running_set.running):  # who was left out comes first in the next step
+            self.running_set.move_to_end(decodes)
         return prefills
 
     def _grow(self, plan: Plan, sequence: Sequence) -> bool:

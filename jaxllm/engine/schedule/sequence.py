@@ -144,8 +144,9 @@ class Sequence:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        skips = self.params.skip_reading_prefix_cache
-        return not (self.wants_prompt_logprobs if skips is None else skips)
+        """A prompt whose log-probabilities are awaited is computed, whatever `skip_reading_prefix_cache` says: a cached
+        block has none."""
+        return not (self.params.skip_reading_prefix_cache or self.awaits_prompt_logprobs)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known tokens `start` to `stop`, of prompt and output."""

@@ -1,12 +1,16 @@
 """One test for each clause of the step contract (design, section 4) that the scheduler keeps."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 
+from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import Sequence, Status
+from jaxllm.engine.stats import StepCounter, read_stats
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_engine import FakeEngine, expected, rows
 
@@ -256,3 +260,76 @@ def test_schedule_does_not_look_at_the_waiting_queue(max_num_seqs):
         assert 2 <= len(scheduler.schedule(64).rows) < 10
         looks.append(Counted.looks)
     assert looks[0] == looks[1] < 1000
+
+
+class Watched(Sequence):
+    """A sequence that a weak reference can point at."""
+
+
+def test_requests_aborted_while_they_wait_are_let_go():
+    """At any point fewer of those that have ended are kept than wait."""
+    scheduler = Scheduler(BlockPool(4, 2), max_num_seqs=1)
+    waiting = []
+    for arrival in range(2_000):
+        fields = {"prompt_token_ids": [1], "arrival": arrival, "seed": 0, "max_total_len": 4}
+        waiting.append(Watched(params=SamplingParams(), **fields))
+        scheduler.add(waiting[-1].group)
+    kept = [weakref.ref(sequence) for sequence in waiting]
+    while waiting:
+        scheduler.finish(waiting.pop(), "abort")
+        assert len(scheduler.waiting._entries) <= 2 * len(waiting)
+    gc.collect()
+    assert not scheduler.waiting._entries and not scheduler.has_work() and not any(ref() for ref in kept)
+
+
+def test_an_aborted_parent_leaves_its_forks_in_the_queue():
+    engine = FakeEngine(max_num_seqs=1)
+    running, first = engine.add([2], 6), engine.add([1, 2], 3, n=4)
+    engine.step()
+    for request in first.group.sequences[:3]:
+        engine.abort(request)
+    assert engine.scheduler.waiting.sequences() == first.group.sequences[3:]
+    engine.run()
+    assert running.finish_reason == first.group.sequences[3].finish_reason == "length"
+
+
+class Compared(Sequence):
+    """A sequence that counts how often one is compared with another."""
+
+    comparisons = 0
+    __hash__ = Sequence.__hash__
+
+    def __eq__(self, other):
+        Compared.comparisons += 1
+        return self is other
+
+
+def test_many_that_end_at_once_are_not_searched_for():
+    Compared.comparisons, count = 0, 500
+    scheduler = Scheduler(BlockPool(2 * count, 2), max_num_seqs=count)
+    for arrival in range(count):
+        fields = {"prompt_token_ids": [arrival], "arrival": arrival, "seed": 0, "max_total_len": 2}
+        scheduler.add(Compared(params=SamplingParams(), **fields).group)
+    plan = scheduler.schedule(count)
+    assert plan.num_samples == count
+    assert len(scheduler.commit(plan, [1] * count)) == count and not scheduler.has_work()
+    assert Compared.comparisons < count
+
+
+def test_stats_look_at_no_block():
+    """They are asked for several times a second, between two steps."""
+
+    class Blocks(list):
+        def __iter__(self):
+            raise AssertionError("O(blocks)")
+
+    engine = FakeEngine(num_blocks=8, block_size=2)
+    engine.add([1, 2, 1, 2, 1], 1)
+    engine.run()
+    engine.add([1, 2, 1, 1, 1], 4, n=2)
+    engine.step()
+    refs, engine.pool.refs = engine.pool.refs, Blocks(engine.pool.refs)
+    stats = read_stats(engine.scheduler, CompilePlan({}), 0, StepCounter())
+    engine.pool.refs = refs
+    assert (stats.blocks_used, stats.blocks_shared, stats.blocks_cached, stats.wasted_slots) == (3, 3, 1, 1)
+    engine.run()
