@@ -44,6 +44,17 @@ _HOMES = {
 
 def __getattr__(name: str):
     """Loads public names on first use, so that commands which need no jax start without it."""
+    if name == "__version__":
+        return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
     return getattr(_import_module(f"jaxllm.{_HOMES[name]}"), name)
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("jaxllm")
+    except metadata.PackageNotFoundError:
+        return "unknown"  # a checkout that is not installed

@@ -1,6 +1,6 @@
 """Checks of what users give, which say the field, its value and what it may be. All raise `ValueError`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -39,11 +39,26 @@ def check_words(name: str, given: Any, words: Any, most: int) -> None:
         raise ValueError(f"{name}={given!r} must hold non-empty strings")
 
 
+def nests_deeper(value: Any, most: int) -> bool:
+    """Whether `value`, made of dicts, lists and tuples, has more than `most` levels. It never recurses."""
+    level, depth = [value], 0
+    while level and depth <= most:
+        depth += 1
+        level = [inner for outer in level for inner in _children(outer)]
+    return depth > most
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
 def check_int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r} must be an integer in [{low}, {high}]")
+        raise ValueError(f"{name}={value!r:.100} must be an integer in [{low}, {high}]")
 
 
 def check_float(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is not
-        raise ValueError(f"{name}={value!r} must be a finite number in [{low:g}, {high:g}]")
+        raise ValueError(f"{name}={value!r:.100} must be a finite number in [{low:g}, {high:g}]")

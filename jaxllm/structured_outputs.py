@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from jaxllm.argument_checks import nests_deeper
+
 MAX_GRAMMAR_CHARS = 1 << 20  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 50_000
 MAX_SCHEMA_DEPTH = 64
@@ -63,7 +65,8 @@ class StructuredOutputs:
                 raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
         if not isinstance(schema, dict):
             raise ValueError(f"structured_outputs.json is a {type(schema).__name__}; give a JSON schema, an object")
-        _check_depth(schema)
+        if nests_deeper(schema, MAX_SCHEMA_DEPTH):
+            raise ValueError(f"structured_outputs.json is nested more than {MAX_SCHEMA_DEPTH} levels deep; flatten it")
         if self.disable_additional_properties:
             schema = _closed(schema)
         try:
@@ -102,21 +105,6 @@ def _check_text(name: str, text: Any) -> None:
         raise ValueError(
             f"structured_outputs.{name} has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed"
         )
-
-
-def _check_depth(schema: Any) -> None:
-    level, depth = [schema], 0
-    while level:
-        depth += 1
-        if depth > MAX_SCHEMA_DEPTH:
-            raise ValueError(f"structured_outputs.json is nested more than {MAX_SCHEMA_DEPTH} levels deep; flatten it")
-        level = [inner for outer in level for inner in _inside(outer)]
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else []
 
 
 def _closed(schema: Any) -> Any:

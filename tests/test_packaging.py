@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxllm.models.qwen3
+from jaxllm.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {
@@ -94,15 +95,61 @@ def test_no_module_takes_pickles():
             assert not {"pickle", "cloudpickle", "dill", "torch"} & imports(file), name
 
 
+def test_class_names_are_unique():
+    homes: dict[str, list[str]] = {}
+    for name, file in sources().items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(name)
+    shared = {"Config", "DecoderLayer", "Model"}  # each architecture's file has its own
+    assert not {name: where for name, where in homes.items() if len(where) > 1 and name not in shared}
+
+
+JAX_FREE = [
+    *("jaxllm.text", "jaxllm.grammar", "jaxllm.convert", "jaxllm.cli", "jaxllm.server.http", "jaxllm.server.openai"),
+    *("jaxllm.server.observe", "jaxllm.server.page", "jaxllm.server.server", "jaxllm.server.served_model"),
+    *("jaxllm.server.engine.client", "jaxllm.server.engine.process_client", "jaxllm.server.engine.engine_process"),
+    *("jaxllm.engine.intake", "jaxllm.checkpoint.files", "jaxllm.checkpoint.tensors"),
+    *("jaxllm.checkpoint.generation_config", "jaxllm.sampling_params", "jaxllm.structured_outputs", "jaxllm.outputs"),
+]
+IN_THE_WORKER = {  # of conversions; they need packages of the `convert` extra
+    "jaxllm.convert.byte_level_source",
+    "jaxllm.convert.sentencepiece_source",
+    "jaxllm.convert.shards",
+    "jaxllm.convert.weights",
+}
+
+
+@pytest.mark.parametrize("layer", JAX_FREE)
+def test_nothing_it_imports_imports_jax(layer):
+    """Transitive: a process of its own imports the layer's modules and looks at what was loaded."""
+    modules = sorted({name for name in sources() if f"{name}.".startswith(f"{layer}.")} - IN_THE_WORKER)
+    assert modules
+    code = f"""
+import importlib, sys
+for name in {modules!r}:
+    if name.rpartition(".")[2] != "__main__":
+        importlib.import_module(name)
+        assert "jax" not in sys.modules, f"{{name}} imports jax"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
-    "command", ["jaxllm", "jaxllm.generate", "jaxllm.bench", "jaxllm.chat", "jaxllm.convert", "jaxllm.serve"]
+    "command",
+    [
+        *("jaxllm", "jaxllm.generate", "jaxllm.bench", "jaxllm.chat", "jaxllm.convert", "jaxllm.serve"),
+        *(f"jaxllm {command}" for command in COMMANDS),
+    ],
 )
 def test_help_needs_no_jax(command):
+    module, *arguments = command.split()
     code = f"""
 import runpy, sys
-sys.argv = ["x", "--help"]
+sys.argv = ["x", *{arguments!r}, "--help"]
 try:
-    runpy.run_module({command!r}, run_name="__main__")
+    runpy.run_module({module!r}, run_name="__main__")
 finally:
     assert "jax" not in sys.modules
 """

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxllm.argument_checks import check_float, check_int
 from jaxllm.checkpoint.files import read_json
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import registry, transformer
@@ -122,9 +123,9 @@ def _check_sizes(hf: dict) -> None:
     """Types and ranges of the keys that some family reads; from_hf finds those that are missing."""
     for key, most in (_SIZES | _OPTIONAL_SIZES).items():
         if key in hf and not (hf[key] is None and key in _OPTIONAL_SIZES):
-            _check_int(key, hf[key], most)
+            check_int(key, hf[key], 1, most)
     if "max_window_layers" in hf:
-        _check_int("max_window_layers", hf["max_window_layers"], 2**10, least=0)
+        check_int("max_window_layers", hf["max_window_layers"], 0, 2**10)
     for key in _FLAGS:
         if not isinstance(hf.get(key), bool | None):
             raise ValueError(f"{key}={hf[key]!r:.100} must be true or false")
@@ -135,7 +136,7 @@ def _check_sizes(hf: dict) -> None:
     if types is not None and not (isinstance(types, list) and all(isinstance(kind, str) for kind in types)):
         raise ValueError(f"layer_types={types!r:.100} must be a list of strings")
     if "rms_norm_eps" in hf:
-        _make_float(hf, "rms_norm_eps", least=0.0)
+        _make_float(hf, "rms_norm_eps", least=1e-12)
     if "query_pre_attn_scalar" in hf:
         _make_float(hf, "query_pre_attn_scalar")
     for key in _OPTIONAL_NUMBERS:
@@ -186,7 +187,7 @@ def _check_rope(rope: dict, path: str) -> None:
     if "rope_theta" in rope:
         _make_float(rope, "rope_theta", path, least=1.0)
     if (original := rope.get("original_max_position_embeddings")) is not None:
-        _check_int(f"{path}.original_max_position_embeddings", original, _MAX_LEN)
+        check_int(f"{path}.original_max_position_embeddings", original, 1, _MAX_LEN)
     if not isinstance(rope.get("truncate", True), bool):
         raise ValueError(f"{path}.truncate={rope['truncate']!r:.100} must be true or false")
     for name in ("short_factor", "long_factor"):
@@ -200,18 +201,10 @@ def _check_rope(rope: dict, path: str) -> None:
             rope[name] = list(numbers.values())
 
 
-def _check_int(key: str, value: Any, most: int, *, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ValueError(f"{key}={value!r:.100} must be an integer in [{least}, {most}]")
-
-
 def _make_float(owner: dict, key: str, *path: str, least: float = 1e-6) -> None:
     """Checks `owner[key]` and makes it a float, since JSON may write 1000000 where 1e6 is meant."""
-    value = owner.get(key)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least < value < 1e12:
-        raise ValueError(f"{'.'.join((*path, key))}={value!r:.100} must be a number above {least:g} and below 1e12")
-    owner[key] = float(value)
+    check_float(".".join((*path, key)), owner.get(key), least, 1e12)
+    owner[key] = float(owner[key])
 
 
 def _generation_eos(model_dir: Path, vocab: int) -> tuple[int, ...]:

@@ -1,36 +1,12 @@
-"""Files of a model directory: JSON of bounded size, and safetensors as named tensors."""
+"""Files of a model directory: their names, JSON of bounded size, and what an index of shards may name."""
 
 import json
-import math
-import shlex
-from concurrent.futures import Executor
-from functools import partial
 from pathlib import Path, PureWindowsPath
-from typing import Any, NamedTuple
-
-import ml_dtypes
-import numpy as np
-from safetensors import SafetensorError, safe_open
+from typing import Any
 
 from jaxllm.errors import ModelFormatError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_READ_BYTES = 2**24
-
-
-class StoredTensor(NamedTuple):
-    """Where a tensor lies in a safetensors file."""
-
-    file: Path
-    dtype: str  # safetensors' name, "BF16"
-    shape: tuple[int, ...]
-    offset: int  # bytes from the file's start
-
-    @property
-    def num_bytes(self) -> int:
-        """Of a tensor whose dtype is in `FLOATS`."""
-        return math.prod(self.shape) * FLOATS[self.dtype].itemsize
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_json(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:
@@ -53,81 +29,15 @@ def read_json(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:
     return value
 
 
-def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, from the headers alone; no data is read. Raises `ModelFormatError`."""
-    found: dict[str, StoredTensor] = {}
-    for file in _files(model_dir):
-        for name, tensor in _read_header(file).items():
-            if name in found:
-                raise ModelFormatError(f"{name!r} is in both {found[name].file} and {file}; keep one")
-            found[name] = tensor
-    return found
+def shard_path(index: Path, name: str) -> Path:
+    """The file `name` beside `index`, with the suffix of the files that the index is for: *.bin or *.safetensors.
 
-
-def _files(model_dir: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint."""
-    if (model_dir / SINGLE).is_file():
-        return [model_dir / SINGLE]
-    index = model_dir / INDEX
-    if not index.is_file():
-        others = sorted(file.name for file in model_dir.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
-        raise ModelFormatError(
-            f"{model_dir} has neither {SINGLE} nor {INDEX}, but {others[:3] or 'no other weights'}. "
-            "Only safetensors are read, as other formats can run code; download them, or convert pytorch_model*.bin: "
-            f"python -m jaxllm.convert {shlex.quote(str(model_dir))} NEW_DIR"
-        )
-    names = read_json(index, max_bytes=100_000_000).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise ModelFormatError(f"{index}: weight_map must map tensors to files; download the index again")
-    return [_shard(index, name) for name in sorted(set(map(str, names.values())))]
-
-
-def _shard(index: Path, name: str) -> Path:
-    # The Windows flavour knows all separators and drives. Links are fine: Hugging Face's cache uses them.
-    if PureWindowsPath(name).name != name or not name.endswith(".safetensors"):
-        raise ModelFormatError(f"{index} names {name!r:.100}; it must be a *.safetensors file beside it")
+    Raises `ModelFormatError` for a name that leads out of the directory, and for a file that is missing.
+    """
+    suffix = ".bin" if ".bin." in index.name else ".safetensors"
+    # The Windows flavour knows all separators and drives. Links are allowed: Hugging Face's cache uses them.
+    if PureWindowsPath(name).name != name or not name.endswith(suffix):
+        raise ModelFormatError(f"{index} names {name!r:.100}; it must be a *{suffix} file beside it")
     if not (index.parent / name).is_file():
         raise ModelFormatError(f"{index.parent / name} is missing, but {index.name} names it; download it")
     return index.parent / name
-
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    try:
-        with safe_open(file, framework="np"):
-            pass  # the library has checked sizes, shapes and offsets against the file
-        with file.open("rb") as stream:
-            num_bytes = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(num_bytes))
-        header.pop("__metadata__", None)
-        start = 8 + num_bytes
-        return {
-            name: StoredTensor(file, info["dtype"], tuple(info["shape"]), start + info["data_offsets"][0])
-            for name, info in header.items()
-        }
-    except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
-        raise ModelFormatError(
-            f"{file} is not a sound safetensors file ({error}); it may be truncated: download it again"
-        ) from error
-
-
-def read(tensor: StoredTensor, memory: np.ndarray, pool: Executor) -> np.ndarray:
-    """The tensor's data, read by all threads of `pool` into the start of `memory` (uint8).
-
-    Mapping the file would be less code, but mapped pages count as this process's memory.
-    """
-    data = memory[: tensor.num_bytes]
-    starts = range(0, len(data), _READ_BYTES)
-    parts = [data[start : start + _READ_BYTES] for start in starts]
-    try:
-        complete = all(pool.map(partial(_read_into, tensor), starts, parts))
-    except OSError as error:
-        raise ModelFormatError(f"{tensor.file} cannot be read ({error}); check the disk") from error
-    if not complete:
-        raise ModelFormatError(f"{tensor.file} became shorter while it was read; download it again")
-    return data.view(FLOATS[tensor.dtype]).reshape(tensor.shape)
-
-
-def _read_into(tensor: StoredTensor, start: int, part: np.ndarray) -> bool:
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.offset + start)
-        return file.readinto(part.data) == len(part)

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxllm.checkpoint.config import ModelSpec
-from jaxllm.checkpoint.files import FLOATS, StoredTensor, find_tensors, read
 from jaxllm.checkpoint.placement import check_mesh, named, some_of
+from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, find_tensors, read
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.transformer import Params

@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import import_module
+
+import jaxllm
 
 COMMANDS = {  # modules of this folder
     "serve": "OpenAI's API over HTTP, and a page to chat on",
@@ -21,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         return import_module(f"jaxllm.cli.{name}").main(rest[:-1])
     if name in _VERSION:
-        print(f"jaxllm {_version()}")
+        print(f"jaxllm {jaxllm.__version__}")
         return 0
     if name in _HELP:
         print(_usage())
@@ -34,10 +36,3 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     return f"usage: jaxllm COMMAND [OPTIONS]\n\n{commands}\n\njaxllm COMMAND --help tells more; jaxllm --version"
-
-
-def _version() -> str:
-    try:
-        return metadata.version("jaxllm")
-    except metadata.PackageNotFoundError:
-        return "unknown"  # a checkout that is not installed

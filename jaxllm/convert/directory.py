@@ -6,13 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from jaxllm.checkpoint import files
-from jaxllm.checkpoint.files import find_tensors, read_json
+from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, read_json, shard_path
+from jaxllm.checkpoint.tensors import find_tensors
 from jaxllm.convert.names import canonical, is_tied
 from jaxllm.convert.process import require, run
 from jaxllm.convert.slow_tokenizer import write_tokenizer
@@ -55,28 +55,20 @@ def _check_directories(src: Path, out: Path) -> None:
 
 def _find_weights(src: Path) -> tuple[list[Path], dict[str, list[str]]]:
     """The files with weights, and which tensors the index places in each."""
-    if (src / files.SINGLE).is_file() or (src / files.INDEX).is_file():
+    if (src / WEIGHTS).is_file() or (src / WEIGHTS_INDEX).is_file():
         return sorted({tensor.file for tensor in find_tensors(src).values()}), {}
     if (src / _PICKLE).is_file():
         return [src / _PICKLE], {}
     path = src / _PICKLE_INDEX
     if not path.is_file():
-        raise ModelFormatError(f"{src} has neither {files.SINGLE} nor {_PICKLE}, nor an index of either; download them")
+        raise ModelFormatError(f"{src} has neither {WEIGHTS} nor {_PICKLE}, nor an index of either; download them")
     places = read_json(path, max_bytes=_MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ModelFormatError(f"{path}: weight_map must map tensors to files; download the index again")
     index: dict[str, list[str]] = {}
     for name, file in places.items():
         index.setdefault(str(file), []).append(name)
-    return [_shard(path, file) for file in sorted(index)], index
-
-
-def _shard(index: Path, name: str) -> Path:
-    if PureWindowsPath(name).name != name or not name.endswith(".bin"):  # that flavour knows all separators
-        raise ModelFormatError(f"{index} names {name!r:.100}; it must be a *.bin file beside it")
-    if not (index.parent / name).is_file():
-        raise ModelFormatError(f"{index.parent / name} is missing, but {index.name} names it; download it")
-    return index.parent / name
+    return [shard_path(path, file) for file in sorted(index)], index
 
 
 @contextmanager
@@ -102,7 +94,7 @@ def _is_ready(src: Path, hf: Mapping[str, Any], weights: list[Path], dtype: str)
 
 
 def _link(src: Path, folder: Path, weights: list[Path]) -> str:
-    index = [src / files.INDEX] if not (src / files.SINGLE).is_file() else []
+    index = [src / WEIGHTS_INDEX] if not (src / WEIGHTS).is_file() else []
     for file in (*weights, *index):
         try:
             os.link(file.resolve(), folder / file.name)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
+
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -60,13 +61,13 @@ class ShardWriter:
         """Writes the rest and, for several shards, the index."""
         self._flush()
         count = len(self._written)
-        files = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        files = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         for i, file in enumerate(files):
             self._part(i).rename(self._out / file)
         if count > 1:
             places = {name: file for file, names in zip(files, self._written, strict=True) for name in names}
             index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(places.items()))}
-            (self._out / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (self._out / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
         return {"files": files, "bytes": self._num_bytes, "dtypes": sorted(self._dtypes)}
 
     def _part(self, i: int) -> Path:

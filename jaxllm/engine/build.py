@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxllm.checkpoint.config import read_config, resolve_dtype
 from jaxllm.checkpoint.loader import load_params
 from jaxllm.checkpoint.placement import check_mesh, place_params
+from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.executables import ModelShape
@@ -27,7 +28,6 @@ from jaxllm.text.tokenizer import Tokenizer, wrap
 
 log = logging.getLogger(__name__)
 
-DEFAULT_MODEL = Path(__file__).parents[1] / "default_model"
 CPU_SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 512}  # smaller defaults than elsewhere
 
 

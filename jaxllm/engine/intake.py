@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.packing import BAD_WORD_LEN
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import BAD_WORD_LEN, SamplingParams
 
 _ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
 

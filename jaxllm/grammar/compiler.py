@@ -1,8 +1,6 @@
 """Grammars for structured outputs: compiled with llguidance away from the engine's thread, then followed token by
 token. A mask says which tokens may come next, one bit each, in words of 32."""
 
-import json
-import re
 import threading
 import time
 from collections import OrderedDict
@@ -12,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.engine.device.packing import mask_words
+from jaxllm.grammar.matcher import Matcher, first_line, mask_words
+from jaxllm.grammar.spec import grammar_text, library
 from jaxllm.structured_outputs import StructuredOutputs
 
 MAX_COMPILE_S = 2.0  # of a processor
@@ -26,55 +25,8 @@ _LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }
-_MAX_GBNF_CHARS = 1 << 16
 _CACHE_CHARS = 1 << 23  # of the grammars that are kept compiled
 _CACHE_GRAMMARS = 256
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"  # without a bound a model may go on with it for ever
-
-
-class Matcher:
-    """Where one text is in its grammar."""
-
-    def __init__(self, pristine: Any):
-        self._pristine = pristine
-        self.restart()
-
-    def restart(self) -> None:
-        """Goes back to the beginning."""
-        self.inner, self._num_followed = self._pristine.deep_copy(), 0
-
-    def follow(self, token_ids: Sequence[int]) -> None:
-        """Takes the text's tokens, those that it has not seen."""
-        if len(token_ids) > self._num_followed:
-            new, self._num_followed = token_ids[self._num_followed :], len(token_ids)
-            self.inner.consume_tokens(list(new))
-
-    def after(self, token: int) -> "Matcher":
-        """A copy that is one token further."""
-        copy = object.__new__(Matcher)
-        copy._pristine, copy.inner, copy._num_followed = self._pristine, self.inner.deep_copy(), self._num_followed + 1
-        copy.inner.consume_token(token)
-        return copy
-
-    @property
-    def error(self) -> str | None:
-        if not self.inner.is_error():
-            return None
-        return f"its grammar can't be followed any further: {_first_line(self.inner.get_error())}"
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing may follow but an end, or nothing can be said any more (`error`)."""
-        return self.inner.is_stopped()
-
-    def ends_after(self, token_ids: Sequence[int]) -> bool:
-        """Whether the text is over with these tokens."""
-        self.follow(token_ids)
-        return self.is_over
-
-    @property
-    def may_end(self) -> bool:
-        return self.inner.is_accepting()
 
 
 class Grammar:
@@ -103,7 +55,7 @@ class GrammarCompiler:
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
         """ValueError with the reason if the grammar is unsound, too large or too slow, or can't be followed here."""
-        llguidance = _library()
+        llguidance = library()
         text = grammar_text(wanted)
         with self._lock:
             if text in self._kept:
@@ -121,7 +73,7 @@ class GrammarCompiler:
         """Prepares for the tokenizer, which takes up to seconds. ValueError if that can't be."""
         with self._lock:
             if self._trie is None:
-                self._trie = self._make_trie(_library())
+                self._trie = self._make_trie(library())
 
     def _keep(self, text: str, grammar: Grammar) -> None:
         if text not in self._kept:
@@ -157,7 +109,7 @@ class GrammarCompiler:
             inner.unsafe_compute_mask_ptr(into[row].ctypes.data, 4 * words)
         else:
             if self._executor is None:
-                self._executor = _library().LLExecutor()
+                self._executor = library().LLExecutor()
             self._executor.unsafe_compute_mask_ptr(rows, into.ctypes.data, 4 * words, len(into))
         if not is_exact:
             masks[[row for _, row in matchers]] = into[:, : masks.shape[1]]
@@ -170,7 +122,7 @@ class GrammarCompiler:
             start = time.thread_time()
             bits = np.frombuffer(inner.compute_bitmask(), np.uint8)
             if inner.is_error():
-                raise ValueError(f"the grammar can't be followed: {_first_line(inner.get_error())}; simplify it")
+                raise ValueError(f"the grammar can't be followed: {first_line(inner.get_error())}; simplify it")
             taken = bits.nonzero()[0]
             if len(taken):
                 byte = int(taken[len(taken) // 2])
@@ -190,58 +142,3 @@ def _compile(llguidance: ModuleType, trie: Any, text: str) -> Any:
     if (seconds := time.thread_time() - start) > MAX_COMPILE_S:
         raise ValueError(f"the grammar took {seconds:.1f} s to compile; at most {MAX_COMPILE_S:g} s are allowed")
     return matcher
-
-
-def grammar_text(wanted: StructuredOutputs) -> str:
-    """In llguidance's own form, JSON. Whether it is sound shows when it is compiled; ValueError for what can't even be
-    written down."""
-    matcher = _library().LLMatcher
-    if wanted.regex is not None:
-        return matcher.grammar_from_regex(wanted.regex)
-    if wanted.choice is not None:
-        return matcher.grammar_from_regex("|".join(map(re.escape, dict.fromkeys(wanted.choice))))
-    if wanted.grammar is not None:
-        return _of_grammar(wanted.grammar)
-    options = {"whitespace_flexible": False}
-    if not wanted.disable_any_whitespace:
-        options = {"whitespace_pattern": wanted.whitespace_pattern or _WHITESPACE}
-    try:
-        return matcher.grammar_from_json_schema(wanted.json or '{"type": "object"}', overrides=options)
-    except ValueError as error:
-        raise ValueError(f"structured_outputs.json is not a JSON schema: {error}") from error
-
-
-def _of_grammar(source: str) -> str:
-    if source.lstrip().startswith("{"):
-        try:
-            known = json.loads(source)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"structured_outputs.grammar begins like JSON, and is none: {error}") from error
-        if not isinstance(known, dict) or set(known) != {"grammars"}:
-            raise ValueError('structured_outputs.grammar in JSON must be {"grammars": [...]}, as llguidance has it')
-        return json.dumps(known)
-    if "::=" in source:
-        from llguidance.gbnf_to_lark import gbnf_to_lark
-
-        if len(source) > _MAX_GBNF_CHARS:
-            raise ValueError(
-                f"structured_outputs.grammar has {len(source)} characters of GBNF, of which {_MAX_GBNF_CHARS} are "
-                "allowed; write it in Lark"
-            )
-        try:
-            source = gbnf_to_lark(source)
-        except Exception as error:  # noqa: BLE001 - the converter raises several
-            raise ValueError(f"structured_outputs.grammar is not sound GBNF: {error}") from error
-    return json.dumps({"grammars": [{"lark_grammar": source}]})
-
-
-def _library() -> ModuleType:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ValueError("structured outputs need the package llguidance; pip install llguidance") from error
-    return llguidance
-
-
-def _first_line(text: str) -> str:
-    return text.strip().split("\n", 1)[0][:200]

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.checkpoint.generation_config import default_sampling_params
+from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.grammar.sandbox import GrammarSandbox
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.http.errors import invalid, unknown_model
 from jaxllm.text.tokenizer import Tokenizer
 
-_EMBEDDED = Path(__file__).parents[1] / "default_model"
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -60,7 +60,7 @@ class ServedModel:
 def read_model(config: ServerConfig, model_dir: str | None, *, created: int = 0) -> ServedModel:
     """Of a directory in Hugging Face format; None: the model in the package. Raises `ModelFormatError`, and
     `ValueError` for a chat template that is not there."""
-    directory = _EMBEDDED if model_dir is None else Path(model_dir)
+    directory = DEFAULT_MODEL if model_dir is None else Path(model_dir)
     tokenizer = Tokenizer.from_dir(directory)
     return ServedModel(
         names=config.served_model_names,

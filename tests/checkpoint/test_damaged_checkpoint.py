@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from jaxllm.checkpoint.files import find_tensors
+from jaxllm.checkpoint.tensors import find_tensors
 from jaxllm.errors import ModelFormatError
 from tests.checkpoints import Q_PROJ, load, rewrite, split_in_two, write_checkpoint, write_index
 

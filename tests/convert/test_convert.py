@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from jaxllm.checkpoint.files import find_tensors
+from jaxllm.checkpoint.tensors import find_tensors
 from jaxllm.cli.convert import main
 from jaxllm.convert import process, slow_tokenizer
 from jaxllm.convert.names import canonical, is_tied

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.engine.device.packing import mask_words
 from jaxllm.engine.device.sampler import mask_logits
 from jaxllm.grammar.compiler import GrammarCompiler
+from jaxllm.grammar.matcher import mask_words
 from jaxllm.structured_outputs import StructuredOutputs
 from jaxllm.text.tokenizer import Tokenizer
 from tests.chat_model import backend

@@ -13,8 +13,9 @@ from flax import nnx
 from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.executables import Lowering, admit, prompt_logprobs, sample_full_step, sample_step, step
-from jaxllm.engine.device.packing import AdmitLayout, StepLayout, mask_words
+from jaxllm.engine.device.packing import AdmitLayout, StepLayout
 from jaxllm.engine.device.sampler import mask_logits
+from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.paged_attention import api
 from jaxllm.sharding.mesh import make_mesh

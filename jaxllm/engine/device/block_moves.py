@@ -96,7 +96,7 @@ def host_bytes(kv_pools: Sequence[Array | jax.ShapeDtypeStruct]) -> int:
     return sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in kv_pools)
 
 
-class _Chunk:
+class _SwapChunk:
     """Contents `[layers, n, ...]` of some blocks: on the device at first, on the host once settled, then given up."""
 
     def __init__(self, contents: Array):
@@ -124,8 +124,8 @@ class BlockMoves:
 
     def clear(self) -> None:
         """Forgets every copy."""
-        self._kept: dict[int, list[_Chunk]] = {}
-        self._staged: deque[_Chunk] = deque()  # not settled yet, in the order of their swap-outs
+        self._kept: dict[int, list[_SwapChunk]] = {}
+        self._staged: deque[_SwapChunk] = deque()  # not settled yet, in the order of their swap-outs
         self._num_before = 0  # of those: from before the last `settle`
 
     def run(self, kv_pools: KVPools, plan: Plan) -> KVPools:
@@ -171,7 +171,7 @@ class BlockMoves:
     def _swap_out(self, kv_pools: KVPools, swap: Swap) -> None:
         chunks = self._kept[swap.key] = []
         for size, blocks in _split(swap.blocks):
-            chunk = _Chunk(self._executable("swap_out", size)(kv_pools, self._pad(blocks, size)))
+            chunk = _SwapChunk(self._executable("swap_out", size)(kv_pools, self._pad(blocks, size)))
             chunk.contents.copy_to_host_async()
             chunks.append(chunk)
             self._staged.append(chunk)
@@ -200,7 +200,7 @@ class BlockMoves:
         packed = np.stack([self._pad(sources, size), self._pad(targets, size)])
         return self._executable("copy", size)(kv_pools, packed)
 
-    def _give_up(self, chunks: Sequence[_Chunk]) -> None:
+    def _give_up(self, chunks: Sequence[_SwapChunk]) -> None:
         for chunk in chunks:
             chunk.contents, chunk.device_bytes = None, 0
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import block_moves
 from jaxllm.engine.device.logprobs import logprob_rows
-from jaxllm.engine.device.packing import ADMIT_SIZES, FROM_SLOT, AdmitLayout, PenaltyLayout, StepLayout, mask_words
+from jaxllm.engine.device.packing import ADMIT_SIZES, FROM_SLOT, AdmitLayout, PenaltyLayout, StepLayout
 from jaxllm.engine.device.sampler import mask_logits, sample, sample_full
 from jaxllm.engine.device.state import (
     PENALTY_AXES,
@@ -27,6 +27,7 @@ from jaxllm.engine.device.state import (
     install_penalties,
     install_rows,
 )
+from jaxllm.grammar.matcher import mask_words
 from jaxllm.models.cache import Paged, PagedBatch
 from jaxllm.pallas_kernels.paged_attention import KV_AXES, kv_shape
 from jaxllm.sharding.rules import replicated, sharding

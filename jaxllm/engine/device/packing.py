@@ -14,13 +14,12 @@ import numpy as np
 
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.sequence import Sequence
-from jaxllm.sampling_params import MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
+from jaxllm.sampling_params import BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGPROB_TOKEN_IDS
 
 FROM_SLOT = -1  # as a token: the slot's last token, which the host may not know yet
 ADMIT_SIZES = (1, 16)  # rows that one `admit` installs; more take several
 NUM_STOP_IDS = 32
 NUM_BAD_WORDS = 2 * MAX_BAD_WORDS  # each with and without a space before it
-BAD_WORD_LEN = 8  # tokens
 PENALTY_IDS = 512  # token ids that one `penalties` call writes; more take several
 
 
@@ -40,11 +39,6 @@ def pick_bucket(sizes: abc.Sequence[int], n: int) -> int:
     if i == len(sizes):
         raise ValueError(f"{n} exceeds the largest bucket {sizes[-1]}; the scheduler must cap it")
     return sizes[i]
-
-
-def mask_words(vocab: int) -> int:
-    """Words of 32 bits that a row's mask of tokens takes."""
-    return -(-vocab // 32)
 
 
 class StepInput(NamedTuple):

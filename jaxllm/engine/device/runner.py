@@ -15,19 +15,12 @@ from jaxllm.engine.device import memory
 from jaxllm.engine.device.block_moves import BlockMoves, host_bytes
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.executables import Lowering, ModelShape
-from jaxllm.engine.device.packing import (
-    ADMIT_SIZES,
-    AdmitLayout,
-    PenaltyLayout,
-    StepLayout,
-    mask_words,
-    pick_bucket,
-    token_ladder,
-)
+from jaxllm.engine.device.packing import ADMIT_SIZES, AdmitLayout, PenaltyLayout, StepLayout, pick_bucket, token_ladder
 from jaxllm.engine.device.state import DeviceState
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption_costs import PreemptionCosts
 from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.grammar.matcher import mask_words
 from jaxllm.models.transformer import Params
 from jaxllm.pallas_kernels.native import huge_pages
 

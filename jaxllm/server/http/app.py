@@ -12,11 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+import jaxllm
 from jaxllm.server.http.errors import APIError, as_api_error, deadline_exceeded, internal, invalid, unknown_model
 from jaxllm.server.http.exchange import ClientGone, Exchange, Receive, Scope, Send, read_body, until_disconnect
 from jaxllm.server.http.middleware import App, Guard
 from jaxllm.server.observe.metrics import CONTENT_TYPE
-from jaxllm.server.observe.overview import overview, package_version
+from jaxllm.server.observe.overview import overview
 from jaxllm.server.openai import chat, prepare, responses, schemas
 from jaxllm.server.openai.completions import CompletionAnswer
 from jaxllm.server.openai.responses_schema import ResponsesRequest
@@ -197,7 +198,7 @@ def _stats(server: Server, request: Request) -> Response:
 
 
 def _version(server: Server, request: Request) -> Response:
-    return _json({"version": package_version()})
+    return _json({"version": jaxllm.__version__})
 
 
 def _tokenizer_info(server: Server, request: Request) -> Response:

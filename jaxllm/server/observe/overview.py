@@ -1,7 +1,8 @@
 """How the server is, in a few numbers: what the page shows."""
 
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+import jaxllm
 
 if TYPE_CHECKING:
     from jaxllm.server.server import Server
@@ -26,17 +27,10 @@ def overview(server: "Server") -> dict[str, Any]:
     )
     return {
         "model": model.name,
-        "version": package_version(),
+        "version": jaxllm.__version__,
         "is_ready": server.is_ready,
         "has_chat": model.has_chat,
         "defaults": model.defaults,
         "generation_tokens_per_s": server.metrics.rate.per_s(),
         "engine": engine,
     }
-
-
-def package_version() -> str:
-    try:
-        return metadata.version("jaxllm")
-    except metadata.PackageNotFoundError:
-        return "unknown"  # a checkout that is not installed

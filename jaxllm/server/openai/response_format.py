@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxllm.grammar.compiler import grammar_text
+from jaxllm.grammar.spec import grammar_text
 from jaxllm.server.http.errors import invalid, refusing, unsupported
 from jaxllm.server.openai.parsing import reasoning, tools
 from jaxllm.server.openai.schemas import ChatRequest, Sampling, Tool
@@ -88,7 +88,7 @@ def chat_response_format(
         return None
     if not has_thoughts and not (tools and calls):
         return form
-    grammar = _Grammar()
+    grammar = _GrammarBuilder()
     ways = []
     if form is not None and not must_call:
         ways.append(grammar.add(form.wanted))
@@ -103,7 +103,7 @@ def chat_response_format(
     return _form(param, grammar=grammar.text(start))
 
 
-class _Grammar:
+class _GrammarBuilder:
     """One grammar put together from several."""
 
     def __init__(self) -> None:

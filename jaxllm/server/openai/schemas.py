@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from jaxllm.argument_checks import nests_deeper
 from jaxllm.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_N, MAX_SALT_LEN
 from jaxllm.server.http.errors import APIError, invalid, unsupported
 
@@ -237,17 +238,8 @@ def wants_place(request: Sampling) -> bool:
 
 def check_depth(value: Any, param: str) -> None:
     """Raises `APIError` 400 if `value` nests deeper than anyone writes by hand."""
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise invalid(f"{param} is nested more than {MAX_DEPTH} levels deep; flatten it", param)
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
+    if nests_deeper(value, MAX_DEPTH):
+        raise invalid(f"{param} is nested more than {MAX_DEPTH} levels deep; flatten it", param)
 
 
 def _log_unknown(kind: type, body: bytes) -> None:

@@ -42,11 +42,3 @@ class Plain:
 
     def finish(self) -> list[Event]:
         return []
-
-
-def overlap(text: str, mark: str) -> int:
-    """How many of the last characters of `text` `mark` may begin with."""
-    for count in range(min(len(text), len(mark) - 1), 0, -1):
-        if mark.startswith(text[-count:]):
-            return count
-    return 0

@@ -1,6 +1,7 @@
 """Thoughts: what stands between <think> and </think> before the answer."""
 
-from jaxllm.server.openai.parsing.events import Event, Parser, Reasoning, overlap
+from jaxllm.server.openai.parsing.events import Event, Parser, Reasoning
+from jaxllm.text.overlap import overlap_start
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -49,9 +50,8 @@ class ThinkParser:
             thought = thought.rstrip("\n")
         else:
             # What may be the beginning of the mark, and the newlines before it, wait.
-            count = overlap(self._held, CLOSE)
-            kept = self._held[: len(self._held) - count].rstrip("\n")
-            thought, self._held = kept, self._held[len(kept) :]
+            thought = thought[: overlap_start(thought, CLOSE)].rstrip("\n")
+            self._held = self._held[len(thought) :]
         return [Reasoning(thought)] if thought else []
 
     def finish(self) -> list[Event]:

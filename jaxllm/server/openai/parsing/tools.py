@@ -1,7 +1,8 @@
 """How models call tools: Hermes and Qwen in <tool_call> tags, Llama 3 in bare JSON."""
 
 from jaxllm.server.openai.parsing.calls import CallScanner
-from jaxllm.server.openai.parsing.events import Content, Event, overlap
+from jaxllm.server.openai.parsing.events import Content, Event
+from jaxllm.text.overlap import overlap_start
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -31,8 +32,7 @@ class HermesParser:
     def _content(self, text: str, events: list[Event]) -> str:
         """Whitespace before a call, and between calls, is not content; so it waits, as what may begin a tag does."""
         before, tag, rest = (self._held + text).partition(OPEN)
-        num_held = 0 if tag else overlap(before, OPEN)
-        shown = before[: len(before) - num_held].rstrip()
+        shown = before[: None if tag else overlap_start(before, OPEN)].rstrip()
         events += _content(shown)
         self._held = "" if tag else before[len(shown) :]
         if tag:

@@ -1,0 +1,59 @@
+"""Where one text is in its grammar, and the masks that say which tokens may come next: one bit a token, in words of
+32."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def mask_words(vocab: int) -> int:
+    """The int32 words of one row's mask over `vocab` tokens."""
+    return -(-vocab // 32)
+
+
+class Matcher:
+    """Where one text is in its grammar."""
+
+    def __init__(self, pristine: Any):
+        self._pristine = pristine
+        self.restart()
+
+    def restart(self) -> None:
+        """Goes back to the beginning."""
+        self.inner, self._num_followed = self._pristine.deep_copy(), 0
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """Takes the text's tokens, those that it has not seen."""
+        if len(token_ids) > self._num_followed:
+            new, self._num_followed = token_ids[self._num_followed :], len(token_ids)
+            self.inner.consume_tokens(list(new))
+
+    def after(self, token: int) -> "Matcher":
+        """A copy that is one token further."""
+        copy = object.__new__(Matcher)
+        copy._pristine, copy.inner, copy._num_followed = self._pristine, self.inner.deep_copy(), self._num_followed + 1
+        copy.inner.consume_token(token)
+        return copy
+
+    @property
+    def error(self) -> str | None:
+        if not self.inner.is_error():
+            return None
+        return f"its grammar can't be followed any further: {first_line(self.inner.get_error())}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow but an end, or nothing can be said any more (`error`)."""
+        return self.inner.is_stopped()
+
+    def ends_after(self, token_ids: Sequence[int]) -> bool:
+        """Whether the text is over with these tokens."""
+        self.follow(token_ids)
+        return self.is_over
+
+    @property
+    def may_end(self) -> bool:
+        return self.inner.is_accepting()
+
+
+def first_line(text: str) -> str:
+    return text.strip().split("\n", 1)[0][:200]
