@@ -1,4 +1,4 @@
-"""Conversations to text: which chat template is taken, and what it is told."""
+"""Conversations to text: chooses a chat template and renders it."""
 
 import os
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ MAX_TEMPLATE_BYTES = 1_000_000
 TEMPLATE_FILE, OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
 TEMPLATE_DIR = "additional_chat_templates"
 BUILT_IN = {file.stem: file for file in (Path(__file__).parent / "templates").glob("*.jinja")}
-_END_MARK = "<end of what is to be continued> "  # the space shows whether the template strips content
+_END_MARK = "<end of what is to be continued> "  # the trailing space shows whether the template strips content
 
 
 class ChatTemplates:
-    """The chat templates of a tokenizer, by name, and the special tokens that they may write ("bos_token": "<s>")."""
+    """A tokenizer's chat templates by name, and the special tokens that they may write ("bos_token": "<s>")."""
 
     def __init__(self, templates: Mapping[str, str] | None = None, special_tokens: Mapping[str, str] | None = None):
         self.templates, self.special_tokens = dict(templates or {}), dict(special_tokens or {})
@@ -34,10 +34,10 @@ class ChatTemplates:
         continue_final_message: bool = False,
         chat_template_kwargs: Any = None,
     ) -> str:
-        """The text of one conversation, special tokens included. See `LLM.chat`; raises `ValueError`."""
+        """The text of one conversation, special tokens included. Arguments as in `LLM.chat`. Raises `ValueError`."""
         if add_generation_prompt and continue_final_message:
             raise ValueError(
-                "add_generation_prompt opens a new message and continue_final_message goes on with the last one; "
+                "add_generation_prompt opens a new message and continue_final_message continues the last one; "
                 "set add_generation_prompt=False to continue"
             )
         messages, tools = parse_messages(messages), parse_tools(tools)
@@ -69,13 +69,13 @@ class ChatTemplates:
         choices = f"a built-in one ({', '.join(sorted(BUILT_IN))}), a file, or Jinja source"
         own = f"one of the model's own ({', '.join(self.templates)}), " if self.templates else ""
         if wanted is not None:
-            raise ValueError(f"there is no chat template {str(wanted)!r:.200}; give {own}{choices}")
-        none = "has chat templates, but none is the default" if self.templates else "brings no chat template"
+            raise ValueError(f"chat template {str(wanted)!r:.200} is unknown; give {own}{choices}")
+        none = "has chat templates but no default one" if self.templates else "has no chat template"
         raise ValueError(f"the model {none}; choose a chat_template: {own}{choices}")
 
 
 class ForeignChatTemplates(ChatTemplates):
-    """Conversations through the `apply_chat_template` of a user's tokenizer that shows no template source."""
+    """Renders through `apply_chat_template` of a user's tokenizer that does not expose its template source."""
 
     def __init__(self, tokenizer: Any):
         super().__init__()
@@ -97,9 +97,10 @@ class ForeignChatTemplates(ChatTemplates):
 
 
 def read_templates(model_dir: Path) -> dict[str, str]:
-    """The Jinja sources in a model directory, by name: "default", "tool_use", or as the model calls them.
+    """The Jinja sources in a model directory by name: "default", "tool_use", or the model's own names.
 
-    As in transformers, files of their own win over `tokenizer_config.json`. Raises `ModelFormatError`.
+    As in transformers, separate template files take precedence over `tokenizer_config.json`. Raises
+    `ModelFormatError`.
     """
     found = {file.stem: file for file in sorted((model_dir / TEMPLATE_DIR).glob("*.jinja"))}
     if (model_dir / TEMPLATE_FILE).is_file():
@@ -117,9 +118,9 @@ def read_templates(model_dir: Path) -> dict[str, str]:
 
 
 def parse_templates(stored: Any, source: str) -> dict[str, str]:
-    """Templates as `tokenizer_config.json` and transformers hold them: a string, a list of named ones, or a dict."""
-    if isinstance(stored, list) and all(isinstance(item, dict) for item in stored):
-        named = [(item.get("name"), item.get("template")) for item in stored]
+    """Parses what `tokenizer_config.json` and transformers store: a string, a list of named templates, or a dict."""
+    if isinstance(stored, list) and all(isinstance(entry, dict) for entry in stored):
+        named = [(entry.get("name"), entry.get("template")) for entry in stored]
     elif isinstance(stored, dict):
         named = list(stored.items())
     else:
@@ -140,12 +141,12 @@ def _read(file: Path) -> str:
 
 def _bounded(text: str, source: str) -> str:
     if len(text) > MAX_TEMPLATE_BYTES:
-        raise ValueError(f"{source} holds a chat template of more than {MAX_TEMPLATE_BYTES} characters; replace it")
+        raise ValueError(f"{source} has a chat template of more than {MAX_TEMPLATE_BYTES} characters; replace it")
     return text
 
 
 def _mark_end(messages: list[dict[str, Any]]) -> str:
-    """Puts a mark behind the last message, so that what the template adds there can be cut; returns its content."""
+    """Appends a mark to the last message, so that the template's own text after it can be cut; returns the content."""
     content = messages[-1].get("content")
     if content is None:
         raise ValueError("continue_final_message needs a last message with content to continue")
@@ -158,7 +159,7 @@ def _cut_end(text: str, content: str) -> str:
     end = text.rfind(mark)
     if end < 0 or content.strip() not in text:
         raise ValueError(
-            "continue_final_message: the chat template leaves out or changes the last message, so it can't be continued"
+            "continue_final_message: the chat template drops or changes the last message, so it cannot be continued"
         )
     is_stripped = not text.startswith(_END_MARK, end)
     return text[:end].rstrip() if is_stripped else text[:end]

@@ -1,22 +1,23 @@
-"""The text of one completion while its tokens come in, and the stop string that ends it."""
+"""Decodes one completion incrementally and finds the stop string that ends it."""
 
 import copy
 from collections.abc import Sequence
 
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.text.overlap import overlap_start
 from jaxllm.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
     """Decodes one completion and watches for stop strings.
 
-    `text` is safe to show: it only ever grows, and ends before a stop string or anything that may become one.
-    Of several stop strings, the one that is complete first wins; of two that end together, the longer.
-    As at the end of sequence, no stop string counts within the first `min_tokens` tokens.
+    `text` is safe to show: it only grows, and ends before a stop string and before anything that may become one.
+    Of several stop strings the one that completes first wins; of two that complete together, the longer one.
+    Like the end of sequence, a stop string within the first `min_tokens` tokens is ignored.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()):
-        """With `prompt_token_ids`, the text continues the prompt's: a first token keeps its leading space."""
+        """`prompt_token_ids`: the text continues this prompt, so that the first token keeps its leading space."""
         self.text = ""
         self.stop: str | None = None
         self._params = params
@@ -25,16 +26,16 @@ class Detokenizer:
             prompt_token_ids,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
-        self._hidden = ""  # settled, but perhaps the beginning of a stop string
-        self._num_searched = 0  # characters of the hidden and held text in which no stop string ends
+        self._hidden = ""  # settled text that may be the beginning of a stop string
+        self._num_searched = 0  # leading characters of hidden and held text already searched
         self._num_tokens = 0
         self._finished = not params.detokenize
 
     def push(self, new_token_ids: Sequence[int]) -> str | None:
         """Takes the next tokens; returns the stop string that one of them completes, or None.
 
-        `text` is then cut before the stop string (with `include_stop_str_in_output`, behind it), and the completion
-        is finished. What follows is ignored.
+        `text` is then cut before the stop string (after it with `include_stop_str_in_output`), and the completion
+        is finished: later tokens are ignored.
         """
         if self._finished:
             return self.stop
@@ -54,12 +55,12 @@ class Detokenizer:
         return self.stop
 
     def finish(self) -> None:
-        """No token follows: the text withheld so far is shown. Does nothing after a stop string, or twice."""
+        """Ends the completion: the withheld text is shown. Does nothing after a stop string or a second time."""
         if not self._finished:
             self._end(self._hidden + self._stream.flush())
 
     def clone(self) -> "Detokenizer":
-        """Another that goes on from here, for a completion that begins alike."""
+        """An independent copy, for a completion with the same beginning."""
         other = copy.copy(self)
         other._stream = self._stream.clone()
         return other
@@ -70,8 +71,8 @@ class Detokenizer:
         self._finished = True
 
     def _find_stop(self) -> bool:
-        """Looks for a stop string that ends in text not searched before; cuts the hidden text there."""
-        # Held text counts: if it holds a stop string, then no token will come that could change it.
+        """Searches the new text for a stop string and cuts the hidden text there."""
+        # Held text counts: once it completes a stop string, the completion ends and no token can change it.
         text = self._hidden + self._stream.held
         searched, self._num_searched = self._num_searched, max(self._num_searched, len(text))
         if self._num_tokens <= self._params.min_tokens:
@@ -88,19 +89,9 @@ class Detokenizer:
         return True
 
     def _reveal(self) -> str:
-        """The hidden text up to its longest end that a stop string begins with."""
+        """Returns the hidden text except its longest end that may be the beginning of a stop string."""
         hidden = self._hidden
-        num_shown = min((_overlap_start(hidden, stop) for stop in self._params.stops), default=len(hidden))
+        num_shown = min((overlap_start(hidden, stop) for stop in self._params.stops), default=len(hidden))
         self._hidden = hidden[num_shown:]
         self._num_searched -= num_shown
         return hidden[:num_shown]
-
-
-def _overlap_start(text: str, stop: str) -> int:
-    """Where the longest end of `text` starts that is a beginning of `stop`, but not all of it."""
-    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while start >= 0:
-        if stop.startswith(text[start:]):
-            return start
-        start = text.find(stop[0], start + 1)
-    return len(text)

@@ -1,4 +1,4 @@
-"""What users may pass as a conversation, brought into the form that chat templates expect. ValueError otherwise."""
+"""Validates conversations and converts them to what chat templates expect. Raises ValueError."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ _OWN_VARIABLES = {
 
 
 def parse_messages(messages: Any) -> list[dict[str, Any]]:
-    """One conversation as templates expect it: contents are strings, what is None is left out. ValueError."""
+    """One conversation as templates expect it: contents are strings, None values are dropped. Raises ValueError."""
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"a conversation is a list of messages, at least one, not {messages!r:.100}")
+        raise ValueError(f"a conversation is a list of at least one message, not {messages!r:.100}")
     return [_parse_message(message, i) for i, message in enumerate(messages)]
 
 
@@ -36,7 +36,7 @@ def _parse_message(message: Any, index: int) -> dict[str, Any]:
 
 
 def _parse_content(content: Any, index: int) -> str:
-    """Parts of text become one, a line each; templates of text models take nothing else."""
+    """Joins text parts with line breaks; templates of text models take a single string."""
     if isinstance(content, str):
         return content
     if isinstance(content, bytes) or not isinstance(content, Sequence):
@@ -52,7 +52,7 @@ def _parse_content(content: Any, index: int) -> str:
 
 
 def _parse_tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
-    """OpenAI's clients send a function's arguments as a string of JSON, templates expect the object in it."""
+    """Decodes function arguments: OpenAI's clients send them as a JSON string, templates expect the object."""
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"tool_calls of message {index} must be a list of dicts, not {calls!r:.100}")
     parsed = []
@@ -69,7 +69,7 @@ def _parse_tool_calls(calls: Any, index: int) -> list[dict[str, Any]]:
 
 
 def parse_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Descriptions of functions that the model may call; an empty list is none."""
+    """Descriptions of the functions that the model may call; an empty list becomes None."""
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -78,7 +78,7 @@ def parse_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def parse_kwargs(kwargs: Any) -> dict[str, Any]:
-    """More variables for the template."""
+    """Additional template variables. Raises ValueError for names that chat sets itself."""
     if not isinstance(kwargs, Mapping | None) or not all(isinstance(key, str) for key in kwargs or ()):
         raise ValueError(f"chat_template_kwargs must be a dict of the template's variables, not {kwargs!r:.100}")
     taken = sorted(_OWN_VARIABLES.intersection(kwargs or ()))

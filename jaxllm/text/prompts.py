@@ -1,4 +1,4 @@
-"""What users may pass as prompts and parameters, brought into one form."""
+"""Normalises the prompts and parameters that users pass."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict
@@ -12,7 +12,7 @@ class TextPrompt(TypedDict):
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
-    prompt: NotRequired[str]  # its text, if it is known
+    prompt: NotRequired[str]  # its text, if known
 
 
 class Prompt(NamedTuple):
@@ -51,17 +51,17 @@ def parse_prompt(prompt: Any, tokenizer: Any) -> Prompt:
 
 
 def _is_ids(prompt: Any) -> bool:
-    """Whether it is meant as a list of token ids; the engine checks each of them."""
+    """Whether `prompt` is meant as a list of token ids; the engine checks each id."""
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], int)
 
 
 def is_conversation(messages: Any) -> bool:
-    """Whether it is meant as one conversation, rather than as a list of them."""
+    """Whether `messages` is meant as one conversation rather than a list of conversations."""
     return not isinstance(messages, Sequence) or not messages or isinstance(messages[0], Mapping | str)
 
 
 def parse_each(name: str, value: Any, kind: type, count: int) -> list:
-    """`value` for each of `count` prompts: one for all, or a list with one for each. ValueError otherwise."""
+    """`count` values, from one value for all prompts or a list with one for each. ValueError otherwise."""
     values = [value] * count if isinstance(value, kind) else value
     if not isinstance(values, Sequence) or not all(isinstance(v, kind) for v in values):
         raise ValueError(f"{name} must be a {kind.__name__} or a list of them, not {value!r}")

@@ -1,7 +1,7 @@
-"""The process in which chat templates run: no Jinja engine bounds the memory of what it renders, a process can.
+"""The process that renders chat templates: a Jinja engine cannot bound the memory of what it renders, a process can.
 
-Each line of standard input is a JSON object with `template` and `variables`; each answer is a line with `text`, or
-with `error`. Nothing but the template engine and plain JSON values is in here.
+Each line of standard input is a JSON object with `template` and `variables`; each answer is a line with `text` or
+`error`. The process holds the template engine and plain JSON values only.
 """
 
 import datetime
@@ -18,7 +18,7 @@ MAX_MEMORY_BYTES = 2**28
 MAX_CHARS = 2**23  # of a rendered conversation
 FUEL = 10_000_000  # instructions; a long conversation takes some 100,000
 _NO_MEMORY = {"error": f"needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
-# Marks what the assistant wrote, for training. A condition in its place leaves the whitespace around it as it was.
+# The tag marks what the assistant wrote, for training. A condition in its place keeps the whitespace around it.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
 
 
@@ -37,7 +37,7 @@ def _strftime_now(style: str) -> str:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As transformers has it: the engine's own would escape HTML. (The engine hands a lone 1.0 over as 1.)"""
+    """`tojson` as in transformers; minijinja's own escapes HTML. (minijinja passes the float 1.0 as 1.)"""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -67,7 +67,7 @@ def _answer(line: bytes) -> dict[str, str]:
         return {"error": f"failed: {error.message}".replace("(in chat:", "(in line ")}
     except MemoryError:
         return _NO_MEMORY
-    except Exception as error:  # noqa: BLE001 - a filter may raise anything; whoever asked is told
+    except Exception as error:  # noqa: BLE001 - a filter may raise anything; the caller gets the error
         return {"error": f"failed: {type(error).__name__}: {error}"}
     if len(text) > MAX_CHARS:
         return {"error": f"writes {len(text)} characters; at most {MAX_CHARS} are allowed"}
@@ -75,7 +75,7 @@ def _answer(line: bytes) -> dict[str, str]:
 
 
 def main() -> None:
-    if sys.platform == "linux":  # macOS has the limit, but takes no notice of it
+    if sys.platform == "linux":  # macOS accepts the limit but does not enforce it
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         soft = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,7 +1,7 @@
-"""Token ids in, settled text out, one token at a time and at constant cost.
+"""Incremental decoding: token ids in, settled text out, at constant cost per token.
 
-Text is settled when no later token can change it. Half a UTF-8 character is not, and neither is a run of
-byte tokens (`<0xE2>`): decoders replace every byte of a run if any part of it is not UTF-8.
+Text is settled when no later token can change it. An incomplete UTF-8 character is not settled, and neither is a run
+of byte tokens (`<0xE2>`): decoders replace every byte of a run if any part of it is not UTF-8.
 """
 
 import codecs
@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import tokenizers
 
 REPLACEMENT = "\ufffd"
-# Bounds the delay and the work when a model writes only byte tokens. A longer run is settled in parts, so
-# an invalid byte after that many valid ones spoils its own part instead of all of them.
+# Bounds delay and work when a model writes only byte tokens. A longer run is settled in parts, so that an
+# invalid byte spoils its own part only.
 MAX_HELD_TOKENS = 64
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT_TOKENS = 8
@@ -22,28 +22,28 @@ _CONTEXT_TOKENS = 8
 
 @runtime_checkable
 class TextStream(Protocol):
-    """Decodes one completion. All text, joined, equals `decode` of all ids."""
+    """Decodes one completion. The joined text equals `decode` of all ids."""
 
     def push(self, token: int) -> str:
-        """Takes the next token; returns the text that became settled by it."""
+        """Takes the next token; returns the text that it settles."""
         ...
 
     @property
     def held(self) -> str:
-        """Whole characters that the tokens so far decode to, but a later token could still change."""
+        """Whole characters that the pending tokens decode to and that a later token may still change."""
         ...
 
     def flush(self) -> str:
-        """The rest of the text, given that no token follows."""
+        """The rest of the text, when no token follows."""
         ...
 
     def clone(self) -> "TextStream":
-        """Another that goes on from here, for a completion that begins alike."""
+        """An independent copy, for a completion with the same beginning."""
         ...
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes in byte-level vocabularies: printable ones stand for themselves."""
+    """GPT-2's characters for bytes in byte-level vocabularies: printable bytes stand for themselves."""
     printable = [byte for first, last in ("!~", "¡¬", "®ÿ") for byte in range(ord(first), ord(last) + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -53,7 +53,7 @@ _BYTES = _byte_alphabet()
 
 
 class ByteTable(dict[int, bytes]):
-    """Token id -> its bytes in a byte-level vocabulary; filled as tokens are met."""
+    """Token id -> its bytes in a byte-level vocabulary; filled on first use of a token."""
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: Collection[str]):
         super().__init__()
@@ -72,7 +72,7 @@ class ByteTable(dict[int, bytes]):
 
 
 class ByteStream:
-    """For byte-level decoders, which join the tokens' bytes and read them as UTF-8."""
+    """For byte-level decoders, which join the tokens' bytes and decode them as UTF-8."""
 
     held = ""
 
@@ -93,9 +93,9 @@ class ByteStream:
 
 
 class PieceTable(dict[int, str | int | None]):
-    """Token id -> its text inside a sentence, its byte, or None for nothing; filled as tokens are met.
+    """Token id -> its text inside a sentence, its byte, or None for no text; filled on first use of a token.
 
-    `anchor` is any token with visible text: what a token adds after it, it adds after any other.
+    `anchor` is any token with visible text: a token adds the same text after it as after any other.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: Collection[str], anchor: int, has_bytes: bool):
@@ -116,14 +116,14 @@ class PieceTable(dict[int, str | int | None]):
         return value
 
     def text(self, tokens: list[int], *, first: bool) -> str:
-        """What `tokens` decode to at the start of a text or inside one: at the start, spaces are stripped."""
+        """What `tokens` decode to at the start of a text, where spaces are stripped, or inside one."""
         if first:
             return self._backend.decode(tokens, skip_special_tokens=False)
         return self._backend.decode([self._anchor, *tokens], skip_special_tokens=False)[self._anchor_len :]
 
 
 class PieceStream:
-    """For decoders that turn each token into text by itself, but for the first and runs of byte tokens."""
+    """For decoders that decode each token by itself, except the first token and runs of byte tokens."""
 
     def __init__(self, table: PieceTable, prompt_token_ids: Sequence[int]):
         self._table = table
@@ -183,9 +183,9 @@ class PieceStream:
 
 
 class WindowStream:
-    """For decoders of which nothing is known: decodes new tokens behind those that gave the text before.
+    """For unknown decoders: decodes new tokens after those of the text before.
 
-    Right for any decoder that looks only at neighbours and writes U+FFFD for half a character.
+    Correct for any decoder that looks only at neighbours and writes U+FFFD for an incomplete character.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_token_ids: Sequence[int]):
@@ -217,7 +217,7 @@ class WindowStream:
         return self._decode(self._context + self._pending)[self._context_len :] if self._pending else ""
 
     def _settle(self, text: str) -> str:
-        if text:  # tokens without any, special ones for example, are no context for the next
+        if text:  # tokens without text, such as special tokens, are no context for the next
             self._context = self._pending
             self._context_len = len(self._decode(self._context))
         self._pending = []

@@ -1,4 +1,4 @@
-"""Text to token ids and back: `tokenizer.json` through the `tokenizers` library, or the user's object."""
+"""Text to token ids and back, through the `tokenizers` library or the user's own object."""
 
 import copy
 import inspect
@@ -20,17 +20,17 @@ FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 MAX_FILE_BYTES = 100_000_000
 _OTHER_FORMATS = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tekken.json", "*.tiktoken")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# Decoders that treat each token alone, but for the first one and for byte tokens.
+# Decoders that treat each token alone, except the first token and byte tokens.
 _TOKENWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 
 
 class Tokenizer:
-    """A fast tokenizer. `eos_token_id` is None if the tokenizer does not name an end of sequence."""
+    """A fast tokenizer. `eos_token_id` is None if the tokenizer names no end of sequence."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, eos_token: str | None = None, chat: ChatTemplates | None = None
     ):
-        """Takes `backend` over: stored padding and truncation, which are for training, are switched off."""
+        """Takes ownership of `backend` and disables its stored padding and truncation, which are for training."""
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -41,9 +41,9 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, model_dir: str | os.PathLike[str]) -> "Tokenizer":
-        """Reads `tokenizer.json`, and the special tokens' names from `tokenizer_config.json` if it is there.
+        """Reads `tokenizer.json`, and special token names from `tokenizer_config.json` if it exists.
 
-        Raises `ModelFormatError` if the files are missing, damaged or larger than 100 MB.
+        Raises `ModelFormatError` if a file is missing, damaged or larger than 100 MB.
         """
         path = Path(model_dir) / FILE
         if not path.is_file():
@@ -52,9 +52,9 @@ class Tokenizer:
             raise ModelFormatError(f"{path} is larger than {MAX_FILE_BYTES} bytes; download it again")
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-            _encode(backend, "a", True)  # some damage shows only now
+            _encode(backend, "a", True)  # some damage shows only when encoding
         except Exception as error:  # the library raises the bare class
-            raise ModelFormatError(f"{path} is not a sound tokenizer ({error}); download it again") from error
+            raise ModelFormatError(f"{path} is not a valid tokenizer ({error}); download it again") from error
         names = _special_tokens(path.with_name(CONFIG))
         # The configuration is the newer file of the two: a token may have become special only there.
         unmarked = sorted(set(names.values()) - _special_contents(backend))
@@ -63,16 +63,16 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int | None:
-        """The number of tokens, added ones included; None if it is unknown."""
+        """The number of tokens, added tokens included; None if unknown."""
         return self._backend.get_vocab_size()
 
     @property
     def json(self) -> str | None:
-        """As a `tokenizer.json`; None for a tokenizer of another kind."""
+        """The content of a `tokenizer.json`; None for a tokenizer of another kind."""
         return self._backend.to_str()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer's own rules add. Raises `ValueError`."""
+        """Token ids, with the special tokens that the tokenizer's rules add. Raises `ValueError`."""
         return _encode(self._backend, text, add_special_tokens)
 
     def apply_chat_template(
@@ -85,7 +85,7 @@ class Tokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """The prompt of one conversation, as ids or as text. `variables` are the template's own; see `LLM.chat`."""
+        """The prompt of one conversation as ids or text. `variables` are passed to the template; see `LLM.chat`."""
         text = self.chat.render(
             conversation,
             tools=tools,
@@ -97,11 +97,11 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD, ids without a token nothing."""
+        """Text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids without a token give no text."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token: int) -> str:
-        """What the token alone adds inside a text; a part of a character is U+FFFD."""
+        """The text that the token adds inside a text; an incomplete character is U+FFFD."""
         table = self._table(skip_special_tokens=False)
         piece = table[token] if table is not None else self.decode([token], skip_special_tokens=False)
         if isinstance(piece, int):
@@ -114,10 +114,10 @@ class Tokenizer:
         prompt_token_ids: Sequence[int] = (),
         spaces_between_special_tokens: bool = True,
     ) -> TextStream:
-        """An incremental decoder of what follows the prompt.
+        """An incremental decoder of the text after the prompt.
 
-        After a prompt the first token keeps its leading space, which `decode` strips at the start of a text. (Nothing
-        puts spaces between special tokens here: that is for tokenizers in Python.)
+        After a prompt the first token keeps its leading space, which `decode` strips at the start of a text. (Only
+        slow tokenizers put spaces between special tokens; here the option has no effect.)
         """
         table = self._table(skip_special_tokens)
         if isinstance(table, ByteTable):
@@ -127,7 +127,7 @@ class Tokenizer:
         return WindowStream(lambda ids: self.decode(ids, skip_special_tokens), prompt_token_ids)
 
     def _table(self, skip_special_tokens: bool) -> ByteTable | PieceTable | None:
-        """What each token decodes to, if this tokenizer's decoder allows to say so."""
+        """What each token decodes to; None if the decoder's output depends on more than the token."""
         if skip_special_tokens not in self._tables:
             self._tables[skip_special_tokens] = self._make_table(skip_special_tokens)
         return self._tables[skip_special_tokens]
@@ -145,7 +145,7 @@ class Tokenizer:
         return PieceTable(self._backend, skipped, anchor, has_bytes)
 
     def _anchor(self) -> int | None:
-        """A token that ends in a letter or digit: decoders strip nothing behind it."""
+        """A token that ends in a letter or digit: decoders strip nothing after it."""
         for token in range(self._backend.get_vocab_size()):
             name = self._backend.id_to_token(token)
             if name and name[-1].isalnum() and name not in self._special:
@@ -154,7 +154,7 @@ class Tokenizer:
 
 
 class _Adapter(Tokenizer):
-    """Any object with `encode` and `decode`: a slow tokenizer, SentencePiece, tiktoken, or the user's own."""
+    """Adapts any object with `encode` and `decode`: a slow tokenizer, SentencePiece, tiktoken, or the user's own."""
 
     def __init__(self, inner: Any):
         self._inner = inner
@@ -204,10 +204,10 @@ class _Adapter(Tokenizer):
 
 
 def wrap(tokenizer: Any) -> Tokenizer:
-    """A `Tokenizer` for whatever the user has: ours, a `tokenizers.Tokenizer`, one of transformers, a model
-    directory or its `tokenizer.json`, or an object with `encode(text) -> ids` and `decode(ids) -> text`.
+    """A `Tokenizer` from a `Tokenizer`, a `tokenizers.Tokenizer`, a tokenizer of transformers, a model directory or
+    its `tokenizer.json`, or an object with `encode(text) -> ids` and `decode(ids) -> text`.
 
-    The user's object is never changed. Raises `TypeError` for anything else.
+    The user's object is not modified. Raises `TypeError` for anything else.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -230,7 +230,7 @@ def wrap(tokenizer: Any) -> Tokenizer:
 
 
 def _chat_of(tokenizer: Any) -> ChatTemplates:
-    """The chat templates of a user's object. Those whose source it shows run in our sandbox."""
+    """The chat templates of a user's object. Templates whose source it exposes run in the sandbox."""
     if not hasattr(tokenizer, "chat_template") and callable(getattr(tokenizer, "apply_chat_template", None)):
         return ForeignChatTemplates(tokenizer)
     stored = getattr(tokenizer, "chat_template", None)
@@ -245,14 +245,14 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
     except TypeError as error:
         halves = [i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"]
         raise ValueError(
-            f"the text holds half of a surrogate pair at character {halves[0]}, which is not Unicode; "
+            f"the text has half of a surrogate pair at character {halves[0]}, which is not valid Unicode; "
             "decode its source as UTF-8, or with errors='replace'"
         ) from error
     except BaseException as error:
-        # The library's panics on damaged files aren't Exceptions, and would end a server.
+        # The library's panics on damaged files are not Exceptions and would end a server.
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"the tokenizer is damaged and failed on a text ({error}); get it again") from error
+        raise ValueError(f"the tokenizer is damaged and failed on a text ({error}); download it again") from error
 
 
 def _missing(path: Path) -> str:
@@ -261,9 +261,9 @@ def _missing(path: Path) -> str:
         return f"{folder} is not a directory; pass the directory that holds {FILE}"
     others = sorted({file.name for pattern in _OTHER_FORMATS for file in folder.glob(pattern)})
     if not others:
-        return f"{path} is missing; take the whole model directory, in Hugging Face format"
+        return f"{path} is missing; give a complete model directory in Hugging Face format"
     return (
-        f"{path} is missing, and only {', '.join(others)} is there; a fast {FILE} is needed. Get one with "
+        f"{path} is missing; the directory has {', '.join(others)}, but a fast {FILE} is needed. Create it with "
         f"python -m jaxllm.convert {shlex.quote(str(folder))} NEW_DIR"
     )
 
@@ -293,7 +293,7 @@ def _flatten(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_tokenwise(step: dict[str, Any]) -> bool:
-    if step["type"] == "Strip":  # more than one space could reach into the second token, the end into any
+    if step["type"] == "Strip":  # more than one space could reach the second token, the end any token
         return step["start"] <= 1 and step["stop"] == 0
     if step["type"] == "Replace":  # a longer pattern could match across tokens
         return len(step["pattern"].get("String", "")) == 1
