@@ -141,7 +141,7 @@ def _read(file: Path) -> str:
 
 def _bounded(text: str, source: str) -> str:
     if len(text) > MAX_TEMPLATE_BYTES:
-        raise ValueError(f"{source} has a chat template of more than {MAX_TEMPLATE_BYTES} characters; replace it")
+        raise ValueError(f"{source} holds a chat template of more than {MAX_TEMPLATE_BYTES} characters; replace it")
     return text
 
 
@@ -159,7 +159,7 @@ def _cut_end(text: str, content: str) -> str:
     end = text.rfind(mark)
     if end < 0 or content.strip() not in text:
         raise ValueError(
-            "continue_final_message: the chat template drops or changes the last message, so it cannot be continued"
+            "continue_final_message: the chat template leaves out or changes the last message, so it can't be continued"
         )
     is_stripped = not text.startswith(_END_MARK, end)
     return text[:end].rstrip() if is_stripped else text[:end]

@@ -54,7 +54,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
             _encode(backend, "a", True)  # some damage shows only when encoding
         except Exception as error:  # the library raises the bare class
-            raise ModelFormatError(f"{path} is not a valid tokenizer ({error}); download it again") from error
+            raise ModelFormatError(f"{path} is not a sound tokenizer ({error}); download it again") from error
         names = _special_tokens(path.with_name(CONFIG))
         # The configuration is the newer file of the two: a token may have become special only there.
         unmarked = sorted(set(names.values()) - _special_contents(backend))
@@ -261,7 +261,7 @@ def _missing(path: Path) -> str:
         return f"{folder} is not a directory; pass the directory that holds {FILE}"
     others = sorted({file.name for pattern in _OTHER_FORMATS for file in folder.glob(pattern)})
     if not others:
-        return f"{path} is missing; give a complete model directory in Hugging Face format"
+        return f"{path} is missing; take the whole model directory, in Hugging Face format"
     return (
         f"{path} is missing; the directory has {', '.join(others)}, but a fast {FILE} is needed. Create it with "
         f"python -m jaxllm.convert {shlex.quote(str(folder))} NEW_DIR"

@@ -30,7 +30,7 @@ class ChattyLLM(FakeLLM):
 
     def chat_prompt(self, messages, **options):
         if options["chat_template"] == "none":
-            raise ValueError("the model brings no chat template; choose a chat_template")
+            raise ValueError("the model has no chat template; choose a chat_template")
         text = "|".join(f"{message['role'][0]}:{message['content']}" for message in messages)
         return {"prompt": text, "prompt_token_ids": list(text.encode())}
 
@@ -151,7 +151,7 @@ def test_old_messages_are_forgotten_when_the_context_is_full():
 def test_a_model_that_does_not_chat(llm, monkeypatch, capsys):
     say(monkeypatch, "Hi")
     assert chat.main(["--chat-template", "none"]) == 2
-    assert "brings no chat template" in (error := capsys.readouterr().err) and "jaxllm.generate" in error
+    assert "has no chat template" in (error := capsys.readouterr().err) and "jaxllm.generate" in error
 
 
 def test_options_for_several_answers_are_refused(llm, monkeypatch, capsys):

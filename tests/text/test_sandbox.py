@@ -55,7 +55,7 @@ def test_a_template_cannot_change_what_the_next_one_sees(sandbox):
 
 @pytest.mark.parametrize("value", [float("nan"), {1, 2}, object(), "\ud800", b"x"])
 def test_only_json_reaches_a_template(value, sandbox):
-    with pytest.raises(ValueError, match="takes what JSON can hold"):
+    with pytest.raises(ValueError, match="takes JSON values only"):
         sandbox.render("{{ a }}", {"a": value})
 
 
@@ -102,7 +102,7 @@ def test_the_process_ends_with_its_owner():
     process = renderer._process
     del renderer
     assert process.returncode is not None
-    program = "from jaxllm.text.sandbox import Renderer\nr = Renderer()\nprint(r.render('a', {}), r._process.pid)"
+    program = "from jaxllm.text.sandbox import TemplateSandbox as S\nr = S()\nprint(r.render('a', {}), r._process.pid)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True)
     text, pid = done.stdout.split()
     assert text == "a" and done.stderr == "" and not Path(f"/proc/{pid}").exists()

@@ -87,7 +87,7 @@ BROKEN = {
     b'{"prompt": "a", "id": []}': "id must be one string or integer",
     b'{"prompt": "a", "id": 1, "custom_id": 1}': "id and custom_id must be one",
     b'{"prompt": "a", "tools": []}': "tools are for messages, or --chat",
-    b'{"messages": []}': "a conversation is a list of messages, at least one",
+    b'{"messages": []}': "a conversation is a list of at least one message",
     b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "only text is supported",
     b'{"messages": [{"role": "user", "content": "a"}], "tools": [1]}': "tools must be a list",
     b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": 1}}': "which chat itself sets",
