@@ -1,4 +1,4 @@
-"""The step contract of the engine on its real executables. (The scheduler's part is in test_scheduler.py.)"""
+"""The step contract (docs/step_contract.md) of the engine on its real executables. (The scheduler's part is in schedule/test_scheduler.py.)"""
 
 import jax
 import jax.monitoring

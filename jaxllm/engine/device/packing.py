@@ -196,7 +196,7 @@ def _packed_params(sequence: Sequence) -> np.ndarray:
 
 
 class PenaltyRow(NamedTuple):
-    """A part of one slot's row of the `SamplingExtras`, cut from a packed array."""
+    """A part of one slot's row of the `PenaltyState`, cut from a packed array."""
 
     slot: np.ndarray  # [1]
     is_first: np.ndarray  # [1] 1 if the row is to be emptied before

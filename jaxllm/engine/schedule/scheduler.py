@@ -1,7 +1,7 @@
 """Who runs how many tokens next, on which blocks. Host integers only: no array, no device, no text.
 
 The three verbs of a step are `schedule` (here), `run` (the runner) and `commit` (here). A step is planned before the
-tokens of the one before are known; design section 4 says what that means for every event.
+tokens of the one before are known; docs/step_contract.md says what that means for every event.
 """
 
 from collections import abc

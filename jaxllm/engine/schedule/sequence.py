@@ -48,7 +48,7 @@ class Sequence:
     request: Any = None  # of the layer above
 
     output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted; see engine/logprobs.py
+    logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted; see engine/device/logprobs.py
     prompt_logprobs: list[Any] = field(default_factory=list)  # of the tokens after the first, likewise
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -64,7 +64,7 @@ class Sequence:
     host_copy: HostCopy | None = None  # where its blocks went
     host_blocks: list[int] = field(default_factory=list)  # which of the copied ones are its own
     packed_params: Any = None  # what of its slot's row never changes
-    has_penalties: bool = False  # its slot's row of the `SamplingExtras` is installed
+    has_penalties: bool = False  # its slot's row of the `PenaltyState` is installed
     candidates: Any = None  # of a beam that waits for the others to be as far
     num_tokens: int = 0  # known on the host: prompt and committed output
     num_computed: int = 0  # tokens whose keys and values some dispatched step writes
@@ -131,7 +131,7 @@ class Sequence:
 
     @property
     def needs_penalties(self) -> bool:
-        """Whether the sampler needs this sequence's own row of the `SamplingExtras`."""
+        """Whether the sampler needs this sequence's own row of the `PenaltyState`."""
         return self.params.alters_logits or self.params.logprob_token_ids is not None
 
     @property

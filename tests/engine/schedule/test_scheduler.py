@@ -1,4 +1,4 @@
-"""One test for each clause of the step contract (design, section 4) that the scheduler keeps."""
+"""One test for each clause of the step contract (docs/step_contract.md) that the scheduler keeps."""
 
 import gc
 import itertools
