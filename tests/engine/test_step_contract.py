@@ -1,4 +1,4 @@
-"""The step contract (docs/step_contract.md) of the engine on its real executables. (The scheduler's part is in schedule/test_scheduler.py.)"""
+"""The step contract (docs/step_contract.md) on the real executables; the scheduler has tests of its own."""
 
 import jax
 import jax.monitoring
