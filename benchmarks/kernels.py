@@ -52,7 +52,9 @@ def arguments(model: Model, q_lens: list[int], kv_lens: list[int], seed: int = 0
     tables = np.zeros((len(kv_lens), max(blocks)), np.int32)
     for row, (end, count) in enumerate(zip(np.cumsum(blocks), blocks, strict=True)):
         tables[row, :count] = ids[end - count : end]
-    shapes = [(sum(q_lens), n, model.head_dim) for n in (model.heads, model.kv_heads, model.kv_heads)]
+    shapes: list[tuple[int, ...]] = [
+        (sum(q_lens), n, model.head_dim) for n in (model.heads, model.kv_heads, model.kv_heads)
+    ]
     platform = jax.devices()[0].platform
     shapes.append(kv_shape(sum(blocks), model.block_size, model.kv_heads, model.head_dim, platform=platform))
     normal = jax.jit(partial(jax.random.normal, dtype=model.dtype), static_argnums=1)
@@ -181,7 +183,7 @@ def run_prompts(model: Model, implementation: str, quick: bool, timing: Timing, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats: for a CPU")
     parts = ["check", "decode", "prefill"]
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)

@@ -88,7 +88,7 @@ def compare(name: str, ours: Callable[[], object], theirs: Callable[[], object],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
@@ -98,11 +98,11 @@ def main() -> None:
     print(f"{'median ms':45} {'native':>8} {'XLA':>8} {'ratio':>7} {'of best':>7}")
     for rows in (1, 2, 4, 8, 16, 32, 64):
         for op in (products, head):
-            pair = (op(args.dtype, rows, name) for name in ("native", "reference"))
-            compare(f"{op.__name__}, {rows} rows", *pair, args.repeats)
+            ours, theirs = (op(args.dtype, rows, name) for name in ("native", "reference"))
+            compare(f"{op.__name__}, {rows} rows", ours, theirs, args.repeats)
     for case in ATTENTION:
-        pair = (attention(args.dtype, case, name) for name in ("native", "cpu"))
-        compare(f"attention of a layer, {case}", *pair, args.repeats)
+        ours, theirs = (attention(args.dtype, case, name) for name in ("native", "cpu"))
+        compare(f"attention of a layer, {case}", ours, theirs, args.repeats)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,11 @@ def run(
     block_size = model.get("block_size") or _default_block_size()
     blocks_each = -(-(input_len + output_len) // block_size)
     num_blocks = max(blocks_each, int(requests * blocks_each / overcommit))
-    sizes = {"block_size": block_size, "num_blocks": num_blocks, "max_model_len": input_len + output_len}
+    sizes: dict[str, Any] = {
+        "block_size": block_size,
+        "num_blocks": num_blocks,
+        "max_model_len": input_len + output_len,
+    }
     rows: list[dict[str, Any]] = []
     with tqdm(total=4 * (1 + repeats), desc="measuring", unit="run", disable=None, leave=False) as bar:
         for kinds, num_seqs in (((CAPPED,), num_blocks // blocks_each), (PREEMPTIONS, requests)):

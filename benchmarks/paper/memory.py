@@ -11,7 +11,6 @@ import random
 from collections import abc, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tqdm import tqdm
@@ -197,7 +196,7 @@ def _wasted(each: Trace, seed: int, max_len: int, tick: Callable[[], Any]) -> li
         usage = contiguous.simulate(
             items,
             arrivals,
-            partial(reserved, max_len=max_len),
+            lambda item, reserved=reserved: reserved(item, max_len),
             num_slots=POOL_SLOTS,
             max_num_seqs=MAX_NUM_SEQS,
             max_tokens=MAX_NUM_BATCHED_TOKENS,

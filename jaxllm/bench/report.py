@@ -31,7 +31,7 @@ def about(llm: Any, *, model: str | None, dummy_weights: bool) -> dict[str, Any]
 def machine() -> dict[str, Any]:
     """Devices, processor and versions."""
     import jax
-    import jaxlib
+    import jaxlib.version
 
     devices = jax.devices()
     return {
@@ -42,7 +42,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib.version.__version__,
     }
 
 
