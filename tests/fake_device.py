@@ -3,10 +3,10 @@
 import math
 import zlib
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
+from jaxllm.engine.beam.candidates import BeamRow
 from jaxllm.engine.beam.search import Candidates
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.sequence import Sequence
@@ -31,15 +31,6 @@ def candidates(request: Sequence, tokens: list[int]) -> Candidates:
     order = sorted((token for token in VOCAB if weights[token]), key=lambda token: -weights[token])
     scores = np.array([math.log(weights[token] / sum(weights)) for token in order], np.float32)
     return Candidates(np.array(order, np.int32), scores, scores, np.arange(1, len(order) + 1, dtype=np.int32))
-
-
-class FakeRow(NamedTuple):
-    """As `BeamRow`."""
-
-    candidates: Candidates
-
-    def packed_logprobs(self, logprob: float, rank: int) -> float:
-        return logprob
 
 
 def digests(tokens: list[int]) -> list[int]:
@@ -75,7 +66,7 @@ class Device:
     def holds(self, slot: Slot, tokens: list[int]) -> bool:
         return self.read(slot)[:, 0].tolist() == digests(tokens[: slot.length])
 
-    def run(self, plan: Plan, fresh: list[Sequence]) -> tuple[list[int], list[FakeRow | None]]:
+    def run(self, plan: Plan, fresh: list[Sequence]) -> tuple[list[int], list[BeamRow | None]]:
         """Returns the token of each sample, and the candidates of beams. `fresh` are requests that have nothing but
         what they find in the prefix cache."""
         self._move(plan)
@@ -117,7 +108,7 @@ class Device:
             assert chunk is None or slot.length == chunk.start
             if chunk is not None:
                 tokens = request.token_ids(chunk.start, chunk.stop)
-            elif request.group.is_search and request.output_token_ids:
+            elif request.is_beam and request.output_token_ids:
                 tokens = request.output_token_ids[-1:]
             else:
                 tokens = [slot.last_token]
@@ -132,12 +123,12 @@ class Device:
 
     def _output(self, request: Sequence) -> list[int]:
         """All tokens that the request can have by now, those that the host does not know yet included."""
-        if request.group.is_search:
+        if request.is_beam:
             return request.output_token_ids
         first = len(request.prompt_token_ids)
         return [sampled(request, position) for position in range(first, request.num_tokens + request.num_in_flight)]
 
-    def _sample(self, plan: Plan) -> tuple[list[int], list[FakeRow | None]]:
+    def _sample(self, plan: Plan) -> tuple[list[int], list[BeamRow | None]]:
         tokens, rows = [], []
         for request, row in zip(plan.samples, plan.sample_rows, strict=True):
             slot, known = self.slots[request.slot], request.prompt_token_ids + self._output(request)
@@ -146,5 +137,5 @@ class Device:
             assert other.length == slot.length and self.holds(other, known), "the logits are of other tokens"
             slot.last_token = sampled(request, slot.length)
             tokens.append(slot.last_token)
-            rows.append(FakeRow(candidates(request, known)) if request.group.is_search else None)
+            rows.append(BeamRow(candidates(request, known), None) if request.is_beam else None)
         return tokens, rows

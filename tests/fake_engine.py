@@ -5,11 +5,11 @@ import itertools
 import sys
 from collections import Counter
 
-from jaxllm.engine.beam import group as beam_group
+from jaxllm.engine.beam.group import BeamSearchGroup
 from jaxllm.engine.beam.search import LENGTH, BeamSearch
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.scheduler import Plan, Scheduler
-from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.sequence import Samples, Sequence, Status
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_device import EOS, PROMPT_TOKENS, Device, candidates, sampled
 
@@ -31,7 +31,7 @@ def expected(request: Sequence) -> tuple[list[int], str]:
     return output, "length"
 
 
-def expected_beams(group: SequenceGroup) -> list[tuple[list[int], str]]:
+def expected_beams(group: BeamSearchGroup) -> list[tuple[list[int], str]]:
     """The best beams' outputs and finish reasons, searched in a straight line: all beams' tokens in lists."""
     first = group.sequences[0]
     params = first.params
@@ -80,7 +80,7 @@ class FakeEngine:
         self.in_flight: tuple | None = None  # plan, tokens, log-probabilities, candidates
         self.requests: list[Sequence] = []
         self.expected: dict[Sequence, tuple[list[int], str]] = {}
-        self.expected_beams: dict[SequenceGroup, list[tuple[list[int], str]]] = {}
+        self.expected_beams: dict[BeamSearchGroup, list[tuple[list[int], str]]] = {}
         self.poison: set[Sequence] = set()  # a step with one of them fails
         self.failures: Counter[Sequence] = Counter()
 
@@ -102,15 +102,14 @@ class FakeEngine:
         """Adds `n` samples; returns the first."""
         params = SamplingParams(min_tokens=min_tokens, max_tokens=None, cache_salt=cache_salt)
         members = [self._request(prompt, max_new, params=params, sample_index=i, **fields) for i in range(n)]
-        group = SequenceGroup(members)
+        group = Samples(members)
         for request in members:
-            request.group = group
             self.expected[request] = expected(request)
         self.scheduler.add(group)
         self.scheduler.check()
         return members[0]
 
-    def add_beams(self, prompt, max_new=4, *, width=2, min_tokens=0, search=(), **fields) -> SequenceGroup | None:
+    def add_beams(self, prompt, max_new=4, *, width=2, min_tokens=0, search=(), **fields) -> BeamSearchGroup | None:
         """None if they could need more than there is: the real engine refuses them likewise."""
         most_len, block_size = min(len(prompt) + max_new, self.capacity), self.pool.block_size
         shared = len(prompt) // block_size
@@ -120,7 +119,7 @@ class FakeEngine:
         fields["host_dependent"] = True
         params = SamplingParams(beam_width=width, n=width, min_tokens=min_tokens, max_tokens=None, **dict(search))
         members = [self._request(prompt, max_new, params=params, **fields) for _ in range(width)]
-        group = beam_group.start(members)
+        group = BeamSearchGroup(members)
         self.expected_beams[group] = expected_beams(group)
         self.scheduler.add(group)
         self.scheduler.check()
@@ -132,7 +131,7 @@ class FakeEngine:
 
     def unfinished(self) -> list[Sequence]:
         """Beams end with the first of their group, at the latest when they start over."""
-        heads = [(r.group.sequences[0] if r.group.is_search else r, r) for r in self.requests]
+        heads = [(r.group.head(r), r) for r in self.requests]
         return [request for head, request in heads if head.finish_reason is None]
 
     def update_params(self) -> None:
@@ -210,7 +209,7 @@ class FakeEngine:
             self.check()
 
     def _recover(self, failed: Plan) -> None:
-        blamed = {r.group.sequences[0] if r.group.is_search else r for r in failed.rows}
+        blamed = {r.group.head(r) for r in failed.rows}
         self.failures.update(request for request in blamed if request.status is not Status.FINISHED)
         quarantined = self.scheduler.restart(self.unfinished(), failed.rows)
         assert all(self.failures[request] >= 2 for request in quarantined)
@@ -235,7 +234,7 @@ class FakeEngine:
         assert all(tables[new.slot][new.index] == new.block for new in plan.new_blocks)
         assert len(plan.new_blocks) <= len(plan.rows) + -(-plan.num_tokens // block_size)
         assert plan.full_sampler or not any(request.needs_full_sampler for request in plan.rows)
-        assert plan.has_beams or not any(request.group.is_search for request in plan.samples)
+        assert plan.has_beams or not any(request.is_beam for request in plan.samples)
         holders = Counter(block for request in scheduler.running for block in request.block_ids)
         for request, start, stop in spans:
             assert request.status is Status.RUNNING

@@ -20,7 +20,7 @@ from benchmarks.paper.trace import Trace, TraceRequest
 from jaxllm.bench import report as about
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.scheduler import Scheduler
-from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup
+from jaxllm.engine.schedule.sequence import Samples, Sequence
 from jaxllm.sampling_params import SamplingParams
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens
@@ -115,23 +115,22 @@ def simulate(
     return SimulatedRun(usage, step, scheduler.preemption.num_recomputed)
 
 
-def _group(item: TraceRequest, n: int, arrival: int, rng: random.Random) -> SequenceGroup:
+def _group(item: TraceRequest, n: int, arrival: int, rng: random.Random) -> Samples:
     params = SamplingParams(n=n, max_tokens=item.output_len, ignore_eos=True, detokenize=False)
     prompt = [_token(rng) for _ in range(item.prompt_len)]
-    group = SequenceGroup([])
-    group.sequences = [
-        Sequence(
-            prompt_token_ids=prompt,
-            params=params,
-            arrival=arrival + i,
-            seed=0,
-            sample_index=i,
-            group=group,
-            max_total_len=item.prompt_len + item.output_len,
-        )
-        for i in range(n)
-    ]
-    return group
+    return Samples(
+        [
+            Sequence(
+                prompt_token_ids=prompt,
+                params=params,
+                arrival=arrival + i,
+                seed=0,
+                sample_index=i,
+                max_total_len=item.prompt_len + item.output_len,
+            )
+            for i in range(n)
+        ]
+    )
 
 
 def _token(rng: random.Random) -> int:

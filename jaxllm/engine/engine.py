@@ -8,18 +8,17 @@ from collections import abc
 from collections.abc import Callable
 from typing import Any
 
-from jaxllm.engine.beam import group as beam_group
+from jaxllm.engine.beam.group import BeamSearchGroup, read_rows
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.candidates import BeamRow, read_candidates
-from jaxllm.engine.device.logprobs import pack_logprobs
 from jaxllm.engine.device.packing import NUM_STOP_IDS
 from jaxllm.engine.device.runner import Handle, Result, Runner
 from jaxllm.engine.intake import bad_word_ids, check_params, check_prompt, check_room
+from jaxllm.engine.logprobs import pack_logprobs
 from jaxllm.engine.output import Request
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.scheduler import Scheduler
-from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup
+from jaxllm.engine.schedule.sequence import Samples, Sequence, SequenceGroup
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
 from jaxllm.errors import EngineDeadError
 from jaxllm.grammar.compiler import Grammar, GrammarCompiler
@@ -121,12 +120,9 @@ class Engine:
         ]
         if params.beam_width is not None:
             request.sequences = sequences[:1]
-            return beam_group.start(sequences, self._text_to_watch(request))
+            return BeamSearchGroup(sequences, self._text_to_watch(request))
         request.sequences = list(sequences)
-        siblings = SequenceGroup(sequences)
-        for sequence in sequences:
-            sequence.group = siblings
-        return siblings
+        return Samples(sequences)
 
     def _text_to_watch(self, request: Request) -> Detokenizer | None:
         """What finds the stop strings of beams."""
@@ -250,11 +246,11 @@ class Engine:
             sequence.matcher.follow(sequence.output_token_ids)
         self._grammars.fill([(sequence.matcher, row) for sequence, row in bound], plan.masks)
         allowed = plan.masks.any(axis=1)  # a beam without a token just ends, if others go on
-        return [r for r, row in bound if r.matcher.error or not (allowed[row] or r.group.is_search)]
+        return [r for r, row in bound if r.matcher.error or not (allowed[row] or r.is_beam)]
 
     def _end_blocked(self, sequence: Sequence) -> Sequence:
         """Ends a request whose grammar allows no token; returns it, or who stands for it."""
-        matcher, sequence = sequence.matcher, sequence.group.sequences[0] if sequence.group.is_search else sequence
+        matcher, sequence = sequence.matcher, sequence.group.head(sequence)
         is_whole = matcher.error is None and matcher.may_end
         if not is_whole:
             sequence.error = matcher.error or "no token of the model's is allowed by its grammar"
@@ -279,12 +275,7 @@ class Engine:
         ]
         if result.candidates is None:
             return logprobs, None
-        return logprobs, [
-            BeamRow(read_candidates(row, sequence.group.beam_state.search.num_candidates), kept)
-            if sequence.group.is_search
-            else None
-            for sequence, row, kept in zip(plan.samples, result.candidates, logprobs, strict=False)
-        ]
+        return logprobs, read_rows(plan.samples, result.candidates, logprobs)
 
     def _updates(self, updated: abc.Sequence[Sequence]) -> list[RequestOutput]:
         changed: dict[str, Request] = {}

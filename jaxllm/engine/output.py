@@ -6,11 +6,14 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxllm.engine.device.logprobs import PackedLogprobs, to_logprobs
+from jaxllm.engine.beam.group import BeamResult, BeamSearchGroup
+from jaxllm.engine.logprobs import PackedLogprobs, to_logprobs
 from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.outputs import CompletionOutput, Logprobs, RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
+
+Output = Sequence | BeamResult
 
 
 class Progress:
@@ -71,10 +74,11 @@ class Request:
         return all(sequence.finish_reason for sequence in self.sequences)
 
     @property
-    def shown(self) -> list[Sequence]:
-        """The sequences that are returned, best first if they were chosen."""
-        if self.params.beam_width is not None:
-            return self.sequences[0].group.results or []
+    def shown(self) -> abc.Sequence[Output]:
+        """What is returned, best first if it was chosen."""
+        group = self.sequences[0].group
+        if isinstance(group, BeamSearchGroup):
+            return group.results or []
         if self.params.num_samples > self.params.n:
             return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]
         return self.sequences
@@ -92,14 +96,14 @@ class Request:
             return False
         return any(self._is_due(sequence) for sequence in self.sequences)
 
-    def _is_due(self, sequence: Sequence) -> bool:
+    def _is_due(self, sequence: Output) -> bool:
         progress = self._progress[sequence.sample_index]
         num_new = len(sequence.output_token_ids) - progress.num_sent
         if sequence.finish_reason is not None:
             return not progress.is_end_sent
         return num_new >= (self.params.stream_interval if progress.num_sent else 1)
 
-    def decode(self, sequence: Sequence) -> str | None:
+    def decode(self, sequence: Output) -> str | None:
         """Decodes the sequence's tokens that were not yet; returns the stop string that they complete, if any."""
         progress = self._progress[sequence.sample_index]
         is_stop = sequence.finish_reason == "stop" and not isinstance(sequence.stop_reason, str)
@@ -131,7 +135,7 @@ class Request:
             queued_s=self.queued_s or 0.0,
         )
 
-    def _completion(self, index: int, sequence: Sequence, *, is_delta: bool) -> CompletionOutput:
+    def _completion(self, index: int, sequence: Output, *, is_delta: bool) -> CompletionOutput:
         progress, text = self._progress[sequence.sample_index], self._text(sequence)
         self._read_logprobs(sequence, progress)
         logprobs = progress.logprobs if self.params.wants_logprobs else None
@@ -149,7 +153,7 @@ class Request:
             stop_reason=sequence.stop_reason,
         )
 
-    def _text(self, sequence: Sequence) -> str:
+    def _text(self, sequence: Output) -> str:
         if not self._decode:
             return ""
         self.decode(sequence)
@@ -160,7 +164,7 @@ class Request:
 
     # ---- log-probabilities
 
-    def _read_logprobs(self, sequence: Sequence, progress: Progress) -> None:
+    def _read_logprobs(self, sequence: Output, progress: Progress) -> None:
         start = progress.num_summed
         new = sequence.logprobs[start : len(sequence.output_token_ids)]
         progress.num_summed += len(new)

@@ -1,76 +1,256 @@
-"""A beam_state of beam search, as it happens to sequences: which beam goes on in which slot, on which blocks.
+"""The sequences of a beam search: which beam goes on in which slot, on which blocks.
 
-A group of beams has as many sequences as the search is wide, each with a slot while the group is on the device. A beam
-that goes on stays where it is; each further one that comes from the same beam takes the place of one that died, and
-shares all blocks with it (PagedAttention, arXiv 2309.06180, section 4.4).
+A group has as many sequences as the search is wide, each with a slot while the group is on the device. A beam that
+goes on stays where it is; each further one that comes from the same beam takes the place of one that died, and shares
+all blocks with it (PagedAttention, arXiv 2309.06180, section 4.4).
 """
 
 import copy
-from typing import Any
+from collections import abc
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from jaxllm.engine.beam.candidates import BeamRow, read_candidates
 from jaxllm.engine.beam.search import LENGTH, BeamSearch, Continuation, Finished
+from jaxllm.engine.logprobs import PackedLogprobs
 from jaxllm.engine.schedule.block_pool import BlockPool
-from jaxllm.engine.schedule.sequence import BeamState, Hypothesis, Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.plan import NO_TOKEN, NO_TOKEN_ERRORS
+from jaxllm.engine.schedule.running import RunningSet
+from jaxllm.engine.schedule.sequence import GroupStep, Sequence, SequenceGroup, Status
 from jaxllm.outputs import FinishReason
+
+End = tuple[FinishReason, int | str | None]  # why a beam ended, and by which stop token or string
 
 
 class TextError(Exception):
     """A beam's text can't be decoded, in which stop strings are to be found."""
 
 
-def start(sequences: list[Sequence], text: Any = None) -> SequenceGroup:
-    """The group of a search that has not begun. `text` is a detokenizer if stop strings are to be found."""
-    first = sequences[0]
-    params = first.params
-    search = BeamSearch(
-        width=params.beam_width,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        max_new_tokens=first.max_total_len - len(first.prompt_token_ids),
-        num_stop_ids=len(first.stop_ids),
-    )
-    group = SequenceGroup(sequences, BeamState(search, [Hypothesis([], [], text, first.matcher)]), sequences[:1])
-    for sequence in sequences:
-        sequence.group = group
-    return group
+class Hypothesis(NamedTuple):
+    """What a beam has generated. The lists are never changed, so that beams may share them."""
+
+    token_ids: list[int]
+    logprobs: list[Any]
+    text: Any = None  # a detokenizer, if stop strings are watched; not changed either
+    matcher: Any = None  # as a sequence's; not changed either
 
 
-def advance(group: SequenceGroup, pool: BlockPool) -> list[Sequence]:
-    """Takes the candidates of all living beams; returns those whose slots' rows are out of date. Nobody lives on if
-    the search is done. Raises TextError before anything has changed."""
-    search, hypotheses = copy.copy(group.beam_state.search), group.beam_state.hypotheses
-    texts: dict[tuple[int, int], Any] = {}  # of continuations, while stop strings are watched
-    matchers: dict[tuple[int, int], Any] = {}  # likewise, while they follow a grammar
+class BeamState(NamedTuple):
+    """How far a beam search is: replaced as a whole, so that no failure leaves half of it."""
 
-    def ends(beam: int, token: int) -> tuple[FinishReason, int | str | None] | None:
-        sequence = group.beams[beam]
-        is_past_min = len(hypotheses[beam].token_ids) + 1 >= sequence.params.min_tokens
+    search: BeamSearch
+    hypotheses: list[Hypothesis]  # of the living beams, in the order of the search's scores
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class BeamResult:
+    """A hypothesis that a search returns. It reads like a finished `Sequence`."""
+
+    sample_index: int
+    output_token_ids: list[int]
+    logprobs: list[Any]
+    stop_ids: frozenset[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    error: str | None
+
+
+class BeamSearchGroup(SequenceGroup):
+    """The beams of one search. `text` is a detokenizer if stop strings are to be found."""
+
+    enters_whole = True
+
+    def __init__(self, sequences: list[Sequence], text: Any = None):
+        super().__init__(sequences)
+        first = sequences[0]
+        params = first.params
+        search = BeamSearch(
+            width=params.beam_width,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            max_new_tokens=first.max_total_len - len(first.prompt_token_ids),
+            num_stop_ids=len(first.stop_ids),
+        )
+        self.state = BeamState(search, [Hypothesis([], [], text, first.matcher)])
+        self.beams = sequences[:1]  # the living ones, in the order of the state's hypotheses
+        self.results: list[BeamResult] | None = None  # once the search is over, best first
+
+    @property
+    def live(self) -> list[Sequence]:
+        return self.beams
+
+    @property
+    def idle(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence not in self.beams]
+
+    def head(self, sequence: Sequence) -> Sequence:
+        return self.sequences[0]
+
+    def num_slots(self, num_entering: int) -> int:
+        return len(self.sequences)
+
+    def returning(self, victims: list[Sequence]) -> list[Sequence]:
+        return self.beams
+
+    def split_off(self, sequence: Sequence) -> None:
+        raise AssertionError("beams that were accepted fit the pool alone")
+
+    def end(self, sequence: Sequence, reason: FinishReason) -> list[Sequence]:
+        self.results = self.results or self._collect(reason, sequence.error)
+        return self.sequences
+
+    def _collect(self, reason: FinishReason, error: str | None) -> list[BeamResult]:
+        """The best of the search: what is finished and, if it is given up, what lives, which ends by `reason`."""
+        search, hypotheses = self.state
+        ended: list[tuple[Hypothesis, End]] = []
+        for entry in search.best(self.sequences[0].params.n):
+            if isinstance(entry, Finished):
+                hypothesis, why = entry.payload
+                ended.append((hypothesis, ("length", None) if why == LENGTH else why))
+            else:
+                ended.append((hypotheses[entry], (reason, None)))
+        return [
+            BeamResult(
+                sample_index=index,
+                output_token_ids=hypothesis.token_ids,
+                logprobs=hypothesis.logprobs,
+                stop_ids=self.sequences[0].stop_ids,
+                finish_reason=finish_reason,
+                stop_reason=stop_reason,
+                error=error,
+            )
+            for index, (hypothesis, (finish_reason, stop_reason)) in enumerate(
+                ended or [(Hypothesis([], []), (reason, None))]
+            )
+        ]
+
+    def commit(self, sequence: Sequence, row: BeamRow, running_set: RunningSet) -> GroupStep:
+        """Takes one beam's candidates. The last beam's let the search go on by a token."""
+        if sequence.status is not Status.RUNNING:
+            return GroupStep([], None)  # it is to be preempted, and will come again
+        sequence.candidates, sequence.status = row, Status.HELD
+        if any(beam.candidates is None for beam in self.beams):
+            return GroupStep([], None)
+        prefix_cache, block_size = running_set.prefix_cache, running_set.pool.block_size
+        for beam in self.beams:  # before some of them end: others may wait for what they have written
+            if (beam.num_keyed + 1) * block_size <= beam.num_computed:
+                prefix_cache.offer(beam, beam.num_computed)
+            prefix_cache.end(beam)  # also for what it may not offer, of older parameters
+        head = self.sequences[0]
+        try:
+            moved = self._advance(running_set.pool)
+        except TextError as error:
+            head.error = str(error)
+            return GroupStep([], "error")
+        if not self.state.search.done:
+            return GroupStep(moved, None)
+        if not self.state.search.finished:
+            head.error = NO_TOKEN_ERRORS[NO_TOKEN]
+        return GroupStep([], "error" if head.error else "stop")
+
+    def _advance(self, pool: BlockPool) -> list[Sequence]:
+        """Takes the candidates of all living beams; returns those whose slots' rows are out of date. Nobody lives on
+        if the search is done. Raises TextError before anything has changed."""
+        search, step = copy.copy(self.state.search), _Extension(self)
+        continuations = search.advance([beam.candidates.candidates for beam in self.beams], step.end, step.keep)
+        # The state is whole with this, whatever interrupts what follows.
+        self.state = BeamState(search, [step.extend(continuation) for continuation in continuations])
+        return [] if search.done else self._place(continuations, pool)
+
+    def _place(self, continuations: list[Continuation], pool: BlockPool) -> list[Sequence]:
+        """Gives each continuation a sequence: its parent's, or one that has died."""
+        parents = [self.beams[continuation.beam] for continuation in continuations]
+        staying = set(parents)
+        free = [sequence for sequence in self.sequences if sequence not in staying]
+        forks: list[tuple[Sequence, list[int]]] = []
+        beams, has_child = [], set()
+        for parent in parents:
+            if parent in has_child:
+                pool.acquire(parent.block_ids)
+                forks.append((parent, list(parent.block_ids)))
+                beams.append(free[len(forks) - 1])
+            else:
+                has_child.add(parent)
+                beams.append(parent)
+        for sequence in free:  # after those who share their blocks have them
+            pool.release(sequence.block_ids)
+            sequence.vacate()
+        shares_tail = parents[0].num_computed % pool.block_size > 0
+        for sequence, (parent, block_ids) in zip(free, forks, strict=False):
+            sequence.share(parent, block_ids, parent.num_computed, parent.num_keyed)
+            sequence.shares_tail = parent.shares_tail = shares_tail
+        self.beams = beams
+        self._give_tokens()
+        for beam in beams:
+            beam.num_tokens = len(beam.prompt_token_ids) + len(beam.output_token_ids)
+            beam.candidates, beam.status = None, Status.RUNNING
+        if beams[0].params.has_history:  # what the sampler remembers of a beam is what it would have drawn itself
+            return beams
+        return [beam for beam in beams if beam not in has_child]
+
+    def _give_tokens(self) -> None:
+        for beam, hypothesis in zip(self.beams, self.state.hypotheses, strict=True):
+            beam.output_token_ids, beam.logprobs = hypothesis.token_ids, hypothesis.logprobs
+            beam.matcher = hypothesis.matcher
+
+    def restart(self, unfinished: list[Sequence]) -> None:
+        self.results = None
+        self.beams = self.sequences[: len(self.state.hypotheses)]
+        for sequence in self.sequences:
+            sequence.vacate()
+        self._give_tokens()
+        for sequence in self.sequences:
+            sequence.leave_device()
+            sequence.forget_computed()
+
+
+def read_rows(
+    samples: abc.Sequence[Sequence], rows: np.ndarray, logprobs: abc.Sequence[PackedLogprobs | None]
+) -> list[BeamRow | None]:
+    """What a step says of each of the `samples` that is a beam, from the device's `candidate_rows`, int32
+    `[>= len(samples), CANDIDATES_WIDTH]`."""
+    return [
+        BeamRow(read_candidates(row, sequence.group.state.search.num_candidates), others)
+        if isinstance(sequence.group, BeamSearchGroup)
+        else None
+        for sequence, row, others in zip(samples, rows, logprobs, strict=False)
+    ]
+
+
+class _Extension:
+    """One more token for each hypothesis: whether it ends there, and what becomes of it."""
+
+    def __init__(self, group: BeamSearchGroup):
+        self._beams, self._hypotheses = group.beams, group.state.hypotheses
+        self._texts: dict[tuple[int, int], Any] = {}  # of continuations, while stop strings are watched
+        self._matchers: dict[tuple[int, int], Any] = {}  # likewise, while they follow a grammar
+
+    def end(self, beam: int, token: int) -> End | None:
+        sequence, hypothesis = self._beams[beam], self._hypotheses[beam]
+        is_past_min = len(hypothesis.token_ids) + 1 >= sequence.params.min_tokens
         if token in sequence.stop_ids and is_past_min:
             return "stop", None if token in sequence.eos_ids else token
-        if hypotheses[beam].text is not None:
-            texts[beam, token] = text = _extended(hypotheses[beam].text, token)
+        if hypothesis.text is not None:
+            self._texts[beam, token] = text = _extended(hypothesis.text, token)
             if text.stop is not None:
                 return "stop", text.stop
-        if hypotheses[beam].matcher is not None:
-            matchers[beam, token] = matcher = hypotheses[beam].matcher.after(token)
+        if hypothesis.matcher is not None:
+            self._matchers[beam, token] = matcher = hypothesis.matcher.after(token)
             if matcher.is_over and matcher.error is None:
                 return "stop", None
         return None
 
-    def extend(continuation: Continuation) -> Hypothesis:
-        hypothesis, row = hypotheses[continuation.beam], group.beams[continuation.beam].candidates
+    def extend(self, continuation: Continuation) -> Hypothesis:
+        hypothesis, row = self._hypotheses[continuation.beam], self._beams[continuation.beam].candidates
         logprob = row.packed_logprobs(continuation.logprob, continuation.rank)
         key = continuation.beam, continuation.token
         token_ids, logprobs = hypothesis.token_ids + [continuation.token], hypothesis.logprobs + [logprob]
-        return Hypothesis(token_ids, logprobs, texts.get(key), matchers.get(key))
+        return Hypothesis(token_ids, logprobs, self._texts.get(key), self._matchers.get(key))
 
-    def keep(continuation: Continuation, reason: Any) -> tuple[Hypothesis, Any]:
-        return extend(continuation), reason
-
-    continuations = search.advance([beam.candidates.candidates for beam in group.beams], ends, keep)
-    # The beam_state is over with this, whatever interrupts what follows.
-    group.beam_state = BeamState(search, [extend(continuation) for continuation in continuations])
-    return [] if search.done else _reseat(group, continuations, pool)
+    def keep(self, continuation: Continuation, reason: Any) -> tuple[Hypothesis, Any]:
+        return self.extend(continuation), reason
 
 
 def _extended(text: Any, token: int) -> Any:
@@ -80,86 +260,3 @@ def _extended(text: Any, token: int) -> Any:
     except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
         raise TextError(f"decoding its text failed: {error}") from error
     return text
-
-
-def _reseat(group: SequenceGroup, continuations: list[Continuation], pool: BlockPool) -> list[Sequence]:
-    parents = [group.beams[continuation.beam] for continuation in continuations]
-    staying = set(parents)
-    free = [sequence for sequence in group.sequences if sequence not in staying]
-    forks: list[tuple[Sequence, list[int]]] = []
-    beams, has_child = [], set()
-    for parent in parents:
-        if parent in has_child:
-            pool.acquire(parent.block_ids)
-            forks.append((parent, list(parent.block_ids)))
-            beams.append(free[len(forks) - 1])
-        else:
-            has_child.add(parent)
-            beams.append(parent)
-    for sequence in free:  # after those who share their blocks have them
-        pool.release(sequence.block_ids)
-        sequence.vacate()
-    shares_tail = parents[0].num_computed % pool.block_size > 0
-    for sequence, (parent, block_ids) in zip(free, forks, strict=False):
-        sequence.share(parent, block_ids, parent.num_computed, parent.num_keyed)
-        sequence.shares_tail = parent.shares_tail = shares_tail
-    for beam, hypothesis in zip(beams, group.beam_state.hypotheses, strict=True):
-        beam.output_token_ids, beam.logprobs, beam.matcher = (
-            hypothesis.token_ids,
-            hypothesis.logprobs,
-            hypothesis.matcher,
-        )
-        beam.num_tokens = len(beam.prompt_token_ids) + len(hypothesis.token_ids)
-        beam.candidates, beam.status = None, Status.RUNNING
-    group.beams = beams
-    if beams[0].params.has_history:  # what the sampler remembers of a beam is what it would have taken itself
-        return beams
-    return [beam for beam in beams if beam not in has_child]
-
-
-def restore(group: SequenceGroup) -> None:
-    """Gives the living beams' tokens to sequences again, after an interrupt."""
-    group.beams = group.sequences[: len(group.beam_state.hypotheses)]
-    for sequence in group.sequences:
-        sequence.vacate()
-    for beam, hypothesis in zip(group.beams, group.beam_state.hypotheses, strict=True):
-        beam.output_token_ids, beam.logprobs, beam.matcher = (
-            hypothesis.token_ids,
-            hypothesis.logprobs,
-            hypothesis.matcher,
-        )
-
-
-def results(group: SequenceGroup, reason: FinishReason, error: str | None) -> list[Sequence]:
-    """The best of a search: what is finished and, if it is given up, what lives, which ends by `reason`."""
-    first, (search, hypotheses) = group.sequences[0], group.beam_state
-    ended = []
-    for index, entry in enumerate(search.best(first.params.n)):
-        if isinstance(entry, Finished):
-            hypothesis, why = entry.payload
-            why = ("length", None) if why == LENGTH else why
-        else:
-            hypothesis, why = hypotheses[entry], (reason, None)
-        ended.append(_result(first, index, hypothesis, why, error))
-    return ended or [_result(first, 0, Hypothesis([], []), (reason, None), error)]
-
-
-def _result(first: Sequence, index: int, hypothesis: Hypothesis, why: tuple[Any, Any], error: str | None) -> Sequence:
-    return Sequence(
-        prompt_token_ids=first.prompt_token_ids,
-        params=first.params,
-        arrival=first.arrival,
-        seed=first.seed,
-        max_total_len=first.max_total_len,
-        sample_index=index,
-        request=first.request,
-        output_token_ids=hypothesis.token_ids,
-        logprobs=hypothesis.logprobs,
-        prompt_logprobs=first.prompt_logprobs,
-        num_cached=first.num_cached,
-        stop_ids=first.stop_ids,
-        status=Status.FINISHED,
-        finish_reason=why[0],
-        stop_reason=why[1],
-        error=error,
-    )

@@ -1,34 +1,13 @@
-"""Candidates of a beam search: the best tokens of each row, made on the device as integers, read on the host."""
-
-from typing import NamedTuple
+"""Candidates of a beam search: the best tokens of each row, as integers. `beam.candidates` reads them on the host."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxllm.engine.beam.search import Candidates
-from jaxllm.engine.device.logprobs import LEAST, PackedLogprobs
+from jaxllm.engine.beam.candidates import NUM_CANDIDATES
+from jaxllm.engine.logprobs import LEAST
 from jaxllm.pallas_kernels import sampling
-from jaxllm.sampling_params import MAX_BEAM_WIDTH
-
-NUM_CANDIDATES = 2 * MAX_BEAM_WIDTH  # a beam alone can fill the next ones, though as many of its tokens end it
-CANDIDATES_WIDTH = 4 * NUM_CANDIDATES  # of a row: token ids, scores, log-probabilities, ranks
-
-
-class BeamRow(NamedTuple):
-    """What a step says of a beam: how it may go on, and what else is wanted of its next token's position."""
-
-    candidates: Candidates
-    others: PackedLogprobs | None  # the most likely and the logprob_ids tokens
-
-    def packed_logprobs(self, logprob: float, rank: int) -> PackedLogprobs:
-        """Of a candidate with this log-probability and rank."""
-        if self.others is None:
-            return PackedLogprobs(rank, np.empty(0, np.int32), np.array([logprob], np.float32))
-        logprobs = np.concatenate([np.array([logprob], np.float32), self.others.logprobs[1:]])
-        return PackedLogprobs(rank, self.others.ids, logprobs)
 
 
 def candidate_rows(
@@ -55,11 +34,3 @@ def candidate_rows(
         values = jnp.pad(values, ((0, 0), (0, NUM_CANDIDATES - count)), constant_values=padding)
         columns.append(jax.lax.bitcast_convert_type(values, jnp.int32))
     return jnp.concatenate(columns, axis=1)
-
-
-def read_candidates(row: np.ndarray, count: int) -> Candidates:
-    """At most `count` candidates of one of `candidate_rows`, without those that may not be; views of the row."""
-    ids, scores, logprobs, ranks = row.reshape(4, NUM_CANDIDATES)[:, :count]
-    scores = scores.view(np.float32)
-    count = np.count_nonzero(scores > -np.inf)  # they come first
-    return Candidates(ids[:count], scores[:count], logprobs.view(np.float32)[:count], ranks[:count])

@@ -116,7 +116,7 @@ class StepLayout:
 
 
 def _known_token(sequence: Sequence) -> int:
-    return sequence.output_token_ids[-1] if sequence.group.is_search and sequence.output_token_ids else FROM_SLOT
+    return sequence.output_token_ids[-1] if sequence.is_beam and sequence.output_token_ids else FROM_SLOT
 
 
 class SlotRow(NamedTuple):
@@ -172,7 +172,7 @@ class AdmitLayout:
 def _packed_params(sequence: Sequence) -> np.ndarray:
     """The fields of its `SlotRow` from `sample_index` to `stop_ids`, which never change."""
     params, seed = sequence.params, sequence.seed % 2**64
-    temperature = 0.0 if sequence.group.is_search else params.temperature  # nothing is drawn for a beam
+    temperature = 0.0 if sequence.is_beam else params.temperature  # nothing is drawn for a beam
     floats = (
         temperature,
         params.top_p,
@@ -187,7 +187,7 @@ def _packed_params(sequence: Sequence) -> np.ndarray:
         min(len(sequence.prompt_token_ids) + params.min_tokens, 2**31 - 1),
         params.alters_logits,
         params.tracks_logprobs,
-        sequence.group.is_search,
+        sequence.is_beam,
     )
     stop_ids = np.full(NUM_STOP_IDS, -1, np.int32)
     stop_ids[: len(sequence.stop_ids)] = sorted(sequence.stop_ids)

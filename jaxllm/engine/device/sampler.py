@@ -5,9 +5,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxllm.engine.device.candidates import CANDIDATES_WIDTH, candidate_rows
-from jaxllm.engine.device.logprobs import WIDTH_WITH_IDS, logprob_rows
+from jaxllm.engine.beam.candidates import CANDIDATES_WIDTH
+from jaxllm.engine.device.candidates import candidate_rows
+from jaxllm.engine.device.logprobs import logprob_rows
 from jaxllm.engine.device.state import PenaltyState, SamplingTable
+from jaxllm.engine.logprobs import WIDTH_WITH_IDS
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.pallas_kernels import sampling
 

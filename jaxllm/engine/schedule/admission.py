@@ -53,8 +53,8 @@ class Admission:
         """Gives a waiting sequence its slot and blocks, of which it shares `hits`, and a slot to those who will fork
         from it; False if it must wait."""
         pool, block_size = self.pool, self.pool.block_size
-        must_join = parent.group.is_search  # all its beams have a place or none
-        if must_join and len(parent.group.sequences) > num_slots:
+        must_join = parent.group.enters_whole
+        if parent.group.num_slots(1) > num_slots:
             return False
         forks = parent.forks[: num_slots - 1]
         if not must_join and any(sequence.num_failures for sequence in (parent, *parent.forks)):
@@ -85,11 +85,9 @@ class Admission:
         return True
 
     def _enter_all(self, parent: Sequence, forks: list[Sequence]) -> None:
-        """The parent runs; its forks, and places for beams to come, are held."""
+        """The parent runs; its forks, and who is idle, are held."""
         self.running_set.add(parent, Status.RUNNING)
-        group = parent.group
-        places = [sequence for sequence in group.sequences if sequence not in group.beams] if group.is_search else []
-        for sequence in forks + places:
+        for sequence in forks + parent.group.idle:
             self.running_set.add(sequence, Status.HELD)
 
     def _num_tail_blocks(self, parent: Sequence, fork: Sequence) -> int:
@@ -107,8 +105,8 @@ class Admission:
     def _resume(self, plan: Plan, parent: Sequence, num_slots: int, max_tokens: int) -> bool:
         """Brings back what was swapped out together; False if it must wait."""
         sequences = [parent, *parent.forks]
-        num_places = len(parent.group.sequences) if parent.group.is_search else len(sequences)
-        if num_places > num_slots or not self.running_set.has_room(parent.host_copy.num_blocks):
+        is_crowded = parent.group.num_slots(len(sequences)) > num_slots
+        if is_crowded or not self.running_set.has_room(parent.host_copy.num_blocks):
             return False
         parent.forks = []
         self.preemption.swap_in(plan, sequences)

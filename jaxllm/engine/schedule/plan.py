@@ -8,6 +8,11 @@ from jaxllm.engine.schedule.sequence import Sequence
 # In place of a token, where a row has none.
 NOT_FINITE = -1  # the model's logits are NaN or infinite
 NO_TOKEN = -2  # bias and masks leave no token
+NO_TOKEN_ERRORS = {
+    NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
+    NO_TOKEN: "allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs together leave no token to "
+    "generate; loosen one",
+}
 
 
 class Chunk(NamedTuple):

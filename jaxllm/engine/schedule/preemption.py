@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from jaxllm.engine.schedule.plan import Plan, Swap
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import HostCopy, Sequence, SequenceGroup, Status, join
+from jaxllm.engine.schedule.sequence import HostCopy, Sequence, Status, join
 from jaxllm.engine.schedule.waiting import WaitingQueue
 
 
@@ -78,18 +78,11 @@ class Preemption:
         if len(victims) < len(self.running_set.running):
             return victims
         # It is alone. Beams fit: they were refused otherwise. Samples need not run side by side: the last one waits.
-        group = last.group
-        assert not group.is_search, "beams that were accepted fit the pool alone"
-        last.group = SequenceGroup([last])
-        group.sequences.remove(last)
-        for sequence in group.sequences:
-            if last in sequence.forks:
-                sequence.forks.remove(last)
+        last.group.split_off(last)
         return [last]
 
     def _evict(self, plan: Plan, victims: list[Sequence]) -> None:
-        group = victims[0].group
-        sequences = group.beams if group.is_search else victims
+        sequences = victims[0].group.returning(victims)
         swaps = self._swap_out(plan, sequences)
         for sequence in victims:
             self.running_set.remove(sequence)

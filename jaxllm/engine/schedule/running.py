@@ -28,14 +28,14 @@ class RunningSet:
         sequence.slot, sequence.status = self.free_slots.pop(), status
         self.running[sequence] = None
         self.num_full += sequence.needs_full_sampler
-        self.num_beams += sequence.group.is_search
+        self.num_beams += sequence.is_beam
         self.num_retrying += sequence.num_failures > 0
 
     def remove(self, sequence: Sequence) -> None:
         """Takes its slot and blocks away, and ends its epoch."""
         del self.running[sequence]
         self.num_full -= sequence.needs_full_sampler
-        self.num_beams -= sequence.group.is_search
+        self.num_beams -= sequence.is_beam
         self.num_retrying -= sequence.num_failures > 0
         self.prefix_cache.end(sequence)
         self.pool.release(sequence.block_ids)
@@ -83,7 +83,7 @@ class RunningSet:
         self.prefix_cache.check(self.running)
         self._check_wasted_slots()
         assert self.num_full == sum(r.needs_full_sampler for r in self.running)
-        assert self.num_beams == sum(r.group.is_search for r in self.running)
+        assert self.num_beams == sum(r.is_beam for r in self.running)
         assert self.num_retrying == sum(r.num_failures > 0 for r in self.running) <= 1
         self._check_writes()
 

@@ -8,10 +8,9 @@ from collections import abc
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jaxllm.engine.beam import group as beam_group
 from jaxllm.engine.schedule.admission import Admission
 from jaxllm.engine.schedule.block_pool import BlockPool
-from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE, Copy, NewBlock, Plan
+from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_FINITE, Copy, NewBlock, Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
 from jaxllm.engine.schedule.running import RunningSet
@@ -20,11 +19,6 @@ from jaxllm.engine.schedule.waiting import WaitingQueue
 from jaxllm.outputs import FinishReason
 
 MAX_FAILURES = 2  # failed steps with a sequence in them after which it is quarantined
-NO_TOKEN_ERRORS = {
-    NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
-    NO_TOKEN: "allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs together leave no token to "
-    "generate; loosen one",
-}
 
 
 class Scheduler:
@@ -64,32 +58,27 @@ class Scheduler:
     # ---- events of the layer above
 
     def add(self, group: SequenceGroup) -> None:
-        """Queues a user's sequence. It must fit the pool alone: the engine has refused it otherwise."""
+        """Queues a request's sequences. They must fit the pool alone: the engine has refused them otherwise."""
+        self._count_unfinished(group)
+        self.waiting.push(join(group.live))
+
+    def _count_unfinished(self, group: SequenceGroup) -> None:
         self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
         self.num_unfinished_masked += sum(sequence.needs_mask for sequence in group.sequences)
-        self.waiting.push(join(group.beams if group.is_search else group.sequences))
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence at once, also one in flight: what is still computed of it is dropped by its epoch. Beams end
         together."""
         if sequence.status is Status.FINISHED:
             return
-        group = sequence.group
-        if group.is_search:
-            group.results = group.results or beam_group.results(group, reason, sequence.error)
-            for sequence in group.sequences:
-                self._end(sequence, reason, None)
-        else:
-            orphans = [fork for fork in sequence.forks if fork.status is Status.HELD]
-            self._end(sequence, reason, stop_reason)
-            self.admission.put_back(orphans)
+        for other in sequence.group.end(sequence, reason):
+            self._end(other, reason, stop_reason)
+        self.admission.put_back([fork for fork in sequence.forks if fork.status is Status.HELD])
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         if sequence.slot >= 0:
             self.running_set.remove(sequence)
-        elif (
-            not sequence.group.is_search or sequence in sequence.group.beams
-        ):  # another sequence does not wait for itself
+        elif sequence in sequence.group.live:  # who is idle does not wait for itself
             sequence.status = Status.FINISHED
             self.waiting.forget(sequence)
             self.preemption.forget(sequence)
@@ -190,7 +179,7 @@ class Scheduler:
     ) -> list[Sequence]:
         """Appends each sample's token, in the plan's order, and ends what is over. Returns the sequences that have
         news. A negative token is a key of `NO_TOKEN_ERRORS`. `logprobs` has what else there is to keep of each
-        sample, `candidates` what a beam may go on with.
+        sample, `candidates` for each beam what it may go on with, and None for others.
         """
         updated = []
         block_size = self.pool.block_size
@@ -199,8 +188,8 @@ class Scheduler:
                 continue
             token = sampled[i]
             sequence.num_in_flight -= 1
-            if sequence.group.beam_state is not None and token != NOT_FINITE:
-                updated += self._commit_beam(sequence, candidates[i])
+            if candidates is not None and candidates[i] is not None and token != NOT_FINITE:
+                updated += self._commit_to_group(sequence, candidates[i])
                 continue
             updated.append(sequence)
             if token < 0:
@@ -219,31 +208,16 @@ class Scheduler:
             self._finish_if_over(sequence, token)
         return updated
 
-    def _commit_beam(self, beam: Sequence, candidates: Any) -> list[Sequence]:
-        """The round ends with its last beam. Returns the sequence if the search does too."""
-        if beam.status is not Status.RUNNING:
-            return []  # it is to be preempted, and will come again
-        group, first = beam.group, beam.group.sequences[0]
-        beam.candidates, beam.status = candidates, Status.HELD
-        if any(other.candidates is None for other in group.beams):
-            return []
-        for other in group.beams:  # before some of them end: others may wait for what they have written
-            if (other.num_keyed + 1) * self.pool.block_size <= other.num_computed:
-                self.prefix_cache.offer(other, other.num_computed)
-            self.prefix_cache.end(other)  # also for what it may not offer, of older parameters
-        try:
-            self._moved += beam_group.advance(group, self.pool)
-        except beam_group.TextError as error:
-            first.error = str(error)
-            self.finish(first, "error")
-            return [first]
-        if group.beam_state.search.done:
-            if not group.beam_state.search.finished:
-                first.error = NO_TOKEN_ERRORS[NO_TOKEN]
-            self.finish(first, "error" if first.error else "stop")
-            return [first]
-        if first.num_failures and group.beams[0].num_tokens > first.retry_len:
-            self._clear(first)
+    def _commit_to_group(self, sequence: Sequence, row: Any) -> list[Sequence]:
+        """Lets the sequence's group choose its next token. Returns the group's head if its sequences end."""
+        group, head = sequence.group, sequence.group.head(sequence)
+        moved, reason = group.commit(sequence, row, self.running_set)
+        self._moved += moved
+        if reason is not None:
+            self.finish(head, reason)
+            return [head]
+        if head.num_failures and group.live[0].num_tokens > head.retry_len:
+            self._clear(head)
         return []
 
     def _clear(self, retried: Sequence) -> None:
@@ -280,37 +254,25 @@ class Scheduler:
         for group, sequences in groups.items():
             self._restart_group(group, sequences)
         quarantined = []
-        for sequence in dict.fromkeys(r.group.sequences[0] if r.group.is_search else r for r in failed):
+        for sequence in dict.fromkeys(row.group.head(row) for row in failed):
             if sequence.status is Status.FINISHED:
                 continue
             sequence.num_failures += 1
-            sequence.retry_len = 1 + (sequence.group.beams[0] if sequence.group.is_search else sequence).num_tokens
+            sequence.retry_len = 1 + sequence.num_tokens
             if sequence.num_failures >= MAX_FAILURES:
                 sequence.error = f"the step failed {sequence.num_failures} times with this sequence in it"
                 self.finish(sequence, "error")
                 quarantined.append(sequence)
         return quarantined
 
-    def _restart_group(self, group: SequenceGroup, sequences: list[Sequence]) -> None:
-        if group.is_search:
-            group.results = None
-            beam_group.restore(group)
-        else:
-            group.sequences = sequences
-        for sequence in group.sequences:
-            sequence.leave_device()
-            sequence.forget_computed()
-            if sequence.matcher is not None and not group.is_search:
-                sequence.matcher.restart()  # the interrupt may have come while it took a token
-        if group.is_search and group.beam_state.search.done:  # it was interrupted before it was told
-            self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
-            self.num_unfinished_masked += sum(sequence.needs_mask for sequence in group.sequences)
+    def _restart_group(self, group: SequenceGroup, unfinished: list[Sequence]) -> None:
+        group.restart(unfinished)
+        self._count_unfinished(group)
+        if not group.live:  # its search is done, and was interrupted before its head was told
             self.finish(group.sequences[0], "stop")
             return
-        self.add(group)
-        if group.is_search:
-            return
-        for sequence in sequences:
+        self.waiting.push(join(group.live))
+        for sequence in group.live:
             if sequence.output_token_ids:  # its last token may have been its end, and not been looked at
                 self._finish_if_over(sequence, sequence.output_token_ids[-1])
 

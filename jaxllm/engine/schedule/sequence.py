@@ -1,14 +1,17 @@
-"""A sequence as the engine sees it, and the group of those that one user's sequence consists of."""
+"""A sequence as the scheduler sees it, and the group of those that belong to one request."""
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from jaxllm.engine.beam.search import BeamSearch
 from jaxllm.engine.schedule.block_pool import Key
 from jaxllm.outputs import FinishReason
 from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.engine.schedule.running import RunningSet
 
 
 class Status(enum.Enum):
@@ -48,7 +51,7 @@ class Sequence:
     request: Any = None  # of the layer above
 
     output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted; see engine/device/logprobs.py
+    logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted: `PackedLogprobs`
     prompt_logprobs: list[Any] = field(default_factory=list)  # of the tokens after the first, likewise
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -79,7 +82,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
         if self.group is None:
-            self.group = SequenceGroup([self])
+            self.group = Samples([self])
 
     def leave_device(self) -> None:
         """Forgets where it ran, not how far it is; what is in flight will be dropped."""
@@ -122,6 +125,11 @@ class Sequence:
         return (self.priority, self.arrival)
 
     @property
+    def is_beam(self) -> bool:
+        """Whether a beam search chooses its tokens."""
+        return self.params.beam_width is not None
+
+    @property
     def needs_full_sampler(self) -> bool:
         return self.params.needs_full_sampler
 
@@ -158,39 +166,109 @@ class Sequence:
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
 
 
-class Hypothesis(NamedTuple):
-    """What a beam has generated. The lists are never changed, so that beams may share them."""
+class GroupStep(NamedTuple):
+    """What a group makes of a step."""
 
-    token_ids: list[int]
-    logprobs: list[Any]
-    text: Any = None  # a detokenizer, if stop strings are watched; not changed either
-    matcher: Any = None  # as a sequence's; not changed either
+    moved: list[Sequence]  # whose slots' rows are out of date
+    finish_reason: FinishReason | None  # of all its sequences, if they end with this step
 
 
-class BeamState(NamedTuple):
-    """How far a beam search is: replaced as a whole, so that no interrupt leaves half of it."""
+class SequenceGroup(ABC):
+    """The sequences of one request. They share blocks, and leave the device together."""
 
-    search: BeamSearch
-    hypotheses: list[Hypothesis]  # of the living beams, in the order of the search's scores
+    enters_whole: ClassVar[bool]  # whether all its sequences get their slots at once, or none does
 
-
-@dataclass(eq=False, slots=True)
-class SequenceGroup:
-    """The samples or beams of one user's sequence. They share blocks, and leave the device together."""
-
-    sequences: list[Sequence]
-    beam_state: BeamState | None = None  # of beams
-    beams: list[Sequence] = field(default_factory=list)  # the living ones, in the order of the beam_state's hypotheses
-    results: list[Sequence] | None = None  # of a search that is over, best first
-
-    @property
-    def is_search(self) -> bool:
-        return self.beam_state is not None
+    def __init__(self, sequences: list[Sequence]):
+        self.sequences = sequences
+        for sequence in sequences:
+            sequence.group = self
 
     @property
     def on_device(self) -> list[Sequence]:
         """Those that have a slot."""
         return [sequence for sequence in self.sequences if sequence.slot >= 0]
+
+    @property
+    @abstractmethod
+    def live(self) -> list[Sequence]:
+        """Those that have tokens to go on from."""
+
+    @property
+    @abstractmethod
+    def idle(self) -> list[Sequence]:
+        """Those that need a slot beside the live ones."""
+
+    @abstractmethod
+    def head(self, sequence: Sequence) -> Sequence:
+        """Which of the request's sequences tells the end of this one."""
+
+    @abstractmethod
+    def num_slots(self, num_entering: int) -> int:
+        """Slots that must be free before `num_entering` live ones get theirs."""
+
+    @abstractmethod
+    def returning(self, victims: list[Sequence]) -> list[Sequence]:
+        """Which of the preempted sequences wait to come back."""
+
+    @abstractmethod
+    def split_off(self, sequence: Sequence) -> None:
+        """Gives a sequence a group of its own, so that the others can run without it."""
+
+    @abstractmethod
+    def end(self, sequence: Sequence, reason: FinishReason) -> list[Sequence]:
+        """Who ends when the sequence does, by `reason`."""
+
+    @abstractmethod
+    def commit(self, sequence: Sequence, row: Any, running_set: "RunningSet") -> GroupStep:
+        """Takes what a step says of a sequence whose next token the group chooses."""
+
+    @abstractmethod
+    def restart(self, unfinished: list[Sequence]) -> None:
+        """Nothing of it is on the device any more: the `unfinished` sequences go back to their committed tokens."""
+
+
+class Samples(SequenceGroup):
+    """Sequences that are drawn independently of each other."""
+
+    enters_whole = False
+
+    @property
+    def live(self) -> list[Sequence]:
+        return self.sequences
+
+    @property
+    def idle(self) -> list[Sequence]:
+        return []
+
+    def head(self, sequence: Sequence) -> Sequence:
+        return sequence
+
+    def num_slots(self, num_entering: int) -> int:
+        return num_entering
+
+    def returning(self, victims: list[Sequence]) -> list[Sequence]:
+        return victims
+
+    def split_off(self, sequence: Sequence) -> None:
+        Samples([sequence])
+        self.sequences.remove(sequence)
+        for other in self.sequences:
+            if sequence in other.forks:
+                other.forks.remove(sequence)
+
+    def end(self, sequence: Sequence, reason: FinishReason) -> list[Sequence]:
+        return [sequence]
+
+    def commit(self, sequence: Sequence, row: Any, running_set: "RunningSet") -> GroupStep:
+        raise AssertionError("a sample's next token is the one that was drawn")
+
+    def restart(self, unfinished: list[Sequence]) -> None:
+        self.sequences = unfinished
+        for sequence in unfinished:
+            sequence.leave_device()
+            sequence.forget_computed()
+            if sequence.matcher is not None:
+                sequence.matcher.restart()  # the interrupt may have come while it took a token
 
 
 def join(sequences: Iterable[Sequence]) -> Sequence:

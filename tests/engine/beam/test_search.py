@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.engine.beam.candidates import read_candidates
 from jaxllm.engine.beam.search import LENGTH, BeamSearch, Candidates, Continuation
-from jaxllm.engine.device.candidates import candidate_rows, read_candidates
+from jaxllm.engine.device.candidates import candidate_rows
 from tests.hf_models import config
 
 # ---- transformers

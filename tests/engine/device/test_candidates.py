@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.engine.device.candidates import CANDIDATES_WIDTH, NUM_CANDIDATES, candidate_rows, read_candidates
-from jaxllm.engine.device.logprobs import LEAST
+from jaxllm.engine.beam.candidates import CANDIDATES_WIDTH, NUM_CANDIDATES, read_candidates
+from jaxllm.engine.device.candidates import candidate_rows
+from jaxllm.engine.logprobs import LEAST
 
 ROWS = 3
 make_rows = jax.jit(candidate_rows)

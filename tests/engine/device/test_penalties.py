@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.engine.beam import group as beam_group
-from jaxllm.engine.device.candidates import read_candidates
-from jaxllm.engine.device.logprobs import LEAST, logprob_rows, pack_logprobs, to_logprobs
+from jaxllm.engine.beam.candidates import read_candidates
+from jaxllm.engine.beam.group import BeamSearchGroup
+from jaxllm.engine.device.logprobs import logprob_rows
 from jaxllm.engine.device.packing import BAD_WORD_LEN, PENALTY_IDS, AdmitLayout, PenaltyLayout
 from jaxllm.engine.device.sampler import sample_full
 from jaxllm.engine.device.state import empty_penalties, empty_slots, install_penalties, install_rows
+from jaxllm.engine.logprobs import LEAST, pack_logprobs, to_logprobs
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -122,7 +123,7 @@ def test_candidates_of_a_beam_are_the_best_after_bias_masks_and_penalties(fields
     """Of its log-probabilities, which nothing normalises again; what a sample beside it gets is as without it."""
     fields["temperature"] = 0.0
     sample, beam = make_request(0, temperature=0.0), make_request(3, beam_width=2, **fields)
-    beam_group.start([beam, make_request(4, beam_width=2)])
+    BeamSearchGroup([beam, make_request(4, beam_width=2)])
     logits = np.random.default_rng(seed).normal(size=(2, VOCAB)).astype(np.float32) * 3
     chosen, _, _, rows = step(logits, [sample, beam])
     assert chosen[0] == logits[0].argmax()
