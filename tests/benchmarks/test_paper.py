@@ -182,7 +182,7 @@ class Recount(memory.PagedUsage):
 
 def test_beams_share_what_they_have_in_common(llm, monkeypatch):
     monkeypatch.setattr(Recount, "lists", [], raising=False)
-    monkeypatch.setattr(memory_beams, "Usage", Recount)
+    monkeypatch.setattr(memory_beams, "PagedUsage", Recount)
     prompts, lengths = prompts_of([13, 6, 21]), [9, 12, 1]
     assert memory_beams.search(llm, prompts, lengths, 1).usage.saved == 0
     Recount.lists.clear()
