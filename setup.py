@@ -15,6 +15,8 @@ spec.loader.exec_module(build_native)
 class Build(build_py):
     """Packs the library that is built now, not those of other environments that a checkout may hold."""
 
+    library: Path | None = None
+
     def run(self) -> None:
         self.library = build_native.try_build()
         self.data_files = [(*where, self._wanted(names)) for *where, names in self._get_data_files()]
