@@ -172,16 +172,30 @@ def build(kind: str, tree: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Built from the source distribution, built from a copy of this tree."""
-    home = tmp_path_factory.mktemp("wheel")
+def tree(tmp_path_factory):
+    """A copy of this checkout, where builds leave what they want."""
+    copy = tmp_path_factory.mktemp("tree") / "checkout"
     left_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "native-*.so")
-    shutil.copytree(ROOT, home / "tree", symlinks=True, ignore=left_out)
-    (home / "tree/pallas_kernels/native/native-0123456789abcdef.so").write_text("another environment's")
-    with tarfile.open(build("sdist", home / "tree", home)) as sdist:
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=left_out)
+    (copy / "pallas_kernels/native/native-0123456789abcdef.so").write_text("another environment's")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(tree, tmp_path_factory):
+    """Built from the source distribution."""
+    home = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(build("sdist", tree, home)) as sdist:
         sdist.extractall(home / "sdist", filter="data")
     (unpacked,) = (home / "sdist").iterdir()
     return build("wheel", unpacked, home)
+
+
+@pytest.mark.slow
+def test_an_editable_install_leads_to_the_checkout(tree, tmp_path):
+    names = zipfile.ZipFile(build("editable", tree, tmp_path)).namelist()
+    assert not [name for name in names if name.startswith("jaxllm/")]
+    assert [name for name in names if name.startswith("__editable__")]
 
 
 @pytest.mark.slow
