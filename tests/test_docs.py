@@ -1,6 +1,7 @@
 """What the documents name exists: files, tests, modules, attributes, links, commands and their options."""
 
 import ast
+import builtins
 import contextlib
 import functools
 import importlib
@@ -98,6 +99,8 @@ def problem(name: str, document: str) -> str | None:
         return None if name in homes_of_tests() else "no such test"
     if re.fullmatch(r"(jaxllm|benchmarks|tests)(\.\w+)+", name):
         return module_problem(name)
+    if re.fullmatch(r"[A-Z][a-z]+([A-Z][a-z]+)+", name):
+        return None if name in members() or hasattr(builtins, name) else "no such class"
     if re.fullmatch(r"[A-Z]\w+\.\w+", name):
         owner, member = name.split(".")
         return None if owner not in members() or member in members()[owner] else f"{owner} has no {member}"
@@ -203,6 +206,7 @@ def test_commands_are_found():
         ("jaxllm.engine.request", "jaxllm.engine has no request"),
         ("BlockPool.nothing", "BlockPool has no nothing"),
         ("BlockPool.check", None),
+        ("RunningList", "no such class"),
         ("jaxllm.LLM", None),
         ("a/b", None),
     ],
