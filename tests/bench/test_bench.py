@@ -385,6 +385,7 @@ def test_a_checkpoint_needs_its_weights_and_a_dummy_does_not(model_dir):
         options.open_llm(dummy_weights=False, model=str(model_dir), **ENGINE)
 
 
+@pytest.mark.slow
 def test_a_real_start(model_dir, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)  # where the started process finds the package
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

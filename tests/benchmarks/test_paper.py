@@ -94,6 +94,7 @@ def test_a_request_waits_for_its_arrival_and_for_a_seat():
     assert memory.simulate(two, [0.0, 0.0], num_blocks=8, block_size=4, max_num_seqs=1).steps == 8
 
 
+@pytest.mark.slow
 def test_few_looks_see_what_all_see():
     made = trace.make("alpaca", 150, seed=0, max_len=256)
     runs = [
@@ -180,6 +181,7 @@ class Recount(memory.PagedUsage):
         self.lists.append([list(request.block_ids) for request in scheduler.running])
 
 
+@pytest.mark.slow
 def test_beams_share_what_they_have_in_common(llm, monkeypatch):
     monkeypatch.setattr(Recount, "lists", [], raising=False)
     monkeypatch.setattr(memory_beams, "PagedUsage", Recount)
@@ -281,6 +283,7 @@ def test_a_report_without_beams(command):
     assert json.loads(command("--requests", 20, "--no-beams", "--max-len", 64, "--seed", 3, "--json")[1]) == report
 
 
+@pytest.mark.slow
 def test_tables_and_a_picture_with_beams(command, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "memory.png"

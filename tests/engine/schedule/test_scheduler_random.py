@@ -1,9 +1,10 @@
 """The scheduler under random requests, samples, beams, aborts, failures and updates; `FakeEngine` asserts what must
 hold, and its device shadows the contents of every block through forks, writes, frees, swaps and resumptions."""
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests.fake_engine import PROMPT_TOKENS, FakeEngine, truth
 
@@ -86,7 +87,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.engine.run()
 
 
-TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(
-    max_examples=100, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@pytest.mark.parametrize("max_examples", [25, pytest.param(100, marks=pytest.mark.slow)])
+def test_random_events(max_examples):
+    sizes = settings(
+        max_examples=max_examples, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    run_state_machine_as_test(SchedulerMachine, settings=sizes)

@@ -26,6 +26,7 @@ def web():
         assert web.server.admission.num_admitted == 0 and not web.client.running
 
 
+@pytest.mark.slow
 @schema.parametrize()
 @settings(
     max_examples=40,
