@@ -35,9 +35,15 @@ def bias(dtype: Any, **dims: int) -> nnx.Param:
     return nnx.Param(jnp.zeros(tuple(dims.values()), dtype), axes=tuple(dims))
 
 
-def einsum(equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None = None) -> Array:
-    """Every product with a weight goes through here, so that quantised or adapted weights can be leaf types."""
-    y = matmul.einsum(equation, x, weight[...], platform=weight.get_metadata("platform", None))
+def einsum(
+    equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None = None, *, out_dtype: Any = None
+) -> Array:
+    """Every product with a weight goes through here, so that quantised or adapted weights can be leaf types.
+
+    The result has the dtype of `x`; with `out_dtype` float32 it is not rounded from the float32 sums.
+    """
+    platform = weight.get_metadata("platform", None)
+    y = matmul.einsum(equation, x, weight[...], out_dtype=out_dtype, platform=platform)
     return y if bias is None else y + jnp.broadcast_to(bias[...].astype(y.dtype), y.shape)
 
 

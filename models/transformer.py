@@ -166,10 +166,11 @@ class Decoder(nnx.Module):
         return x if self.norm is None else self.norm(x), caches
 
     def logits(self, hidden: Float[Array, "*t embed"]) -> Float[Array, "*t vocab"]:
-        """Unnormalised log-probabilities in float32."""
+        """Unnormalised log-probabilities in float32, never rounded to the parameters' dtype: in bfloat16 many tokens
+        would share the best one."""
         if self.cfg.tie_embeddings:
-            return einsum("...d,vd->...v", hidden, self.embed).astype(jnp.float32)
-        return einsum("...d,dv->...v", hidden, self.lm_head).astype(jnp.float32)
+            return einsum("...d,vd->...v", hidden, self.embed, out_dtype=jnp.float32)
+        return einsum("...d,dv->...v", hidden, self.lm_head, out_dtype=jnp.float32)
 
 
 def abstract(model_cls: type[Decoder], cfg: Config) -> Decoder:

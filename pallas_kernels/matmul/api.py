@@ -1,6 +1,7 @@
 """Products of activations with a weight. Callers import from here; nobody else asks which platform this is."""
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxtyping import Array, Float
 
@@ -15,6 +16,7 @@ def einsum(
     x: Float[Array, "..."],
     weight: Float[Array, "..."],
     *,
+    out_dtype: Any = None,
     implementation: str = "auto",
     platform: str | None = None,
 ) -> Float[Array, "..."]:
@@ -23,4 +25,5 @@ def einsum(
     preferred: dict[str, str] = {}
     if platform == "cpu" and native.supports(equation, x, weight):
         preferred["cpu"] = "native"
-    return dispatch.choose(IMPLEMENTATIONS, preferred, implementation, platform or "none")(equation, x, weight)
+    chosen = dispatch.choose(IMPLEMENTATIONS, preferred, implementation, platform or "none")
+    return chosen(equation, x, weight, out_dtype)

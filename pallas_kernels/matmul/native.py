@@ -1,6 +1,7 @@
 """Products of few rows with a weight, in C++: the weight is read once, where it lies, by all cores."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,14 @@ def supports(equation: str, x: Array, weight: Array) -> bool:
     return first <= math.prod(x.shape[: x.ndim - len(contracted)]) <= last and native.is_built()
 
 
-def einsum(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
+def einsum(
+    equation: str, x: Float[Array, "..."], weight: Float[Array, "..."], out_dtype: Any = None
+) -> Float[Array, "..."]:
     """See `reference.einsum`. Products are summed up in float32."""
     contracted, outputs, transposed = split(equation)
     rows, depth = x.shape[: x.ndim - len(contracted)], math.prod(x.shape[x.ndim - len(contracted) :])
     columns = weight.shape[: len(outputs)] if transposed else weight.shape[len(contracted) :]
     size = math.prod(columns)
-    call = native.ffi_call("jaxllm_matmul", jax.ShapeDtypeStruct((math.prod(rows), size), x.dtype))
+    call = native.ffi_call("jaxllm_matmul", jax.ShapeDtypeStruct((math.prod(rows), size), out_dtype or x.dtype))
     matrix = jnp.reshape(weight, (size, depth) if transposed else (depth, size))
     return call(jnp.reshape(x, (-1, depth)), matrix, transposed=transposed).reshape(*rows, *columns)

@@ -1,20 +1,27 @@
 """What a product with a weight means, in jnp; what XLA makes of it is best where many rows share the weight."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def einsum(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`jnp.einsum`, of equations "...C,CO->...O" or "...C,OC->...O": C and O stand for some letters each."""
+def einsum(
+    equation: str, x: Float[Array, "..."], weight: Float[Array, "..."], out_dtype: Any = None
+) -> Float[Array, "..."]:
+    """`jnp.einsum`, of equations "...C,CO->...O" or "...C,OC->...O": C and O stand for some letters each.
+
+    The result is rounded to the arguments' dtype; with `out_dtype` float32 it is the float32 sums as they are.
+    """
     contracted, outputs, transposed = split(equation)
     # One axis to sum over: XLA transposes, for a GPU and at each call, a weight that has several. (The others stay: a
     # mesh may split any of them.)
     x = x.reshape(*x.shape[: x.ndim - len(contracted)], -1)
     if transposed:
         weight = weight.reshape(*weight.shape[: len(outputs)], -1)
-        return jnp.einsum(f"...C,{outputs}C->...{outputs}", x, weight)
+        return jnp.einsum(f"...C,{outputs}C->...{outputs}", x, weight, preferred_element_type=out_dtype)
     weight = weight.reshape(-1, *weight.shape[len(contracted) :])
-    return jnp.einsum(f"...C,C{outputs}->...{outputs}", x, weight)
+    return jnp.einsum(f"...C,C{outputs}->...{outputs}", x, weight, preferred_element_type=out_dtype)
 
 
 def split(equation: str) -> tuple[str, str, bool]:

@@ -97,10 +97,10 @@ void multiply(ffi::ThreadPool& pool, const Gemm& gemm, int64_t w_bytes) {
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
                   bool transposed) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  const bool is_f32 = x.element_type() == ffi::F32;
+  const bool is_f32 = x.element_type() == ffi::F32, rounds = y->element_type() != ffi::F32;
   if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || ws[transposed ? 1 : 0] != xs[1] || ys[0] != xs[0] ||
       ys[1] != ws[transposed ? 0 : 1] || (!is_f32 && x.element_type() != ffi::BF16) ||
-      w.element_type() != x.element_type() || y->element_type() != x.element_type())
+      w.element_type() != x.element_type() || (rounds && y->element_type() != x.element_type()))
     return ffi::Error::InvalidArgument("jaxllm_matmul: shapes or dtypes don't go together");
   const int64_t rows = xs[0], k = xs[1], n = ys[1];
   const int64_t groups = transposed ? 1 : (rows + kernels().group_rows - 1) / kernels().group_rows;
@@ -115,13 +115,13 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
     else
       prepare(pool, gemm, static_cast<const Bf16*>(x.untyped_data()), copy.get());
   }
-  if (!is_f32) {
+  if (rounds) {
     sums.reset(new float[rows * n]);
     gemm.y = sums.get();
   }
   const int64_t w_bytes = k * n * (is_f32 ? 4 : 2);
   multiply(pool, gemm, w_bytes);
-  if (!is_f32) std::transform(sums.get(), sums.get() + rows * n, static_cast<Bf16*>(y->untyped_data()), narrow);
+  if (rounds) std::transform(sums.get(), sums.get() + rows * n, static_cast<Bf16*>(y->untyped_data()), narrow);
   return ffi::Error::Success();
 }
 
