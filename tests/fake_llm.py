@@ -21,6 +21,7 @@ class Stats:
     peak_blocks_used: int = 3
     num_executables: int = 5
     num_compiled: int = 2
+    num_failed_executables: int = 0
     compile_s: float = 1.5
     num_preemptions: int = 0
 

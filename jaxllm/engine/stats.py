@@ -47,6 +47,7 @@ class EngineStats:
     num_step_tokens: int
     num_executables: int  # in the compile plan
     num_compiled: int
+    num_failed_executables: int  # of those, failed to compile twice: the engine does without them
     compile_s: float
 
 
@@ -78,5 +79,6 @@ def read_stats(
         num_step_tokens=steps.num_tokens,
         num_executables=compile_plan.total,
         num_compiled=compile_plan.num_done,
+        num_failed_executables=compile_plan.num_failed,
         compile_s=compile_plan.seconds,
     )

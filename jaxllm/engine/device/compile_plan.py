@@ -4,21 +4,25 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jaxllm.errors import EngineDeadError
 
 log = logging.getLogger(__name__)
 
-Job = Callable[[], Any]  # gives a `jax.stages.Lowered`
+Job = Callable[[], Any]  # returns a `jax.stages.Lowered`
 
 
 class CompilePlan:
     """Compiles `jobs` (name -> a function that lowers) one after the other, in their order, in one thread.
 
-    An executable, once there, accepts only the shapes, dtypes and shardings it was made for: anything else raises a
-    TypeError that names the argument, and nothing ever compiles behind the engine's back.
+    An executable accepts only the shapes, dtypes and shardings it was compiled for: anything else raises a TypeError
+    that names the argument, so nothing ever compiles behind the engine's back.
+
+    A job that fails is tried once more, after all others or as soon as someone waits for it. The engine goes on
+    without an executable that failed twice.
     """
 
     def __init__(
@@ -29,8 +33,10 @@ class CompilePlan:
         self.seconds = 0.0
         self.waited_at = 0.0  # time.monotonic() when someone last waited for an executable: no hang, but work
         self._done: dict[Hashable, Any] = {}
+        self._retries: set[Hashable] = set()  # failed once
+        self._failures: dict[Hashable, Exception] = {}  # failed twice
+        self._wanted: list[Collection[Hashable]] = []  # by those who wait
         self._changed = threading.Condition()
-        self._error: Exception | None = None
         self._stop = threading.Event()
         thread = threading.Thread(target=self._run, args=(dict(jobs),), name="jaxllm-compile", daemon=True)
         self._close = weakref.finalize(self, _stop_and_join, self._stop, thread)  # at the latest when Python exits
@@ -44,6 +50,11 @@ class CompilePlan:
     def num_done(self) -> int:
         return len(self._done)
 
+    @property
+    def num_failed(self) -> int:
+        """Executables that failed twice: the engine has to do without them."""
+        return len(self._failures)
+
     def ready(self, name: Hashable) -> bool:
         return name in self._done
 
@@ -51,48 +62,80 @@ class CompilePlan:
         return self._done[name]
 
     def wait(self, names: Sequence[Hashable], tick: Callable[[], None] = lambda: None) -> None:
-        """Blocks until all `names` are there, calling `tick` now and then. Raises what the compiler raised."""
-        with self._changed:
+        """Blocks until all `names` are there, calling `tick` now and then. Raises `EngineDeadError`, its cause the
+        compiler's error, if one of them failed twice."""
+        with self._changed, self._wait_for(names):
             while not all(name in self._done for name in names):
-                if self._error is not None:
-                    raise EngineDeadError(f"compiling a step failed: {self._error}") from self._error
-                if self._stop.is_set():
-                    raise EngineDeadError("the engine was closed while it compiled")
-                self._changed.wait(0.1)
-                self.waited_at = time.monotonic()
-                tick()
+                self._raise_failures(names)
+                self._sleep(tick)
         tick()
+
+    def wait_all(self) -> None:
+        """Blocks until nothing is left to compile. Raises like `wait`."""
+        with self._changed:
+            while self.num_done + self.num_failed < self.total:
+                self._sleep(lambda: None)
+            self._raise_failures(self.names)
 
     def close(self) -> None:
         """Stops after the executable being compiled, which can't be interrupted."""
         self._close()
 
-    def _run(self, jobs: Mapping[Hashable, Job]) -> None:
+    @contextmanager
+    def _wait_for(self, names: Collection[Hashable]) -> Iterator[None]:
+        self._wanted.append(names)
         try:
-            for name, lower in jobs.items():
-                if self._stop.is_set():
-                    return
-                start = time.perf_counter()
-                compiled = _lower(name, lower).compile()
+            yield
+        finally:
+            self._wanted.remove(names)
+
+    def _raise_failures(self, names: Sequence[Hashable]) -> None:
+        for name in names:
+            if name in self._failures:
+                error = self._failures[name]
+                raise EngineDeadError(f"compiling {name} failed twice: {error}") from error
+
+    def _sleep(self, tick: Callable[[], None]) -> None:
+        if self._stop.is_set():
+            raise EngineDeadError("the engine was closed while it compiled")
+        self._changed.wait(0.1)
+        self.waited_at = time.monotonic()
+        tick()
+
+    def _run(self, jobs: dict[Hashable, Job]) -> None:
+        while jobs and not self._stop.is_set():
+            name = self._next(jobs)
+            start = time.perf_counter()
+            compiled, error = None, None
+            try:
+                compiled = jobs[name]().compile()
                 self._check(name, compiled)
-                with self._changed:
-                    self._done[name] = compiled
-                    self.seconds += time.perf_counter() - start
-                    self._changed.notify_all()
-        except Exception as error:  # noqa: BLE001 - handed to whoever waits
-            log.error("compiling %s failed; the engine goes on with what it has: %s", name, error)
+            except Exception as raised:  # noqa: BLE001 - whatever the compiler raises is told to those who wait
+                error = raised
             with self._changed:
-                self._error = error
+                self.seconds += time.perf_counter() - start
+                if error is None:
+                    self._done[name] = compiled
+                else:
+                    self._note(name, error)
+                if error is None or name in self._failures:
+                    del jobs[name]
                 self._changed.notify_all()
 
+    def _next(self, jobs: Mapping[Hashable, Job]) -> Hashable:
+        """The first of `jobs`; one that failed before comes last, unless someone waits for it."""
+        with self._changed:
+            wanted = {name for names in self._wanted for name in names}
+            later = self._retries - wanted
+            return next((name for name in jobs if name not in later), next(iter(jobs)))
 
-def _lower(name: Hashable, lower: Job) -> Any:
-    try:
-        return lower()
-    except KeyError as error:
-        # Seen once in JAX 0.10.2 while three threads traced at once: a variable that the jaxpr lacks.
-        log.warning("lowering %s failed (KeyError: %s); trying once more", name, error)
-        return lower()
+    def _note(self, name: Hashable, error: Exception) -> None:
+        if name not in self._retries:
+            self._retries.add(name)
+            log.warning("compiling %s failed and is tried once more after the others: %s", name, error)
+        else:
+            self._failures[name] = error
+            log.error("compiling %s failed twice; the engine goes on without it: %s", name, error)
 
 
 def _stop_and_join(stop: threading.Event, thread: threading.Thread) -> None:

@@ -20,6 +20,7 @@ from jaxllm.engine.device.state import DeviceState
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption_costs import PreemptionCosts
 from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.errors import EngineDeadError
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.models.transformer import Params
 from jaxllm.pallas_kernels.native import huge_pages
@@ -72,7 +73,9 @@ class Runner:
         self._leaves: list[Array] = []
         self._state: DeviceState | None = None
         self._collected_at = 0.0  # time.perf_counter of the last
-        self._max_tokens: dict[tuple[bool, bool], int] = {}  # of the steps that can run so far, by sampler and masks
+        self._buckets = self.ladder  # those of the step that is planned now
+        self._compiled_buckets: dict[tuple[bool, bool], tuple[int, ...]] = {}  # by sampler and masks
+        self._compiled_at = -1  # executables there were when these were last looked for
         self._mask_words = mask_words(model_shape.vocab)
         lowering = Lowering(model_shape, config, mesh)
         self._temp_bound = memory.step_bytes(model_shape, config, mesh)
@@ -93,32 +96,45 @@ class Runner:
         huge_pages.collapse_soon(leaves)
 
     def max_tokens(self, full_sampler: bool, masks: bool = False) -> int:
-        """How many tokens a step may have with the executables compiled so far; 0 while there are none. `masks`:
-        some samples have to follow a grammar."""
-        known = self._max_tokens.get((full_sampler, masks), 0)
-        if known == self.ladder[-1] or full_sampler and not self.compile_plan.ready("penalties"):
-            return known
-        for tokens in self.ladder:
-            if not all(self.compile_plan.ready(name) for name in self._names(tokens, full_sampler, masks)):
-                break
-            self._max_tokens[full_sampler, masks] = known = tokens
-        return known
+        """How many tokens the next plan may have with the executables compiled so far; 0 while there are none.
+
+        The plan runs in the smallest bucket, of those that have all their executables, that holds it: one that failed
+        to compile costs padding. `masks`: some samples have to follow a grammar.
+        """
+        if self._compiled_at != self.compile_plan.num_done:
+            self._compiled_at = self.compile_plan.num_done
+            self._compiled_buckets.clear()
+        key = full_sampler, masks
+        if key not in self._compiled_buckets:
+            self._compiled_buckets[key] = tuple(
+                t for t in self.ladder if all(map(self.compile_plan.ready, self._names(t, *key)))
+            )
+        self._buckets = self._compiled_buckets[key]
+        return max(self._buckets, default=0)
 
     def wait_first(
         self, full_sampler: bool = False, masks: bool = False, *, tick: Callable[[], None] = lambda: None
     ) -> None:
-        """Blocks until a step can run."""
-        names = ["init", ("admit", 1), *self._names(self.ladder[0], full_sampler, masks)]
-        self.compile_plan.wait(names + ["penalties"] * full_sampler, tick)
+        """Blocks until a step can run. Raises `EngineDeadError`, with its cause, if none ever can."""
+        self.compile_plan.wait(["init", ("admit", 1)], tick)
+        error = None
+        for tokens in self.ladder:
+            try:
+                return self.compile_plan.wait(self._names(tokens, full_sampler, masks), tick)
+            except EngineDeadError as failed:
+                error = error or failed
+        assert error is not None
+        raise error
 
     def _names(self, tokens: int, full_sampler: bool, masks: bool) -> list[Hashable]:
-        """The executables of a step."""
+        """The executables of a step. Some steps have no sequence that needs the full sampler, even if it is needed."""
         seqs = self._layouts[tokens].seqs
-        return [("step", tokens), ("sample", seqs, full_sampler)] + [("mask", seqs)] * masks
+        names: list[Hashable] = [("step", tokens), ("sample", seqs, False)]
+        return names + ["penalties", ("sample", seqs, True)] * full_sampler + [("mask", seqs)] * masks
 
     def wait_all(self) -> None:
-        """Blocks until every executable is there."""
-        self.compile_plan.wait(self.compile_plan.names)
+        """Blocks until nothing is left to compile. Raises `EngineDeadError` if something failed to."""
+        self.compile_plan.wait_all()
 
     def close(self) -> None:
         """Stops compiling and lets go of the device's memory."""
@@ -136,7 +152,7 @@ class Runner:
         return np.full((self._layout(plan).seqs, self._mask_words), -1, np.int32)
 
     def _layout(self, plan: Plan) -> StepLayout:
-        return self._layouts[pick_bucket(self.ladder, max(plan.num_tokens, plan.num_samples))]
+        return self._layouts[pick_bucket(self._buckets, max(plan.num_tokens, plan.num_samples))]
 
     def dispatch(self, plan: Plan) -> Handle:
         """Puts a step on the device's queue, what moves before it first, and awaits nothing."""

@@ -24,6 +24,7 @@ _GAUGES = (  # name, help, value
     ("kv_slots_wasted", "Places in used KV blocks without a token.", lambda s: s.wasted_slots),
     ("num_executables", "Executables in the compile plan.", lambda s: s.num_executables),
     ("num_compiled", "Of those, compiled.", lambda s: s.num_compiled),
+    ("num_failed_executables", "Of those, failed to compile.", lambda s: s.num_failed_executables),
 )
 _COUNTERS = (
     ("num_preemptions", "Sequences preempted.", lambda s: s.num_preemptions),

@@ -47,31 +47,44 @@ def test_jobs_are_done_in_their_order(made):
     assert order == ["first", "second"] and plan.num_done == 3 and plan.seconds > 0
 
 
-def test_a_failure_is_raised_to_who_waits_and_leaves_the_rest(made):
-    def broken():
-        raise RuntimeError("out of registers")
+def failing(times):
+    """Raises so many times."""
+    left = [RuntimeError("out of registers")] * times
 
-    plan = made(Fake("good"), Fake("bad", broken), Fake("never"))
-    plan.wait(["good"])
-    with pytest.raises(EngineDeadError, match="out of registers"):
-        plan.wait(["never"])
-    assert plan.ready("good") and not plan.ready("bad")
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_lowering_that_lost_a_variable_is_tried_once_more(made, times):
-    left = [KeyError("Var(id=1)")] * times
-
-    def flaky():
+    def lowering():
         if left:
             raise left.pop()
 
-    plan = made(Fake("step", flaky))
-    if times == 1:
-        plan.wait(["step"])
-    else:
-        with pytest.raises(EngineDeadError, match="Var"):
-            plan.wait(["step"])
+    return lowering
+
+
+def test_a_failure_stops_nobody_else_and_is_raised_to_those_who_wait_for_it(made, caplog):
+    plan = made(Fake("good"), Fake("bad", failing(2)), Fake("later"))
+    plan.wait(["good", "later"])
+    with pytest.raises(EngineDeadError, match="compiling bad failed twice: out of registers") as error:
+        plan.wait(["bad"])
+    assert isinstance(error.value.__cause__, RuntimeError)
+    with pytest.raises(EngineDeadError, match="compiling bad failed twice"):
+        plan.wait_all()
+    assert plan.ready("good") and plan.ready("later") and not plan.ready("bad")
+    assert (plan.num_done, plan.num_failed, plan.total) == (2, 1, 3)
+    assert "the engine goes on without it: out of registers" in caplog.text
+
+
+def test_what_failed_once_is_tried_again_after_the_others(made):
+    order, once = [], failing(1)
+    jobs = [Fake(name, lambda name=name: order.append(name)) for name in ("first", "second")]
+    plan = made(Fake("flaky", lambda: order.append("flaky") or once()), *jobs)
+    plan.wait_all()
+    assert order == ["flaky", "first", "second", "flaky"] and plan.num_done == 3 and plan.num_failed == 0
+
+
+def test_what_failed_once_is_tried_next_if_someone_waits_for_it(made):
+    gate, once = threading.Event(), failing(1)
+    plan = made(Fake("flaky", once), Fake("slow", lambda: gate.wait(10)), *(Fake(i) for i in range(3)))
+    ticks = iter(range(10**6))
+    plan.wait(["flaky"], lambda: next(ticks) > 0 and gate.set())
+    assert plan.ready("flaky") and not plan.ready(2)
 
 
 def test_closing_stops_after_the_current_job(made):

@@ -1,0 +1,58 @@
+"""The engine serves with the executables that could be compiled, and says which could not."""
+
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.engine.device.executables import Lowering
+from jaxllm.errors import EngineDeadError
+from tests.tiny import clean, greedy, ids, prompts_of, tokens
+
+SIZES = dict(max_num_seqs=4, max_num_batched_tokens=24, block_size=4, num_blocks=64)
+
+
+@pytest.fixture
+def without(tiny, monkeypatch):
+    """An engine of which some executables can't be compiled, after it has tried all."""
+    engines = []
+    jobs = Lowering.jobs
+
+    def make(*names):
+        def broken():
+            raise RuntimeError("internal compiler error")
+
+        monkeypatch.setattr(Lowering, "jobs", lambda *args: jobs(*args) | dict.fromkeys(names, broken))
+        engines.append(LLM(tiny.model, **SIZES))
+        with pytest.raises(EngineDeadError, match="failed twice: internal compiler error"):
+            engines[-1].wait_compiled()
+        return engines[-1]
+
+    yield make
+    for llm in engines:
+        llm.close()
+
+
+def test_a_missing_bucket_in_the_middle_costs_padding_alone(tiny, without):
+    llm = without(("step", 8), ("sample", 1, True))
+    runner, stats = llm.engine.runner, llm.stats()
+    assert stats.num_failed_executables == 2 and stats.num_compiled == stats.num_executables - 2
+    assert runner.ladder == (1, 8, 16, 24)
+    assert runner.max_tokens(False) == runner.max_tokens(True) == 24
+    prompts = prompts_of([5, 1, 30, 8, 3])
+    for prompt, output in zip(prompts, tokens(llm.generate(ids(*prompts), greedy(6))), strict=True):
+        tiny.assert_greedy(prompt, output)
+    outputs = llm.generate(ids(*prompts), greedy(3, logprobs=1))
+    assert all(len(output.outputs[0].logprobs) == 3 for output in outputs)
+    assert sum(llm.stats().step_counts[3:]) > 0  # steps of 17 tokens and more
+    clean(llm)
+
+
+def test_a_missing_first_bucket_is_stepped_over(tiny, without):
+    llm = without(("step", 1))
+    tiny.assert_greedy([1, 2, 3], tokens(llm.generate(ids([1, 2, 3]), greedy(4)))[0])
+
+
+def test_a_kind_of_step_that_nothing_can_run_raises_the_cause(tiny, without):
+    llm = without(*(("sample", seqs, True) for seqs in (1, 4)))
+    tiny.assert_greedy([1, 2], tokens(llm.generate(ids([1, 2]), greedy(2)))[0])
+    with pytest.raises(EngineDeadError, match=r"\('sample', 1, True\) failed twice: internal compiler error"):
+        llm.generate(ids([1, 2]), SamplingParams(logprobs=1, max_tokens=2))
