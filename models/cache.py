@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.paged_attention import KV_AXES, ragged_paged_attention
 from jaxllm.pallas_kernels.paged_attention.reference import cap, token_positions
+from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import shard_map
 
 
@@ -46,7 +47,7 @@ class Paged:
         heads, kv = (None, "heads", None), (None, "kv_heads", None)
         op = partial(
             ragged_paged_attention,
-            platform=self.mesh.devices.flat[0].platform,
+            platform=platform_of(self.mesh),
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,

@@ -15,9 +15,9 @@ AXES = ("data", "stage", "expert", "tensor")
 def make_mesh(spec: str | Mesh | None) -> Mesh:
     """The engine's mesh with `Auto` axes.
 
-    `spec` is "tensor=4" or "data=2,tensor=2" over the first devices, a `Mesh` of the caller's (its devices and
-    axis names are kept; `rename_axes` maps foreign names), or None for the default device. An axis that no rule
-    uses holds copies. Raises `MeshError`.
+    `spec` is "tensor=4" or "expert=2,tensor=2" over the first devices, a `Mesh` of the caller's (its devices and
+    axis names are kept; `rename_axes` maps foreign names), or None for the default device. Raises `MeshError`. An
+    axis that splits nothing of the model is found when its parameters are known (`rules.check_used`).
     """
     if spec is None:
         return _mesh(np.array(jax.devices()[:1]), ("tensor",))
@@ -34,6 +34,11 @@ def make_mesh(spec: str | Mesh | None) -> Mesh:
     if want > len(have):
         raise MeshError(f"mesh {spec!r} needs {want} devices, but there are {len(have)} ({have[0].platform})")
     return _mesh(np.array(have[:want]).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def platform_of(mesh: Mesh) -> str:
+    """The platform of its devices: "cpu", "gpu" or "tpu"."""
+    return mesh.devices.flat[0].platform
 
 
 def rename_axes(mesh: Mesh, names: Mapping[str, str]) -> Mesh:

@@ -1,6 +1,6 @@
 """Logical array axes -> mesh axes. The only file that knows both vocabularies."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -23,6 +23,11 @@ def partition_spec(axes: Axes, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*mesh_axes)
 
 
+def num_shards(axis: str, mesh: Mesh) -> int:
+    """Parts that `mesh` splits the logical `axis` into."""
+    return mesh.shape.get(RULES.get(axis), 1)
+
+
 def sharding(axes: Axes, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(axes, mesh))
 
@@ -38,6 +43,18 @@ def check_divides(name: str, shape: Sequence[int], axes: Axes, mesh: Mesh) -> No
             raise MeshError(
                 f"mesh axis {mesh_axis!r} has {mesh.shape[mesh_axis]} devices, which do not divide "
                 f"the {size} {axis} of {name}; choose a divisor of {size}"
+            )
+
+
+def check_used(arrays: Iterable[Axes], mesh: Mesh) -> None:
+    """Raises `MeshError` for a mesh axis of several devices that splits none of `arrays`, given by their axes: those
+    devices would all do the same work."""
+    used = {mesh_axis for axes in arrays for mesh_axis in partition_spec(axes, mesh) if mesh_axis}
+    for name, size in mesh.shape.items():
+        if size > 1 and name not in used:
+            raise MeshError(
+                f"mesh axis {name!r} has {size} devices that would all do the same work, as it splits nothing of this "
+                f"model; leave it out, or use 'tensor', or run {size} engines on a part of the mesh each"
             )
 
 

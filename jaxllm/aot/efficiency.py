@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxllm.aot import hlo, traffic
 from jaxllm.aot.prepare import Prepared
+from jaxllm.sharding.rules import num_shards
 
 WEIGHTS, POOL, INPUTS, KERNELS = "weights", "KV pool, outside of our kernels", "other arguments", "attention kernels"
 MOST_SEQS = 64  # that a batch is by default
@@ -139,7 +140,7 @@ def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
 
 def _kv_heads(prepared: Prepared) -> int:
     """Of one device."""
-    return prepared.cfg.kv_heads // prepared.mesh.shape.get("tensor", 1)
+    return prepared.cfg.kv_heads // num_shards("kv_heads", prepared.mesh)
 
 
 def _label(parameter: hlo.Instruction) -> str:

@@ -13,9 +13,12 @@ from jaxllm.sharding import rules
 
 
 def check_mesh(params: Params, mesh: Mesh) -> None:
-    """Raises `MeshError` if `mesh` does not split one of `params` (abstract or not) evenly."""
-    for name, var in named(params).items():
+    """Raises `MeshError` if `mesh` does not split one of `params` (abstract or not) evenly, or has an axis of several
+    devices that splits none."""
+    variables = named(params)
+    for name, var in variables.items():
         rules.check_divides(name, var.get_value().shape, var.axes, mesh)
+    rules.check_used((var.axes for var in variables.values()), mesh)
 
 
 def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:

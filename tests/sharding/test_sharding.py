@@ -26,7 +26,7 @@ def drawn():
     return []
 
 
-@pytest.mark.parametrize("mesh", ["tensor=1", "tensor=2", "tensor=4", "data=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["tensor=1", "tensor=2", "tensor=4", "data=1,tensor=2"])
 def test_the_same_tokens_on_every_mesh(wide, drawn, mesh):
     where = {"tensor_parallel_size": 4} if mesh == "tensor=4" else {"mesh": mesh}
     with make_llm(wide.model, **where, max_num_seqs=4, max_num_batched_tokens=8) as llm:
@@ -81,6 +81,9 @@ def test_the_callers_mesh_and_parameters_are_used_where_they_lie(wide):
         ("banana=2", "expected e.g. 'tensor=4'"),
         ("tensor=2,tensor=2", "each once"),
         ("tensor=0", "expected e.g."),
+        ("data=4", "mesh axis 'data' has 4 devices that would all do the same work.*leave it out"),
+        ("stage=2", "mesh axis 'stage' has 2 devices that would all do the same work"),
+        ("expert=2,tensor=2", "mesh axis 'expert' has 2 devices that would all do the same work"),
     ],
 )
 def test_meshes_that_do_not_fit_are_refused_with_the_reason(wide, mesh, message):

@@ -21,6 +21,7 @@ from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.packing import pick_bucket
 from jaxllm.engine.schedule.plan import Copy, Plan, Swap
 from jaxllm.pallas_kernels.copy_blocks import api as block_ops
+from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import replicated
 
 SWAP_SIZES = (4, 16)  # blocks that one `swap_out` or `swap_in` moves; more take several
@@ -73,7 +74,7 @@ def jobs(kv_pools: Sequence[jax.ShapeDtypeStruct], max_num_seqs: int) -> dict[Ha
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(mesh))
 
     def lower_copy(n: int) -> Lowered:
-        platform = mesh.devices.flat[0].platform if mesh.size == 1 else None
+        platform = platform_of(mesh) if mesh.size == 1 else None
         copy = partial(copy_blocks, platform=platform)
         return jax.jit(copy, donate_argnums=0, out_shardings=places).lower(pools, ints(2, n))
 

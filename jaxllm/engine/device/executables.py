@@ -30,6 +30,7 @@ from jaxllm.engine.device.state import (
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.models.cache import Paged, PagedBatch
 from jaxllm.pallas_kernels.paged_attention import KV_AXES, kv_shape
+from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import replicated, sharding
 
 
@@ -185,7 +186,7 @@ class Lowering:
     def state(self) -> DeviceState:
         """The shapes of the state, with shardings."""
         shape, config = self.model_shape, self.config
-        platform = self.mesh.devices.flat[0].platform
+        platform = platform_of(self.mesh)
         pool = kv_shape(config.num_blocks, config.block_size, shape.kv_heads, shape.head_dim, platform=platform)
         pool = self._like(pool, shape.dtype, KV_AXES)
         return DeviceState([pool] * shape.num_layers, *self.small_state())
