@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.checkpoint.placement import place_params
-from jaxllm.engine.build import DEFAULT_MODEL, build_engine
+from jaxllm.default_model import DEFAULT_MODEL
+from jaxllm.engine.build import build_engine
 from jaxllm.engine.stats import EngineStats
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
@@ -24,16 +25,18 @@ _AHEAD = 4  # times max_num_seqs: requests that wait in the engine, so that a st
 class LLM:
     """A model ready to generate. Not thread-safe; `AsyncLLM` is for concurrent callers.
 
-    `model` is a local directory in Hugging Face format (None: the small model in the package), a Flax module of
-    `jaxllm.models`, or a pair (configuration, parameter pytree); parameters on the device are used where they lie.
+    `model` is a local directory in Hugging Face format (None: the small model in the package), a Flax module with the
+    interface of `jaxllm.models` (served as it is, its class and attributes included), or a pair (configuration,
+    parameter pytree); parameters on the device are used where they lie.
     `tokenizer` overrides the directory's: a directory, a `tokenizers` or `transformers` tokenizer, or any object with
     `encode` and `decode`. `dtype="auto"` is float32 on a CPU and bfloat16 elsewhere. `max_model_len` (tokens of prompt
     and output), `max_num_seqs` (running at once), `max_num_batched_tokens` (a step's), `block_size` (tokens) and
     `num_blocks` are sized from the model and the device when None. `mesh` is "tensor=4" (as is
-    `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device. `gpu_memory_utilization` is the share of
-    each device's memory that may be used. When blocks run out, `preemption` of the last requests is by "swap" to at
-    most `swap_space` GiB of host memory, or by "recompute"; "auto" measures which is faster. `seed` is for requests
-    that bring none.
+    `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device. `gpu_memory_utilization` (0.92) is the
+    share of each accelerator's whole memory that this process may use: what its other arrays take is left to them, and
+    JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU unless set). When blocks run out, `preemption` of
+    the last requests is by "swap" to at most `swap_space` GiB of host memory, or by "recompute"; "auto" measures which
+    is faster. `seed` is for requests that bring none.
 
     Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, each with what to do about it.
     """

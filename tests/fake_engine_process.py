@@ -116,7 +116,9 @@ def build_engine(**options):
 
 def install() -> None:
     sys.modules["jaxllm.engine.build"] = types.SimpleNamespace(build_engine=build_engine)
-    sys.modules["jaxllm.cli.common"] = types.SimpleNamespace(setup_compilation_cache=lambda: None)
+    sys.modules["jaxllm.cli.common"] = types.SimpleNamespace(
+        setup_compilation_cache=lambda: None, setup_device_memory=lambda share: None
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES
 from jaxllm.errors import JaxLLMError
 
 GPU_TARGETS = Path(__file__).parent / "gpu_targets"
@@ -34,10 +35,11 @@ class Chip:
 
     @property
     def usable_bytes(self) -> int:
-        """What JAX may allocate: of a GPU the share that XLA_PYTHON_CLIENT_MEM_FRACTION gives it, 0.75 if unset."""
+        """What JAX may allocate: of a GPU the share that the environment gives it, or else the commands do."""
         if self.platform == "tpu":
             return self.memory_bytes
-        return int(self.memory_bytes * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")))
+        given = [os.environ[name] for name in MEM_FRACTION_VARIABLES if os.environ.get(name)]
+        return int(self.memory_bytes * float(given[0] if given else GPU_MEMORY_UTILIZATION))
 
 
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")

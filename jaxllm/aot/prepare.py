@@ -1,6 +1,5 @@
 """From a model's configuration and a target to what the engine would compile there; no weights, no device."""
 
-import dataclasses
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -16,10 +15,9 @@ from jax.sharding import AxisType, Mesh
 from jaxllm.aot.chips import Target, devices
 from jaxllm.checkpoint.config import read_config, resolve_dtype
 from jaxllm.checkpoint.placement import check_mesh
-from jaxllm.engine.build import model_shape
+from jaxllm.engine.build import model_shape, size_engine, with_max_len
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
-from jaxllm.engine.device.block_moves import MAX_STAGED_BYTES
 from jaxllm.engine.device.executables import Lowering, ModelShape
 from jaxllm.engine.device.packing import StepLayout, pick_bucket, token_ladder
 from jaxllm.errors import MeshError, OutOfMemoryError
@@ -120,34 +118,17 @@ def prepare(
     check_mesh(state, grid)
     shape = model_shape(cfg, graph, state, grid)
     wanted = EngineConfig(
-        max_model_len=max_model_len or cfg.max_len,
+        max_model_len=cfg.max_len if max_model_len is None else max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
         block_size=block_size,
         num_blocks=2**30,
     )
-    blocks = _num_blocks(target, shape, wanted, grid) if num_blocks is None else num_blocks
-    room = blocks * block_size
-    longest = wanted.max_model_len if max_model_len else min(room, cfg.max_len)
-    config = dataclasses.replace(wanted, num_blocks=blocks, max_model_len=longest)
-    abstract.cfg = dataclasses.replace(cfg, max_len=longest)  # some ropes depend on it
-    shape = dataclasses.replace(shape, graph=nnx.graphdef(abstract))
+    chip, explicit_len = target.chip, max_model_len is not None
+    device = memory.DeviceMemory(chip.memory_bytes, chip.usable_bytes, 0)
+    try:
+        config = size_engine(shape, wanted, grid, num_blocks, device, explicit_len=explicit_len)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{target}: {error}") from None
+    shape = with_max_len(shape, abstract, config.max_model_len)
     return Prepared(target, abstract.cfg, shape, config, grid)
-
-
-def _num_blocks(target: Target, shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
-    """What `memory.num_blocks` gives on the target, whose devices can't be asked."""
-    usable = int(target.chip.usable_bytes * memory.ACCELERATOR_SHARE)
-    params = memory.leaf_bytes(shape.leaves)
-    beside = memory.leaf_bytes(jax.tree.leaves(Lowering(shape, config, mesh).small_state()))
-    beside += memory.step_bytes(shape, config, mesh) + MAX_STAGED_BYTES
-    block = memory.block_bytes(shape, config.block_size, mesh)
-    fit = (usable - params - beside) // block
-    if fit < 1:
-        raise OutOfMemoryError(
-            f"the model does not fit {target}: each device needs {params / 1e9:.2f} GB for parameters, "
-            f"{beside / 1e9:.2f} GB for a step and its slots and {block / 1e9:.3f} GB for a KV block, of "
-            f"{usable / 1e9:.2f} GB that the engine uses; take more devices (a larger 'tensor'), a smaller dtype, or "
-            "lower --max-num-seqs and --max-num-batched-tokens"
-        )
-    return memory.coarse(min(fit, config.max_num_seqs * config.blocks_per_seq))

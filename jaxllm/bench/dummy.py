@@ -13,9 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jaxllm.checkpoint.config import ModelSpec, read_config, resolve_dtype
 from jaxllm.checkpoint.loader import abstract_params
 from jaxllm.checkpoint.placement import check_mesh
-from jaxllm.engine.device.memory import device_bytes, leaf_bytes, machine_bytes
+from jaxllm.engine.config import machine_bytes
+from jaxllm.engine.device.memory import device_memory, leaf_bytes
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
+from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import sharding
 
 STD = 0.02  # as models are usually initialised: activations stay finite in any dtype
@@ -31,7 +33,7 @@ def dummy_model(path: Path, dtype: str, mesh: Mesh) -> tuple[Any, Params]:
         if path.name != "config.json":
             raise ValueError(f"{path} is not named config.json; give a config.json, or the directory that holds it")
         path = path.parent
-    spec = read_config(path, resolve_dtype(dtype, mesh.devices.flat[0].platform))
+    spec = read_config(path, resolve_dtype(dtype, platform_of(mesh)))
     return spec.cfg, random_params(spec, mesh)
 
 
@@ -70,7 +72,8 @@ def _uniform(shape: tuple[int, ...], dtype: Any, salt: int) -> jax.Array:
 
 def _check_fits(values: list[jax.ShapeDtypeStruct], shardings: list[NamedSharding], mesh: Mesh) -> None:
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(values, shardings, strict=True)]
-    need, have = leaf_bytes(placed), device_bytes(mesh) or machine_bytes() // mesh.size
+    device = device_memory(mesh)
+    need, have = leaf_bytes(placed), machine_bytes() // mesh.size if device is None else device.limit
     if need > have:
         raise OutOfMemoryError(
             f"the parameters take {need / 1e9:.2f} GB on each device, which has {have / 1e9:.2f} GB; use more devices "

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxllm.bench import report
 from jaxllm.bench.options import open_llm
-from jaxllm.cli.common import run_command, setup_compilation_cache
+from jaxllm.cli.common import run_command, setup_compilation_cache, setup_device_memory
 from jaxllm.sampling_params import SamplingParams
 
 EVENTS = ("imported", "ready", "first_token", "compiled")  # a line each
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _start(model: dict[str, Any]) -> int:
+    setup_device_memory(model.get("gpu_memory_utilization"))
     setup_compilation_cache()
     import jaxllm.llm  # noqa: F401 - as `open_llm` does
 

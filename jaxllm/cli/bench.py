@@ -7,7 +7,14 @@ from typing import Any
 
 from jaxllm.bench.options import add_model_arguments, check_at_least, model_options
 from jaxllm.bench.workload import KINDS, MAX_VOCAB, check_kinds
-from jaxllm.cli.common import add_engine_arguments, engine_kwargs, program, run_command, setup_compilation_cache
+from jaxllm.cli.common import (
+    add_engine_arguments,
+    engine_kwargs,
+    program,
+    run_command,
+    setup_compilation_cache,
+    setup_device_memory,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +84,7 @@ def _throughput(arguments: argparse.Namespace) -> int:
     check_at_least(1, repeats=arguments.repeats)
     check_at_least(0, scale=arguments.scale)
     model = model_options(arguments)
+    setup_device_memory(arguments.gpu_memory_utilization)
     setup_compilation_cache()
     from jaxllm.bench import throughput
 
@@ -95,6 +103,7 @@ def _latency(arguments: argparse.Namespace) -> int:
     sizes = {name: getattr(arguments, name) for name in ("batch_size", "input_len", "output_len", "repeats")}
     check_at_least(1, **sizes)
     model = model_options(arguments)
+    setup_device_memory(arguments.gpu_memory_utilization)
     setup_compilation_cache()
     from jaxllm.bench import latency
 
@@ -117,6 +126,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     engine = engine_kwargs(arguments)
     if arguments.compare:
+        setup_device_memory(arguments.gpu_memory_utilization)
         setup_compilation_cache()
         report = serve.compare(engine, **sizes, repeats=arguments.repeats, seed=arguments.seed)
     else:

@@ -15,6 +15,7 @@ from jaxllm.cli.common import (
     program,
     run_command,
     setup_compilation_cache,
+    setup_device_memory,
 )
 from jaxllm.cli.conversation import Conversation
 from jaxllm.cli.sampling_options import add_sampling_arguments, parse_field, sampling_fields, with_defaults
@@ -62,6 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} is not for a conversation; use jaxllm.generate --chat")
     fields = with_defaults({"max_tokens": MAX_TOKENS} | fields)
     SamplingParams(**fields)  # a bad option is told before the model is loaded
+    setup_device_memory(arguments.gpu_memory_utilization)
     setup_compilation_cache()
     from jaxllm.llm import LLM  # imports jax, which --help need not wait for
 

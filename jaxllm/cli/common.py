@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxllm.engine.config import PREEMPTIONS
+from jaxllm.argument_checks import check_float
+from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
 from jaxllm.errors import JaxLLMError
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, metavar="N", help="tokens of a KV block")
     add("--num-blocks", type=int, metavar="N", help="KV blocks (default: as many as fit)")
     add("--tensor-parallel-size", type=int, metavar="N", help="the same as --mesh tensor=N")
-    add("--gpu-memory-utilization", type=float, metavar="X", help="share of each device's memory that may be used")
+    add("--gpu-memory-utilization", type=float, metavar="X", help="share of each device's memory (default: 0.92)")
     add("--preemption", choices=PREEMPTIONS, help="of the last requests, when KV blocks run out (default: auto)")
     add("--swap-space", type=float, metavar="GIB", help="host memory for the blocks of preempted requests (default: 4)")
     add("--no-prefix-caching", action="store_true", help="compute beginnings that prompts share each time")
@@ -108,6 +109,15 @@ def _no_lost_interrupt() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = previous
+
+
+def setup_device_memory(gpu_memory_utilization: float | None) -> None:
+    """Lets JAX allocate that share of each GPU (None: the default), to be called before it starts. What the environment
+    says stays. Raises `ValueError` for a share that can't be."""
+    share = GPU_MEMORY_UTILIZATION if gpu_memory_utilization is None else gpu_memory_utilization
+    check_float("gpu_memory_utilization", share, 0.01, 1.0)
+    if not any(os.environ.get(name) for name in MEM_FRACTION_VARIABLES):
+        os.environ[MEM_FRACTION_VARIABLES[0]] = f"{share:g}"
 
 
 def setup_compilation_cache() -> None:

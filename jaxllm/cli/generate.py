@@ -15,6 +15,7 @@ from jaxllm.cli.common import (
     program,
     run_command,
     setup_compilation_cache,
+    setup_device_memory,
 )
 from jaxllm.cli.sampling_options import add_sampling_arguments, sampling_fields, with_defaults
 from jaxllm.cli.terminal import JsonPrinter, Meter, Printer
@@ -126,6 +127,7 @@ def _decode(data: bytes, source: str) -> str:
 
 
 def _open_llm(arguments: argparse.Namespace) -> Any:
+    setup_device_memory(arguments.gpu_memory_utilization)
     setup_compilation_cache()
     from jaxllm.llm import LLM  # imports jax, which --help need not wait for
 

@@ -2,43 +2,27 @@
 
 import dataclasses
 import logging
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxllm.checkpoint.config import read_config, resolve_dtype
-from jaxllm.checkpoint.loader import load_params
-from jaxllm.checkpoint.placement import check_mesh, place_params
-from jaxllm.default_model import DEFAULT_MODEL
+from jaxllm.checkpoint.placement import check_mesh
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.model_source import model_source
 from jaxllm.errors import OutOfMemoryError
-from jaxllm.models import registry, transformer
 from jaxllm.models.transformer import Params
-from jaxllm.sharding.mesh import make_mesh
+from jaxllm.sharding.mesh import make_mesh, platform_of
 from jaxllm.sharding.rules import sharding
-from jaxllm.text.tokenizer import Tokenizer, wrap
 
 log = logging.getLogger(__name__)
 
 CPU_SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 512}  # smaller defaults than elsewhere
-
-
-class ModelSource(NamedTuple):
-    """A model to serve, before anything of it is on the mesh."""
-
-    cfg: Any
-    model: nnx.Module  # of ShapeDtypeStructs
-    params: Any  # the caller's pytree, or a function (abstract params, mesh) -> Params that loads them
-    eos_ids: tuple[int, ...]
-    tokenizer: Tokenizer | None
 
 
 def build_engine(
@@ -65,12 +49,13 @@ def build_engine(
             raise ValueError(f"mesh and tensor_parallel_size={tensor_parallel_size} exclude each other; give one")
         mesh = f"tensor={tensor_parallel_size}"
     mesh = make_mesh(mesh)
-    platform = mesh.devices.flat[0].platform
-    source = _source(model, dtype, platform, tokenizer)
+    platform = platform_of(mesh)
+    source = model_source(model, dtype, platform, tokenizer)
     graph, state = nnx.split(source.model)
     check_mesh(state, mesh)
-    if not callable(source.params):
-        state = place_params(source.params, state, mesh)
+    has_params = not callable(source.params)
+    if has_params:
+        state = jax.block_until_ready(source.place(state, mesh))  # what is free on the device is measured next
     shape = model_shape(source.cfg, graph, state, mesh)
     sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
     sizes |= CPU_SIZES if platform == "cpu" else {}
@@ -88,12 +73,13 @@ def build_engine(
         seed=seed,
     )
     _check_len(wanted.max_model_len, source.cfg.max_len)
-    config = _sized(wanted, shape, mesh, num_blocks, explicit_len=max_model_len is not None)
-    source.model.cfg = dataclasses.replace(source.cfg, max_len=config.max_model_len)  # longrope depends on it
-    shape = dataclasses.replace(shape, graph=nnx.graphdef(source.model))
+    device = memory.device_memory(mesh) if num_blocks is None else None
+    explicit_len = max_model_len is not None
+    config = size_engine(shape, wanted, mesh, num_blocks, device, explicit_len=explicit_len, has_params=has_params)
+    shape = with_max_len(shape, source.model, config.max_model_len)
     runner = Runner(shape, config, mesh)  # compiles while the parameters load
     try:
-        runner.set_params(source.params(state, mesh) if callable(source.params) else state)
+        runner.set_params(state if has_params else source.place(state, mesh))
     except BaseException:
         runner.close()
         raise
@@ -104,37 +90,9 @@ def _default(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _source(model: Any, dtype: str, platform: str, tokenizer: Any) -> ModelSource:
-    tokenizer = None if tokenizer is None else wrap(tokenizer)
-    if model is None or isinstance(model, str | Path):
-        directory = DEFAULT_MODEL if model is None else Path(model)
-        spec = read_config(directory, resolve_dtype(dtype, platform))
-        abstract = transformer.abstract(spec.module.Model, spec.cfg)
-        tokenizer = tokenizer or Tokenizer.from_dir(directory)
-        return ModelSource(spec.cfg, abstract, partial(load_params, directory, spec), spec.eos_token_ids, tokenizer)
-    if dtype != "auto":
-        raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
-    cfg, params = _module_or_params(model)
-    cfg = dataclasses.replace(cfg, dtype=jax.tree.leaves(params)[0].dtype)
-    abstract = transformer.abstract(registry.model_for(cfg), cfg)
-    eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return ModelSource(cfg, abstract, params, eos_ids, tokenizer)
-
-
-def _module_or_params(model: Any) -> tuple[Any, Any]:
-    if isinstance(model, nnx.Module):
-        return model.cfg, nnx.state(model, nnx.Param)
-    if isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
-        return model
-    raise TypeError(
-        f"model is a {type(model).__qualname__}; give a directory in Hugging Face format, a Flax module of "
-        "jaxllm.models, or a pair (configuration, parameter pytree)"
-    )
-
-
 def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> ModelShape:
     """`state` holds the parameters, or their shapes."""
-    platform = mesh.devices.flat[0].platform if mesh.size == 1 else None  # which kernels may multiply them
+    platform = platform_of(mesh) if mesh.size == 1 else None  # which kernels may multiply them
 
     def place(variable: nnx.Variable) -> nnx.Variable:
         value = variable.get_value()
@@ -166,21 +124,45 @@ def _check_len(max_model_len: int, limit: int) -> None:
         )
 
 
-def _sized(
-    wanted: EngineConfig, shape: ModelShape, mesh: Mesh, num_blocks: int | None, *, explicit_len: bool
+def size_engine(
+    shape: ModelShape,
+    wanted: EngineConfig,
+    mesh: Mesh,
+    num_blocks: int | None,
+    device: memory.DeviceMemory | None,
+    *,
+    explicit_len: bool,
+    has_params: bool = False,
 ) -> EngineConfig:
-    """`wanted` with the number of blocks that fit, and a context no longer than they hold unless it was asked for."""
-    blocks = memory.num_blocks(shape, wanted, mesh) if num_blocks is None else num_blocks
-    room = blocks * wanted.block_size
-    max_model_len = wanted.max_model_len
+    """`wanted` with the number of blocks that fit, and a context no longer than they hold unless it was asked for.
+
+    `device` is what a device of the mesh has (None: a CPU); `has_params` says that the parameters lie there already.
+    """
+    block_size, max_model_len = wanted.block_size, wanted.max_model_len
+    if num_blocks is None:
+        budget = memory.kv_budget(shape, wanted, mesh, device, has_params=has_params)
+        blocks = memory.num_blocks(shape, wanted, budget, mesh)
+    else:
+        blocks = num_blocks
+    room = blocks * block_size
     if 0 < room < max_model_len:
+        block_bytes = memory.block_bytes(shape, block_size, mesh)
         if explicit_len and num_blocks is None:
-            missing = (max_model_len - room) / wanted.block_size * memory.block_bytes(shape, wanted.block_size, mesh)
+            missing = wanted.blocks_per_seq * block_bytes - budget
             raise OutOfMemoryError(
-                f"max_model_len={max_model_len} tokens need {missing / 1e9:.2f} GB more for the KV pool on each "
-                f"device, which holds {room} tokens; lower max_model_len, or use more devices or a smaller dtype"
+                f"max_model_len={max_model_len} tokens need {missing / 1e9:.3g} GB more for the KV pool on each "
+                f"device: what is free holds {room} tokens; lower max_model_len, or use more devices or a smaller dtype"
             )
         if not explicit_len:
-            log.info("max_model_len is %d of the model's %d tokens: what the KV pool holds", room, max_model_len)
+            log.warning(
+                "max_model_len is %d tokens, not the model's %d: the KV pool has %d blocks of %d tokens, %.3g GB",
+                *(room, max_model_len, blocks, block_size, blocks * block_bytes / 1e9),
+            )
             max_model_len = room
     return dataclasses.replace(wanted, num_blocks=blocks, max_model_len=max_model_len)
+
+
+def with_max_len(shape: ModelShape, model: Any, max_len: int) -> ModelShape:
+    """`shape` with the graph of `model` for a context of `max_len` tokens, which some ropes depend on."""
+    model.cfg = dataclasses.replace(model.cfg, max_len=max_len)
+    return dataclasses.replace(shape, graph=nnx.graphdef(model))

@@ -7,6 +7,9 @@ from jaxllm.argument_checks import check_float, check_int
 
 BLOCK_SIZE = 32  # tokens
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2048  # on accelerators
+GPU_MEMORY_UTILIZATION = 0.92  # share of an accelerator's memory that the process may use, unless told otherwise
+# What JAX reads of how much of a GPU it may allocate; the second is the older name.
+MEM_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 PREEMPTIONS = ("auto", "swap", "recompute")
 
 
@@ -24,7 +27,7 @@ class EngineConfig:
     block_size: int  # tokens of a block
     num_blocks: int
     enable_prefix_caching: bool = True
-    gpu_memory_utilization: float | None = None  # share of each device's memory; None: the platform's default
+    gpu_memory_utilization: float | None = None  # share of each device's memory for the process; None: the default
     preemption: str = "auto"  # when blocks run out: "swap", "recompute", or what is measured to be faster
     swap_space: float | None = None  # GiB of host memory for swapped blocks; None: 4, or an eighth of the machine's
     seed: int = 0  # of requests that bring none

@@ -14,6 +14,7 @@ from jaxllm.aot import chips, efficiency, prepare, thunks
 from jaxllm.aot.hlo import Instruction
 from jaxllm.checkpoint.config import read_config
 from jaxllm.cli.aot import main
+from jaxllm.engine.config import MEM_FRACTION_VARIABLES
 from jaxllm.errors import MeshError, ModelFormatError, OutOfMemoryError
 from jaxllm.models import transformer
 from jaxllm.pallas_kernels import native
@@ -72,11 +73,13 @@ def test_gpu_targets_agree_with_the_table():
 
 
 def test_memory_that_jax_may_use(monkeypatch):
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    for name in MEM_FRACTION_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     h100, v6e = chips.CHIPS["h100"], chips.CHIPS["v6e"]
-    assert h100.usable_bytes == int(0.75 * h100.memory_bytes)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
-    assert h100.usable_bytes == int(0.9 * h100.memory_bytes)
+    assert h100.usable_bytes == int(0.92 * h100.memory_bytes)  # what the commands set
+    for name in reversed(MEM_FRACTION_VARIABLES):
+        monkeypatch.setenv(name, "0.9")
+        assert h100.usable_bytes == int(0.9 * h100.memory_bytes)
     assert v6e.usable_bytes == v6e.memory_bytes
 
 
@@ -185,12 +188,14 @@ def test_meshes(on_cpu):
         prepare.prepare(LLAMA, chips.parse_target("v6e-8"), "tensor=4")
     with pytest.raises(MeshError, match="3 devices, which do not divide"):
         prepare.prepare(LLAMA, chips.parse_target("v6e-3"))
-    both = prepare.prepare(LLAMA, chips.parse_target("v6e-4"), "data=2,tensor=2")
-    assert dict(both.mesh.shape) == {"data": 2, "tensor": 2}
+    with pytest.raises(MeshError, match="mesh axis 'data' has 2 devices that would all do the same work"):
+        prepare.prepare(LLAMA, chips.parse_target("v6e-4"), "data=2,tensor=2")
+    both = prepare.prepare(LLAMA, chips.parse_target("v6e-4"), "data=1,tensor=4")
+    assert dict(both.mesh.shape) == {"data": 1, "tensor": 4}
 
 
 def test_what_does_not_fit_is_said_with_numbers(on_cpu):
-    with pytest.raises(OutOfMemoryError, match=r"does not fit v5e-1: each device needs 16\.06 GB .* of 15\.56 GB"):
+    with pytest.raises(OutOfMemoryError, match=r"v5e-1: the model does not fit: .* 16\.06 GB .* of 15\.56 GB"):
         prepare.prepare(LLAMA, chips.parse_target("v5e-1"))
 
 

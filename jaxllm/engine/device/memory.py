@@ -1,24 +1,72 @@
 """How many KV blocks fit: an analytic bound, known before anything is compiled or loaded.
 
-The number of blocks is part of every executable's shape, hence of every compilation cache key. So it depends on the
-machine and the model only, never on what happens to be free at the moment, and is rounded to a coarse grid.
+The number of blocks is part of every executable's shape, hence of every compilation cache key. So it stays the same
+from start to start: what is measured is rounded to a coarse grid.
 """
 
+import logging
 import math
+import os
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxllm.engine.config import EngineConfig, machine_bytes
+from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, EngineConfig, machine_bytes
 from jaxllm.engine.device.block_moves import MAX_STAGED_BYTES
 from jaxllm.engine.device.executables import Lowering, ModelShape
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.pallas_kernels.paged_attention import kv_shape
+from jaxllm.sharding.mesh import platform_of
+from jaxllm.sharding.rules import num_shards
 
-ACCELERATOR_SHARE = 0.92  # of the memory that the runtime may allocate; the rest is fragmentation
+log = logging.getLogger(__name__)
+
+ALLOCATOR_SHARE = 0.98  # of what the runtime may allocate; the rest is fragmentation
+JAX_GPU_FRACTION = 0.75  # of a GPU's memory that JAX may allocate unless the environment says otherwise
 CPU_KV_SHARE = 1 / 16  # of the machine's memory, which others use too
+_IN_USE_GRID = 64 << 20  # bytes; arrays smaller than this beside the model do not change the pool's size
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of one device."""
+
+    total: int  # that it has
+    limit: int  # of those, that the runtime may allocate
+    in_use: int  # of those, that are allocated
+
+    def usable(self, share: float | None) -> int:
+        """What the process may use: `share` of all (None: the default's), and no more than the runtime may."""
+        return min(int(self.total * (share or GPU_MEMORY_UTILIZATION)), int(self.limit * ALLOCATOR_SHARE))
+
+
+def device_memory(mesh: Mesh) -> DeviceMemory | None:
+    """Of the fullest of this process's accelerators on the mesh; None on a CPU."""
+    return None if platform_of(mesh) == "cpu" else fullest(mesh.local_devices)
+
+
+def fullest(devices: Sequence[Any]) -> DeviceMemory:
+    """Of the device on which least is free. ValueError if the runtime does not know."""
+    found = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" not in stats:
+            raise ValueError(
+                f"{device} does not say how much memory it has (XLA_PYTHON_CLIENT_ALLOCATOR=platform keeps it from "
+                "that); give num_blocks"
+            )
+        limit = stats["bytes_limit"]
+        total = int(limit / _allocator_fraction()) if device.platform == "gpu" else limit
+        found.append(DeviceMemory(total, limit, stats.get("bytes_in_use", 0)))
+    return min(found, key=lambda memory: memory.limit - memory.in_use)
+
+
+def _allocator_fraction() -> float:
+    """The share of a GPU's memory that JAX may allocate."""
+    given = [os.environ[name] for name in MEM_FRACTION_VARIABLES if os.environ.get(name)]
+    return float(given[0]) if given else JAX_GPU_FRACTION
 
 
 def leaf_bytes(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
@@ -28,60 +76,80 @@ def leaf_bytes(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
 
 def block_bytes(shape: ModelShape, block_size: int, mesh: Mesh) -> int:
     """Bytes of one block on each device, keys and values of all layers."""
-    kv_heads = shape.kv_heads // mesh.shape.get("tensor", 1)
-    cells = math.prod(kv_shape(1, block_size, kv_heads, shape.head_dim, platform=mesh.devices.flat[0].platform))
+    kv_heads = shape.kv_heads // num_shards("kv_heads", mesh)
+    cells = math.prod(kv_shape(1, block_size, kv_heads, shape.head_dim, platform=platform_of(mesh)))
     return cells * jnp.dtype(shape.dtype).itemsize * shape.num_layers
 
 
 def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
     """A bound on a step's temporary bytes on each device: activations of one layer, over twice, and the logits."""
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
-    tensor = mesh.shape.get("tensor", 1)
     widest = max(shape.token_widths)
     # Residuals whole, the wide middle in shards; as many as tests/compile_only finds enough on every chip.
-    wide = 4 * shape.token_widths[0] + 5 * widest // tensor
+    wide = 4 * shape.token_widths[0] + 5 * widest // num_shards("mlp", mesh)
     activations = tokens * wide * max(4, jnp.dtype(shape.dtype).itemsize)  # kernels and norms work in float32
-    platform = mesh.devices.flat[0].platform
-    block = kv_shape(1, config.block_size, shape.kv_heads // tensor, shape.head_dim, platform=platform)
+    kv_heads = shape.kv_heads // num_shards("kv_heads", mesh)
+    block = kv_shape(1, config.block_size, kv_heads, shape.head_dim, platform=platform_of(mesh))
     gathered = tokens * math.prod(block) * 4  # by the reference, which serves where no kernel does
-    logits = seqs * shape.vocab // tensor * 4 * 4  # as they come, scaled, filtered, and the noise
+    logits = seqs * shape.vocab // num_shards("vocab", mesh) * 4 * 4  # as they come, scaled, filtered, and the noise
     return activations + gathered + logits + (64 << 20)
 
 
-def device_bytes(mesh: Mesh) -> int | None:
-    """Bytes that the runtime may allocate on each accelerator of the mesh; None on a CPU."""
-    stats = mesh.devices.flat[0].memory_stats() or {}
-    return stats.get("bytes_limit")
-
-
-def kv_budget(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
-    """Bytes for the KV pool on each device. Raises `OutOfMemoryError` with what is missing."""
+def kv_budget(
+    shape: ModelShape, config: EngineConfig, mesh: Mesh, device: DeviceMemory | None, *, has_params: bool = False
+) -> int:
+    """Bytes for the KV pool on each device. `has_params`: the parameters lie there already, among what is in use.
+    Raises `OutOfMemoryError` with what is missing."""
     slots = leaf_bytes(jax.tree.leaves(Lowering(shape, config, mesh).small_state()))
     params, temporary = leaf_bytes(shape.leaves), step_bytes(shape, config, mesh) + slots
-    limit, share = device_bytes(mesh), config.gpu_memory_utilization
-    if limit is None:
-        limit = machine_bytes() // mesh.size
-        free = int(limit * (share or 1)) - params - temporary
-        budget = int(limit * CPU_KV_SHARE) if share is None else free
+    share = config.gpu_memory_utilization
+    if device is None:
+        usable, others = int(machine_bytes() // mesh.size * (share or 1)), 0
+        most = int(usable * CPU_KV_SHARE) if share is None else usable
     else:
+        usable = most = device.usable(share)
+        others = -(-max(0, device.in_use - params * has_params) // _IN_USE_GRID) * _IN_USE_GRID
         temporary += MAX_STAGED_BYTES
-        free = int(limit * (share or ACCELERATOR_SHARE)) - params - temporary
-        budget = free
-    least = block_bytes(shape, config.block_size, mesh)
+    least, free = block_bytes(shape, config.block_size, mesh), usable - others - params - temporary
     if free < least:
         raise OutOfMemoryError(
             f"the model does not fit: each device needs {params / 1e9:.2f} GB for parameters, {temporary / 1e9:.2f} GB "
-            f"for a step and its slots and {least / 1e9:.3f} GB for a KV block, {(least - free) / 1e9:.2f} GB more "
+            f"for a step and its slots and {least / 1e9:.3f} GB for a KV block, of {usable / 1e9:.2f} GB that the "
+            f"engine may use and {others / 1e9:.2f} GB of those that others use: {(least - free) / 1e9:.2f} GB more "
             "than it may use; take more devices (mesh='tensor=N'), a smaller dtype, a higher gpu_memory_utilization, "
-            "or lower max_num_batched_tokens"
+            "or lower max_num_seqs and max_num_batched_tokens"
         )
-    return min(budget, free)
+    if device is not None:
+        _tell(config, device, params=params, others=others, temporary=temporary, free=free)
+    return min(most, free)
 
 
-def num_blocks(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
-    """Blocks that fit beside the parameters and the largest step, no more than all slots could ever use."""
-    fit = kv_budget(shape, config, mesh) // block_bytes(shape, config.block_size, mesh)
-    return coarse(max(1, min(fit, config.max_num_seqs * config.blocks_per_seq)))
+def _tell(config: EngineConfig, device: DeviceMemory, *, params: int, others: int, temporary: int, free: int) -> None:
+    parts = device.total, device.usable(config.gpu_memory_utilization), params, free, temporary, others
+    log.info(
+        "of the %.1f GB of each device the process may use %.1f GB: %.1f GB for parameters, %.1f GB for the KV pool "
+        "at most, %.1f GB for a step; others in the process use %.1f GB",
+        *(num_bytes / 1e9 for num_bytes in parts),
+    )
+    wanted = config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+    if device.limit < int(device.total * wanted):
+        log.warning(
+            "JAX may allocate %.0f %% of the device, less than gpu_memory_utilization=%g: set %s=%g before JAX starts",
+            100 * device.limit / device.total,
+            wanted,
+            MEM_FRACTION_VARIABLES[0],
+            wanted,
+        )
+
+
+def num_blocks(shape: ModelShape, config: EngineConfig, budget: int, mesh: Mesh) -> int:
+    """Blocks that fit `budget` bytes, no more than all slots could ever use. Only what memory bounds is rounded, and
+    never below one sequence of `max_model_len` tokens that fits."""
+    fit = max(1, budget // block_bytes(shape, config.block_size, mesh))
+    wanted = config.max_num_seqs * config.blocks_per_seq
+    if fit >= wanted:
+        return wanted
+    return max(coarse(fit), config.blocks_per_seq if fit >= config.blocks_per_seq else 1)
 
 
 def coarse(n: int) -> int:

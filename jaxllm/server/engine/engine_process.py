@@ -192,7 +192,7 @@ class EngineLoop:
     @property
     def _is_compiled(self) -> bool:
         stats = self._pulse.stats
-        return stats is not None and stats.num_compiled >= stats.num_executables
+        return stats is not None and stats.num_compiled + stats.num_failed_executables >= stats.num_executables
 
     def _tell_stats(self, *, now: bool) -> None:
         if now or time.monotonic() - self._stats_at > STATS_S:
@@ -258,8 +258,9 @@ def main(path: str) -> int:
 
 
 def _serve(options: dict[str, Any], pulse: Pulse, inbox: queue.SimpleQueue, send: Any) -> None:
-    from jaxllm.cli.common import setup_compilation_cache
+    from jaxllm.cli.common import setup_compilation_cache, setup_device_memory
 
+    setup_device_memory(options.get("gpu_memory_utilization"))
     setup_compilation_cache()
     from jaxllm.engine.build import build_engine  # imports jax, while heartbeats are sent already
 

@@ -9,8 +9,9 @@ from flax import nnx
 
 from jaxllm import LLM
 from jaxllm.engine.build import model_shape
-from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.config import MEM_FRACTION_VARIABLES, EngineConfig
 from jaxllm.engine.device import memory
+from jaxllm.engine.device.memory import DeviceMemory
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import llama, transformer
 from jaxllm.models.layers import Rope
@@ -32,54 +33,111 @@ LLAMA_8B = llama.Config(
 CONFIG = EngineConfig(
     max_model_len=131072, max_num_seqs=256, max_num_batched_tokens=2048, block_size=32, num_blocks=2**30
 )
-H200 = 139 << 30
+H200 = DeviceMemory(139 << 30, 139 << 30, 0)
+
+
+def blocks_of(device, mesh, config=CONFIG):
+    shape = shape_of(mesh)
+    return memory.num_blocks(shape, config, memory.kv_budget(shape, config, mesh, device), mesh)
 
 
 def shape_of(mesh):
     return model_shape(LLAMA_8B, *nnx.split(transformer.abstract(llama.Model, LLAMA_8B)), mesh)
 
 
-def test_an_8b_model_on_one_and_on_four_devices(monkeypatch):
-    monkeypatch.setattr(memory, "device_bytes", lambda mesh: H200)
+def test_an_8b_model_on_one_and_on_four_devices():
     one, four = make_mesh(None), make_mesh("tensor=4")
     assert memory.block_bytes(shape_of(one), 32, one) == 32 * 131072  # bytes a token: 2 x 32 layers x 8 x 128 x 2
     assert memory.leaf_bytes(shape_of(one).leaves) == pytest.approx(16.06e9, rel=0.001)
     assert memory.leaf_bytes(shape_of(four).leaves) == pytest.approx(16.06e9 / 4, rel=0.001)
-    blocks = memory.num_blocks(shape_of(one), CONFIG, one)
+    blocks = blocks_of(H200, one)
     used = blocks * 32 * 131072 + memory.leaf_bytes(shape_of(one).leaves)
-    assert 0.85 * H200 < used < 0.92 * H200  # the rest: the step, the share kept free, the grid
-    assert memory.num_blocks(shape_of(four), CONFIG, four) > 4 * blocks
+    assert 0.85 * H200.total < used < 0.92 * H200.total  # the rest: the step, the share kept free, the grid
+    assert blocks_of(H200, four) > 4 * blocks
     half = replace(CONFIG, gpu_memory_utilization=0.5)
-    used = memory.num_blocks(shape_of(one), half, one) * 32 * 131072 + memory.leaf_bytes(shape_of(one).leaves)
-    assert 0.44 * H200 < used < 0.5 * H200
+    used = blocks_of(H200, one, half) * 32 * 131072 + memory.leaf_bytes(shape_of(one).leaves)
+    assert 0.44 * H200.total < used < 0.5 * H200.total
 
 
 def test_on_a_cpu_the_pool_takes_a_small_share_unless_told(monkeypatch):
     mesh = make_mesh(None)
     monkeypatch.setattr(memory, "machine_bytes", lambda: 160 << 30)
-    assert memory.kv_budget(shape_of(mesh), CONFIG, mesh) == 10 << 30
-    told = memory.kv_budget(shape_of(mesh), replace(CONFIG, gpu_memory_utilization=0.5), mesh)
+    assert memory.kv_budget(shape_of(mesh), CONFIG, mesh, None) == 10 << 30
+    told = memory.kv_budget(shape_of(mesh), replace(CONFIG, gpu_memory_utilization=0.5), mesh, None)
     assert (50 << 30) < told < (65 << 30)
     for share in (0.0, 1.1):
         with pytest.raises(ValueError, match=f"gpu_memory_utilization={share} must be a finite number in"):
             replace(CONFIG, gpu_memory_utilization=share)
 
 
-def test_a_model_that_does_not_fit_says_how_much_is_missing(monkeypatch):
-    mesh = make_mesh(None)
-    monkeypatch.setattr(memory, "device_bytes", lambda mesh: 16 << 30)
+def test_a_model_that_does_not_fit_says_how_much_is_missing():
     with pytest.raises(OutOfMemoryError, match=r"16\.06 GB for parameters.* GB more than it may use; take more"):
-        memory.num_blocks(shape_of(mesh), CONFIG, mesh)
+        blocks_of(DeviceMemory(16 << 30, 16 << 30, 0), make_mesh(None))
 
 
-def test_a_context_that_does_not_fit_is_refused_if_asked_for_and_shortened_if_not(tiny, monkeypatch):
+class FakeDevice:
+    """Of a GPU's memory JAX may allocate `limit`."""
+
+    def __init__(self, limit, in_use, platform="gpu"):
+        self.platform, self.stats = platform, {"bytes_limit": limit, "bytes_in_use": in_use}
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_the_fullest_device_counts_and_a_gpu_has_more_than_jax_may_allocate(monkeypatch):
+    for name in MEM_FRACTION_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    gpus = [FakeDevice(60 << 30, in_use) for in_use in (1 << 30, 5 << 30, 0)]
+    assert memory.fullest(gpus) == (80 << 30, 60 << 30, 5 << 30)
+    for name in reversed(MEM_FRACTION_VARIABLES):
+        monkeypatch.setenv(name, "0.5")
+        assert memory.fullest(gpus).total == 120 << 30
+    assert memory.fullest([FakeDevice(60 << 30, 0, "tpu")]) == (60 << 30, 60 << 30, 0)
+    assert memory.device_memory(make_mesh(None)) is None
+    silent = FakeDevice(1, 0)
+    silent.stats = None
+    with pytest.raises(ValueError, match="does not say how much memory it has .* give num_blocks"):
+        memory.fullest([silent])
+
+
+def test_the_share_is_of_the_whole_card_and_less_only_if_jax_may_not(caplog):
+    card = 100 << 30
+    all_of_it, most, little = (DeviceMemory(card, int(card * share), 0) for share in (1.0, 0.92, 0.75))
+    assert all_of_it.usable(None) == int(0.92 * card) and all_of_it.usable(0.5) == card // 2
+    assert 0.9 * card < most.usable(None) < 0.92 * card
+    assert 0.73 * card < little.usable(0.9) < 0.75 * card
+    with caplog.at_level("INFO", logger=memory.__name__):
+        blocks_of(most, make_mesh(None))
+    assert "of the 107.4 GB of each device the process may use 96.8 GB: 16.1 GB for parameters" in caplog.text
+    assert "XLA_CLIENT_MEM_FRACTION" not in caplog.text
+    blocks_of(little, make_mesh(None), replace(CONFIG, gpu_memory_utilization=0.9))
+    assert "JAX may allocate 75 % of the device, less than gpu_memory_utilization=0.9: set XLA_CLIENT" in caplog.text
+
+
+def test_what_others_use_is_left_to_them_and_parameters_count_once():
+    mesh, params = make_mesh(None), memory.leaf_bytes(shape_of(make_mesh(None)).leaves)
+
+    def budget(in_use, **options):
+        return memory.kv_budget(shape_of(mesh), CONFIG, mesh, H200._replace(in_use=in_use), **options)
+
+    assert budget(0) - budget(10 << 30) == 10 << 30
+    assert budget(params, has_params=True) == budget(0)
+    assert budget(0) - budget(params + (10 << 30), has_params=True) == 10 << 30
+    assert budget(1) == budget(50 << 20) == budget(64 << 20)  # small arrays don't move the number of blocks
+    trained = budget(2 * params, has_params=True)  # the trainer's copy is another one
+    assert params <= budget(0) - trained <= params + (64 << 20)
+
+
+def test_a_context_that_does_not_fit_is_refused_if_asked_for_and_shortened_if_not(tiny, monkeypatch, caplog):
     block = 8 * math.prod((2, 2, 16, 4)) * tiny.cfg.num_layers  # block_size 8, 2 KV heads, float32
-    monkeypatch.setattr(memory, "kv_budget", lambda *_: 6 * block)
+    monkeypatch.setattr(memory, "kv_budget", lambda *_, **__: 6 * block)
     sizes = dict(max_num_seqs=1, max_num_batched_tokens=1, block_size=8)
     with pytest.raises(OutOfMemoryError, match="max_model_len=96 tokens need .* GB more .* holds 48 tokens"):
         LLM(tiny.model, max_model_len=96, **sizes)
     with LLM(tiny.model, **sizes) as llm:
         assert llm.engine.config.max_model_len == 48 and llm.stats().num_blocks == 6
+    assert "max_model_len is 48 tokens, not the model's 96: the KV pool has 6 blocks of 8 tokens" in caplog.text
 
 
 def test_a_pool_that_is_given_must_hold_one_sequence(tiny):
@@ -108,3 +166,26 @@ def test_the_bound_covers_what_the_compiler_says(tiny):
 def test_block_numbers_lie_on_a_coarse_grid():
     assert [memory.coarse(n) for n in (1, 31, 33, 1000, 4095, 100_000)] == [1, 31, 32, 992, 3968, 98304]
     assert replace(CONFIG, num_blocks=4096).blocks_per_seq == 4096
+
+
+@pytest.mark.parametrize(("max_model_len", "max_num_seqs"), [(2100, 1), (3000, 1), (2100, 3), (131072, 1)])
+def test_rounding_takes_nothing_from_what_fits(max_model_len, max_num_seqs):
+    config = replace(CONFIG, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+    assert blocks_of(H200, make_mesh(None), config) == max_num_seqs * config.blocks_per_seq
+
+
+def test_rounding_leaves_a_sequence_that_fits_and_stays_within_memory(tiny):
+    mesh = make_mesh(None)
+    shape = model_shape(tiny.cfg, *nnx.split(tiny.model), mesh)
+    config = replace(CONFIG, max_model_len=1000, max_num_seqs=4, block_size=10)  # 100 blocks a sequence
+    block = memory.block_bytes(shape, 10, mesh)
+    found = {fit: memory.num_blocks(shape, config, fit * block + block // 2, mesh) for fit in (50, 99, 101, 399, 400)}
+    assert found == {50: 50, 99: 96, 101: 100, 399: 384, 400: 400}
+
+
+def test_a_context_that_fits_is_served_whole(tiny):
+    sizes = dict(max_num_seqs=1, max_num_batched_tokens=1, block_size=1)
+    with LLM(tiny.model, **sizes) as llm:  # 96 blocks
+        assert llm.engine.config.max_model_len == 96
+    with LLM(tiny.model, max_model_len=67, **sizes) as llm:
+        assert llm.engine.config.num_blocks == 67

@@ -1,0 +1,145 @@
+"""From what a user gives as a model to its configuration, its module and the source of its parameters."""
+
+import dataclasses
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jaxllm.checkpoint.config import read_config, resolve_dtype
+from jaxllm.checkpoint.loader import load_params
+from jaxllm.checkpoint.placement import named, place_params
+from jaxllm.default_model import DEFAULT_MODEL
+from jaxllm.models import registry, transformer
+from jaxllm.models.transformer import Params
+from jaxllm.text.tokenizer import Tokenizer, wrap
+
+_SIZES = ("vocab", "embed", "num_layers", "heads", "kv_heads", "head_dim", "mlp", "max_len")  # read by the engine
+
+
+class ModelSource(NamedTuple):
+    """A model to serve, before anything of it is on the mesh."""
+
+    cfg: Any
+    model: nnx.Module  # of ShapeDtypeStructs; the engine's own object
+    params: Any  # the caller's pytree, or a function (abstract params, mesh) -> Params that loads them
+    eos_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+
+    def place(self, abstract: Params, mesh: Mesh) -> Params:
+        """The parameters on `mesh`, in the state that `abstract` describes."""
+        return self.params(abstract, mesh) if callable(self.params) else place_params(self.params, abstract, mesh)
+
+
+def model_source(model: Any, dtype: str, platform: str, tokenizer: Any) -> ModelSource:
+    """`model` is what `LLM` takes. Raises `TypeError` or `ValueError` for what can't be served."""
+    tokenizer = None if tokenizer is None else wrap(tokenizer)
+    if model is None or isinstance(model, str | Path):
+        directory = DEFAULT_MODEL if model is None else Path(model)
+        spec = read_config(directory, resolve_dtype(dtype, platform))
+        abstract = transformer.abstract(spec.module.Model, spec.cfg)
+        tokenizer = tokenizer or Tokenizer.from_dir(directory)
+        return ModelSource(spec.cfg, abstract, partial(load_params, directory, spec), spec.eos_token_ids, tokenizer)
+    if dtype != "auto":
+        raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
+    eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    if isinstance(model, nnx.Module):
+        return ModelSource(*_of_module(model), eos_ids, tokenizer)
+    if isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
+        cfg, params = model
+        cfg = dataclasses.replace(cfg, dtype=jax.tree.leaves(params)[0].dtype)
+        return ModelSource(cfg, transformer.abstract(registry.model_for(cfg), cfg), params, eos_ids, tokenizer)
+    raise TypeError(
+        f"model is a {type(model).__qualname__}; give a directory in Hugging Face format, a Flax module with the "
+        "interface of jaxllm.models, or a pair (configuration, parameter pytree)"
+    )
+
+
+def _of_module(model: Any) -> tuple[Any, nnx.Module, Params]:
+    """Configuration, abstract copy and parameters of the user's module: of its own class, with its own attributes."""
+    name = type(model).__qualname__
+    _check_interface(model, name)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    if others := [f"{path} ({type(leaf).__name__})" for path, leaf in named(rest).items()]:
+        raise ValueError(
+            f"{name} holds arrays that are no nnx.Param: {', '.join(others[:5])}; the engine serves parameters alone. "
+            "Make them nnx.Param, or compute them where they are used"
+        )
+    shapes = jax.tree.map(_abstract, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    dtype = _kv_dtype(graph, shapes, model.cfg, name)
+    return dataclasses.replace(model.cfg, dtype=dtype), nnx.merge(graph, shapes), params
+
+
+def _abstract(variable: nnx.Variable) -> nnx.Variable:
+    """Its shape, with the logical axes that place it; without any it is replicated."""
+    value = variable.get_value()
+    axes = variable.get_metadata("axes", None) or (None,) * value.ndim
+    return variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype), axes=axes)
+
+
+def _check_interface(model: nnx.Module, name: str) -> None:
+    cfg = getattr(model, "cfg", None)
+    fields = {field.name for field in dataclasses.fields(cfg)} if dataclasses.is_dataclass(cfg) else set()
+    missing = [size for size in (*_SIZES, "dtype") if size not in fields]
+    if missing:
+        raise TypeError(
+            f"{name}.cfg must be a dataclass with {', '.join(missing)}, as jaxllm.models.transformer.Config is"
+        )
+    for method, arguments in {"__call__": ("tokens", "positions", "caches"), "logits": ("hidden",)}.items():
+        function = getattr(model, method, None)
+        if not callable(function):
+            raise TypeError(f"{name} has no {method}({', '.join(arguments)}); see jaxllm.models.transformer.Decoder")
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise TypeError(f"{name}.{method} can't be called as {method}({', '.join(arguments)}): {error}") from error
+
+
+class _Watcher:
+    """A cache of one layer that notes the keys it is given, and gives the queries back."""
+
+    def __init__(self, keys: list[Array]):
+        self.keys = keys
+
+    def attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, "_Watcher"]:
+        self.keys.append(k)
+        return q, self
+
+
+def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str) -> Any:
+    """Traces the module for a token as the engine will, checks what comes out, and returns the dtype of its keys."""
+    keys: list[Array] = []
+
+    def forward(params: Params, token: Array) -> tuple[Array, Array]:
+        module = nnx.merge(graph, params)
+        hidden, caches = module(token, token, [_Watcher(keys) for _ in range(cfg.num_layers)])
+        if len(caches) != cfg.num_layers:
+            raise ValueError(f"it returned {len(caches)} caches for {cfg.num_layers} layers")
+        return hidden, module.logits(hidden)
+
+    try:
+        hidden, logits = jax.eval_shape(forward, params, jax.ShapeDtypeStruct((1,), jnp.int32))
+    except Exception as error:
+        raise ValueError(
+            f"{name} can't be served: called with tokens [tokens], positions [tokens] and a list of caches it raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    wanted = (1, cfg.kv_heads, cfg.head_dim)
+    shapes = sorted({key.shape for key in keys})
+    if shapes != [wanted] or len(keys) != cfg.num_layers:
+        raise ValueError(
+            f"{name} gave its {cfg.num_layers} caches {len(keys)} times keys of shapes {shapes} for one token; its cfg "
+            f"wants each layer to attend once, with keys [tokens, kv_heads, head_dim] of {wanted}"
+        )
+    if hidden.ndim != 2 or hidden.shape[0] != 1 or logits.shape != (1, cfg.vocab) or logits.dtype != jnp.float32:
+        raise ValueError(
+            f"{name} makes of one token hidden states {hidden.shape} and logits {logits.shape} {logits.dtype}; "
+            f"expected [1, width] and [1, {cfg.vocab}] float32"
+        )
+    return keys[0].dtype

@@ -1,0 +1,136 @@
+"""A user's own module is served as it is, class and attributes included, or refused with the reason."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.models import qwen3, transformer
+from jaxllm.models.cache import Dense
+from tests.tiny import Tiny, clean, greedy, ids, make_llm, prompts_of, tokens
+
+CFG = Tiny().cfg
+
+
+class ParallelLayer(transformer.DecoderLayer):
+    """Attention and the MLP see the same input."""
+
+    def __call__(self, x, sin_cos, cache):
+        h = self.attn_norm(x)
+        attended, cache = self.attn(h, sin_cos, cache)
+        return x + attended + self.mlp(h), cache
+
+
+class Custom(qwen3.Model):
+    """Another block, an attribute that counts, a parameter of its own without axes, and another method."""
+
+    Layer = ParallelLayer
+
+    def __init__(self, cfg, *, rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.gain = 3.0
+        self.adapter = nnx.Param(jax.random.normal(rngs.params(), (cfg.vocab,)) * 2)
+
+    def logits(self, hidden):
+        logits = super().logits(hidden) * self.gain
+        return logits + jnp.broadcast_to(self.adapter[...], logits.shape)
+
+
+def logprobs_of(model, prompt) -> np.ndarray:
+    """float32 [len(prompt) - 1]: of each token after the first, by the module itself."""
+    positions = jnp.arange(len(prompt))[None]
+    hidden, _ = model(jnp.asarray([prompt]), positions, [Dense()] * model.cfg.num_layers)
+    logprobs = jax.nn.log_softmax(model.logits(hidden)[0])
+    return np.asarray(logprobs[jnp.arange(len(prompt) - 1), jnp.asarray(prompt[1:])])
+
+
+def served_logprobs(llm, prompt) -> np.ndarray:
+    (output,) = llm.generate(ids(prompt), SamplingParams(max_tokens=1, prompt_logprobs=0))
+    found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    return np.array(found, np.float32)
+
+
+@pytest.mark.parametrize("mesh", [None, "tensor=2"])
+def test_a_subclass_is_served_as_it_is(mesh):
+    model, other = (Custom(CFG, rngs=nnx.Rngs(params=seed)) for seed in (1, 2))
+    (prompt,) = prompts_of([21])
+    before = nnx.graphdef(model), jax.tree.leaves(nnx.state(model)), model.cfg
+    with make_llm(model, max_model_len=64, mesh=mesh) as llm:
+        np.testing.assert_allclose(served_logprobs(llm, prompt), logprobs_of(model, prompt), rtol=1e-4, atol=1e-4)
+        llm.update_params(nnx.state(other, nnx.Param))
+        np.testing.assert_allclose(served_logprobs(llm, prompt), logprobs_of(other, prompt), rtol=1e-4, atol=1e-4)
+        assert llm.engine.config.max_model_len == 64
+        clean(llm)
+    assert before[0] == nnx.graphdef(model) and model.cfg is before[2] and model.cfg.max_len == CFG.max_len
+    assert all(a is b for a, b in zip(before[1], jax.tree.leaves(nnx.state(model)), strict=True))
+    plain = qwen3.Model(CFG, rngs=nnx.Rngs(params=1))
+    assert np.abs(logprobs_of(plain, prompt) - logprobs_of(model, prompt)).max() > 0.5  # it is another model
+
+
+def test_a_module_in_another_dtype_than_its_configuration_says(tiny):
+    model = nnx.clone(tiny.model)
+    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model)))
+    with make_llm(model) as llm:
+        assert len(tokens(llm.generate(ids([1, 2, 3]), greedy(4)))[0]) == 4
+        assert {pool.dtype for pool in llm.engine.runner._state.kv_pools} == {jnp.dtype(jnp.bfloat16)}
+
+
+class WithBuffer(qwen3.Model):
+    def __init__(self, cfg, *, rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(3))
+
+
+class WithArray(qwen3.Model):
+    def __init__(self, cfg, *, rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.table = jnp.zeros(3)
+
+
+class OtherLogits(qwen3.Model):
+    def logits(self, hidden):
+        return super().logits(hidden).astype(jnp.bfloat16)
+
+
+class OtherCall(qwen3.Model):
+    def __call__(self, tokens):
+        return tokens
+
+
+class Raises(qwen3.Model):
+    def embed_tokens(self, tokens, positions):
+        raise KeyError("nowhere")
+
+
+class NoAttention(qwen3.Model):
+    def __call__(self, tokens, positions, caches):
+        return self.embed_tokens(tokens, positions), caches
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "message"),
+    [
+        (WithBuffer, ValueError, r"WithBuffer holds arrays that are no nnx.Param: mean \(BatchStat\); .*Make them"),
+        (WithArray, ValueError, r"no nnx.Param: table \(ArrayImpl\)"),
+        (OtherLogits, ValueError, r"logits \(1, 96\) bfloat16; expected \[1, width\] and \[1, 96\] float32"),
+        (OtherCall, TypeError, r"OtherCall.__call__ can't be called as __call__\(tokens, positions, caches\)"),
+        (Raises, ValueError, "Raises can't be served: .* raises KeyError: 'nowhere'"),
+        (NoAttention, ValueError, r"gave its 2 caches 0 times keys of shapes \[\]"),
+    ],
+)
+def test_what_can_not_be_served_is_refused(module, error, message):
+    with pytest.raises(error, match=message):
+        LLM(module(CFG, rngs=nnx.Rngs(params=0)))
+
+
+def test_a_module_of_another_interface_is_refused():
+    with pytest.raises(TypeError, match=r"Linear.cfg must be a dataclass with vocab, embed, .*dtype"):
+        LLM(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    model = qwen3.Model(CFG, rngs=nnx.Rngs(params=0))
+    model.cfg = dataclasses.replace(CFG, kv_heads=4)
+    with pytest.raises(ValueError, match=r"keys of shapes \[\(1, 2, 16\)\] .* of \(1, 4, 16\)"):
+        LLM(model)
