@@ -1,4 +1,4 @@
-"""What attention attends to: `Paged` keys and values (the engine) or `Dense` ones (training, evaluation).
+"""The caches that attention runs over: `Paged` keys and values (engine) or `Dense` ones (training, evaluation).
 
 Both have `attend(q, k, v, *, scale, sliding_window, soft_cap) -> (out, cache)`, so that one model class does both.
 """
@@ -20,7 +20,7 @@ from jaxllm.sharding.rules import shard_map
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedBatch:
-    """Where a step's flat tokens belong; see `ragged_paged_attention` for the meaning of each field."""
+    """The sequences and positions of a step's flat tokens; `ragged_paged_attention` documents each field."""
 
     block_tables: Int[Array, "seqs blocks_per_seq"]
     cu_q_lens: Int[Array, " seqs_plus_1"]
@@ -78,7 +78,7 @@ class Dense:
 
 
 def _capped_attention(q: Array, k: Array, v: Array, scale: float, window: int | None, soft_cap: float) -> Array:
-    """What `jax.nn.dot_product_attention` computes, with the scores kept within `soft_cap`: it can't do that."""
+    """`jax.nn.dot_product_attention` with soft-capped scores, which it does not support."""
     batch, length, heads, head_dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], -1, head_dim)
     scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, k, preferred_element_type=jnp.float32)

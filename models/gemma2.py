@@ -38,7 +38,7 @@ class Config(transformer.Config):
 
 
 class DecoderLayer(transformer.DecoderLayer):
-    """Normalises what goes into each block, and what comes out of it."""
+    """Normalises the input and the output of each block."""
 
     def __init__(self, cfg: Config, window: int | None, **kwargs: Any):
         super().__init__(cfg, window, **kwargs)

@@ -10,7 +10,7 @@ from jaxllm.models.weights import QK_NORMS
 
 @dataclass(frozen=True, kw_only=True)
 class Config(gemma2.Config):
-    REFUSED = (*gemma2.Config.REFUSED, "attn_logit_softcapping")  # implementations differ in what they make of it
+    REFUSED = (*gemma2.Config.REFUSED, "attn_logit_softcapping")  # implementations disagree on its meaning
 
     qk_norm: bool = True
 
@@ -28,7 +28,7 @@ class Config(gemma2.Config):
 
 
 def _ropes(hf: dict) -> dict[str, Rope]:
-    """By layer type; older files have flat keys, whose scaling is that of the global layers."""
+    """Ropes by layer type; older files have flat keys, whose scaling applies to the global layers."""
     given = hf.get("rope_parameters") or {}
     unknown = sorted(given.keys() - {"full_attention", "sliding_attention"})
     if unknown:

@@ -31,7 +31,7 @@ def param(rngs: nnx.Rngs, dtype: Any, *, fan_in: int, **dims: int) -> nnx.Param:
 
 
 def bias(dtype: Any, **dims: int) -> nnx.Param:
-    """A bias, zero at first, whose keyword names are its logical axes: those that its product's result has."""
+    """A bias, initially zero, whose keyword names are its logical axes: the output axes of its product."""
     return nnx.Param(jnp.zeros(tuple(dims.values()), dtype), axes=tuple(dims))
 
 
@@ -98,10 +98,10 @@ def make_norm(cfg: Any, dim: int) -> nnx.Module:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (arXiv 2305.13245) over whatever cache it is handed.
+    """Grouped-query attention (arXiv 2305.13245) over a cache of any kind.
 
     `qkv[embed, kv_heads, group + 2, head_dim]` holds, for each KV head, its group of query heads, then the key and
-    the value: one matrix product, and one axis to shard. A token sees the last `window` ones (None: all).
+    the value: one matrix product, and one axis to shard. A token attends to the last `window` tokens (None: all).
     """
 
     def __init__(self, cfg: Any, window: int | None = None, *, rngs: nnx.Rngs):

@@ -11,7 +11,7 @@ class Config(transformer.Config):
 
     @classmethod
     def from_hf(cls, hf: dict, **fields: Any) -> "Config":
-        window = hf.get("sliding_window", 4096)  # null is none, absent is what the first model had
+        window = hf.get("sliding_window", 4096)  # null: no window; absent: the first model's
         return super().from_hf(hf, **({"windows": (window,) * hf["num_hidden_layers"]} | fields))
 
 

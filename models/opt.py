@@ -12,7 +12,7 @@ from jaxllm.models.rope import Rope
 from jaxllm.models.transformer import flag
 from jaxllm.models.weights import Table, Weight, attention, attention_biases, norm
 
-OFFSET = 2  # rows of the position table before that of position 0
+OFFSET = 2  # row of position 0 in the table
 
 
 @dataclass(frozen=True, kw_only=True)

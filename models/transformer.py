@@ -19,8 +19,8 @@ Params = Any  # an `nnx.State` of arrays, or of their shapes (its own annotation
 class Config:
     """Sizes in elements; `max_len` in tokens. Raises `ValueError` for values that don't go together."""
 
-    REFUSED: ClassVar[tuple[str, ...]] = ()  # keys of `config.json` that ask for what the family's layers don't have
-    PARTIAL_ROPE: ClassVar[bool] = False  # whether a rope may turn some features of a head only
+    REFUSED: ClassVar[tuple[str, ...]] = ()  # keys of `config.json` that the family's layers do not support
+    PARTIAL_ROPE: ClassVar[bool] = False  # whether a rope may rotate only some features of a head
 
     vocab: int
     embed: int
@@ -41,7 +41,7 @@ class Config:
     query_scale: float | None = field(default=None, metadata={"help": "None: head_dim ** -0.5"})
     attn_soft_cap: float | None = None
     windows: tuple[int | None, ...] = field(default=(), metadata={"help": "of each layer, in tokens; (): none"})
-    local_rope: Rope | None = field(default=None, metadata={"help": "of layers with a window; None: that of all"})
+    local_rope: Rope | None = field(default=None, metadata={"help": "for layers with a window; None: `rope`"})
     tie_embeddings: bool = False
     dtype: Any = field(default=jnp.float32, metadata={"help": "of parameters and activations"})
 
@@ -103,7 +103,7 @@ def flag(hf: dict, key: str, default: bool = False) -> bool:
 
 
 def attention_biases(hf: dict) -> dict[str, bool]:
-    """The fields of families whose `attention_bias` is one for all projections."""
+    """The bias fields of families with one `attention_bias` for all projections."""
     return dict.fromkeys(("qkv_bias", "o_bias"), flag(hf, "attention_bias"))
 
 
@@ -147,7 +147,7 @@ class Decoder(nnx.Module):
             self.lm_head = param(rngs, cfg.dtype, fan_in=width, embed=width, vocab=cfg.vocab)
 
     def embed_tokens(self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"]) -> Float[Array, "*t embed"]:
-        """What goes into the first layer."""
+        """The first layer's input."""
         return self.embed[...][tokens]
 
     def __call__(
@@ -174,5 +174,5 @@ class Decoder(nnx.Module):
 
 
 def abstract(model_cls: type[Decoder], cfg: Config) -> Decoder:
-    """A model of `ShapeDtypeStruct`s, which costs no memory."""
+    """A model of `ShapeDtypeStruct`s, which take no memory."""
     return nnx.eval_shape(lambda: model_cls(cfg, rngs=nnx.Rngs(params=jax.random.key(0))))

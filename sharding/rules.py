@@ -14,7 +14,7 @@ RULES = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "ten
 
 
 def partition_spec(axes: Axes, mesh: Mesh) -> PartitionSpec:
-    """Where `mesh` splits an array whose dimensions are named `axes`; None is never split."""
+    """How `mesh` splits an array with logical `axes`; None is never split."""
     mesh_axes = [RULES.get(axis) if axis else None for axis in axes]
     mesh_axes = [axis if axis in mesh.axis_names else None for axis in mesh_axes]
     used = [axis for axis in mesh_axes if axis]

@@ -1,1 +1,1 @@
-"""Compiles the engine's executables for TPUs and GPUs that are not there, and reports what they will take."""
+"""Compiles the engine's executables for TPUs and GPUs that are not here, and reports memory, time and traffic."""

@@ -1,4 +1,4 @@
-"""The chips that can be compiled for, what their makers say of them, and their devices for `jax.sharding.Mesh`."""
+"""The chips that can be compiled for: their data sheets, and their devices for `jax.sharding.Mesh`."""
 
 import math
 import os
@@ -25,17 +25,17 @@ class Chip:
 
     name: str
     platform: str  # of jax.Device: "tpu" or "gpu"
-    memory_bytes: int  # that a program may take: of TPUs what their compiler says, of GPUs all there is
-    bandwidth: float  # bytes a second between main memory and the chip, the maker's figure
+    memory_bytes: int  # a program's at most: on TPUs the compiler's figure, on GPUs the whole memory
+    bandwidth: float  # bytes a second of main memory, from the maker
     source: str  # of the bandwidth
-    cache_bytes: int = 0  # GPUs: of the L2 cache
+    cache_bytes: int = 0  # GPUs: the L2 cache's size
     slices: tuple[str, ...] = ()  # topologies of TPUs, ascending
     cores: int = 1  # devices of a chip
     family: str = ""  # TPUs: its name in a topology
 
     @property
     def usable_bytes(self) -> int:
-        """What JAX may allocate: of a GPU the share that the environment gives it, or else the commands do."""
+        """What JAX may allocate: on a GPU the share that the environment sets, or else the commands' default."""
         if self.platform == "tpu":
             return self.memory_bytes
         given = [os.environ[name] for name in MEM_FRACTION_VARIABLES if os.environ.get(name)]
@@ -71,7 +71,7 @@ class Target:
 
     @property
     def topology(self) -> str:
-        """The smallest one that has as many devices; `count` of them are used."""
+        """The smallest topology with at least `count` devices, of which `count` are used."""
         if self.chip.platform == "gpu":
             return f"1x1x{self.count}" if self.count <= 8 else f"1x{-(-self.count // 8)}x8"
         sizes = {math.prod(map(int, shape.split("x"))) * self.chip.cores: shape for shape in self.chip.slices}
@@ -108,7 +108,7 @@ def devices(target: Target) -> Sequence[Any]:
     """The target's devices, which can be compiled for and nothing else. Raises `UnavailableTargetError`."""
     if reason := missing(target.chip.platform):
         raise UnavailableTargetError(f"can't compile for {target}: {reason}")
-    # libtpu looks for a TPU and for its host's metadata, and lets one process alone have it, unless told otherwise.
+    # By default libtpu looks for a TPU and its host's metadata, and locks it for one process.
     for name, value in {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "true"}.items():
         os.environ.setdefault(name, value)
     from jax.experimental import topologies

@@ -1,4 +1,4 @@
-"""Static efficiency of a decode step: the bytes that its compiled form moves over the fewest that it could."""
+"""Static efficiency of a decode step: the bytes that its compiled form moves, over the least that it must."""
 
 import importlib
 import math
@@ -13,23 +13,23 @@ from jaxllm.aot.prepare import Prepared
 from jaxllm.sharding.rules import num_shards
 
 WEIGHTS, POOL, INPUTS, KERNELS = "weights", "KV pool, outside of our kernels", "other arguments", "attention kernels"
-MOST_SEQS = 64  # that a batch is by default
-_TABLES = ("['embed']", "['positions']")  # of which a step reads some rows, unless the logits need all
+MOST_SEQS = 64  # largest default batch
+_TABLES = ("['embed']", "['positions']")  # a step reads some rows of these, or all where logits need them
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Bytes of one device, for `batch` sequences of `context` tokens each, the step's own included."""
+    """Bytes on one device, for `batch` sequences of `context` tokens each, including the step's own token."""
 
     batch: int
     context: int
     fewest_weights: int
     fewest_kv: int
-    moved: Mapping[str, int]  # by what it is
-    kernels: int  # that the module lists, trips of loops included; a GPU's thunks are the better count
+    moved: Mapping[str, int]  # by kind of data
+    kernels: int  # in the module, times the trips of their loops; on a GPU, thunks are the better count
     pallas_calls: int
     open_loops: int
-    largest: Mapping[str, int]  # what moves most, besides our kernels
+    largest: Mapping[str, int]  # instructions that move most, besides our kernels
     bandwidth: float  # bytes a second
 
     @property
@@ -46,22 +46,22 @@ class Efficiency:
 
     @property
     def kv_ratio(self) -> float:
-        """Of what moves keys and values alone."""
+        """The ratio for keys and values alone."""
         return (self.moved.get(KERNELS, 0) + self.moved.get(POOL, 0)) / self.fewest_kv
 
     @property
     def other_ratio(self) -> float:
-        """Of all else: weights, and what is computed with them."""
+        """The ratio for everything else: weights, and what is computed with them."""
         return (self.total - self.moved.get(KERNELS, 0) - self.moved.get(POOL, 0)) / self.fewest_weights
 
     @property
     def uncached_ratio(self) -> float:
-        """Without what a GPU's L2 cache can hold: intermediate arrays up to a quarter of it."""
+        """The ratio without intermediate arrays that a GPU's L2 cache can hold: up to a quarter of it each."""
         return (self.total - self.moved.get(traffic.CACHED, 0)) / self.fewest
 
     @property
     def floor_ms(self) -> float:
-        """Of the fewest bytes, at the chip's bandwidth."""
+        """Milliseconds that the fewest bytes take at the chip's bandwidth."""
         return self.fewest / self.bandwidth * 1e3
 
     @property
@@ -70,7 +70,7 @@ class Efficiency:
 
 
 def efficiency(prepared: Prepared, text: str, batch: int, context: int) -> Efficiency:
-    """Of the decode step whose optimised HLO is `text`."""
+    """The efficiency of the decode step whose optimised HLO is `text`."""
     config, chip = prepared.config, prepared.target.chip
     counted = traffic.count(
         hlo.parse(text), _label, open_trips=-(-context // config.block_size), small_bytes=chip.cache_bytes // 4
@@ -107,7 +107,7 @@ def pick_batch(prepared: Prepared, context: int, wanted: int | None = None) -> i
 
 
 def fewest_bytes(prepared: Prepared, batch: int, context: int) -> tuple[int, int]:
-    """Bytes of a device's weights, each once, and of the keys and values that the batch sees."""
+    """Bytes of a device's weights, each read once, and of the keys and values that the batch attends to."""
     cfg, weights = prepared.cfg, 0
     for path, leaf in prepared.tensors():
         shape = leaf.sharding.shard_shape(leaf.shape)
@@ -120,7 +120,7 @@ def fewest_bytes(prepared: Prepared, batch: int, context: int) -> tuple[int, int
 
 
 def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
-    """What the platform's attention kernel says that it moves in all layers of the decode step."""
+    """Bytes that the platform's attention kernel declares for all layers of the decode step."""
     cfg, kv_heads = prepared.cfg, _kv_heads(prepared)
     kernel = importlib.import_module(f"jaxllm.pallas_kernels.paged_attention.{prepared.target.chip.platform}")
     block_size, total = prepared.config.block_size, 0
@@ -139,7 +139,7 @@ def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
 
 
 def _kv_heads(prepared: Prepared) -> int:
-    """Of one device."""
+    """KV heads on one device."""
     return prepared.cfg.kv_heads // num_shards("kv_heads", prepared.mesh)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0}  # the others have theirs in their name
+_BITS = {"pred": 8, "token": 0, "opaque": 0}  # other element types carry their width in the name
 _ARRAY = re.compile(r"([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -33,7 +33,7 @@ class ArrayShape:
 
     @property
     def num_bytes(self) -> int:
-        """As it lies in memory, where a TPU fills the last tile of each row."""
+        """Bytes in memory, including a TPU's padding of each row's last tile."""
         return -(-math.prod(self._padded) * _bits(self.dtype) // 8)
 
     @property
@@ -106,13 +106,13 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Of a loop, if the compiler knows it."""
+        """A loop's number of trips, if the compiler knows it."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(found[1]) if found else None
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from."""
+        """Its origin in the traced program."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
@@ -131,7 +131,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who reads each instruction's result."""
+        """The instructions that read each instruction's result."""
         users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
         for user in self.instructions.values():
             for operand in dict.fromkeys(user.operands):

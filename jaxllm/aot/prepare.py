@@ -1,4 +1,4 @@
-"""From a model's configuration and a target to what the engine would compile there; no weights, no device."""
+"""From a model's configuration and a target to what the engine would compile for it, without weights or devices."""
 
 import math
 from collections.abc import Hashable, Iterator
@@ -70,7 +70,7 @@ class Prepared:
 
     @cached_property
     def layouts(self) -> dict[int, StepLayout]:
-        """Of every step, by its tokens."""
+        """The layout of every step, by its tokens."""
         config = self.config
         ladder = token_ladder(config.max_num_batched_tokens)
         return {tokens: StepLayout(tokens, config.max_num_seqs, config.block_size) for tokens in ladder}
@@ -86,8 +86,8 @@ class Prepared:
         return pick_bucket(tuple(self.layouts), batch)
 
     def lower(self, job: Any) -> jax.stages.Lowered:
-        """What `job` lowers to for the target's devices."""
-        with jax.set_mesh(self.mesh):  # kernels ask it what they are made for
+        """Lowers `job` for the target's devices."""
+        with jax.set_mesh(self.mesh):  # kernels read their target from it
             return job()
 
     def tensors(self) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:

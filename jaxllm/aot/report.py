@@ -1,4 +1,4 @@
-"""Compiles a plan for a target, and says what its executables take: memory, time, kernels and bytes."""
+"""Compiles a plan for a target, and reports its executables' memory, compile time, kernels and traffic."""
 
 import dataclasses
 import time
@@ -18,30 +18,30 @@ from jaxllm.engine.device import memory
 
 @dataclass(frozen=True)
 class Executable:
-    """One of the plan, compiled; bytes are each device's."""
+    """A compiled executable of the plan; bytes are per device."""
 
     name: str
     seconds: float  # to lower and compile
     argument_bytes: int
-    output_bytes: int  # that take no argument's place
-    alias_bytes: int  # of results that take an argument's place
+    output_bytes: int  # of results in memory of their own
+    alias_bytes: int  # of results in the memory of a donated argument
     temp_bytes: int
     code_bytes: int
     cost_bytes: float | None  # TPUs: "bytes accessed" of the compiler's cost analysis
-    launches: int | None  # GPUs: kernels, copies and collectives of one run, those of a loop once
+    launches: int | None  # GPUs: kernels, copies and collectives of one run; a loop's count once
     command_buffers: int | None  # GPUs
-    outer_thunks: int | None  # GPUs: what the host starts, one by one
+    outer_thunks: int | None  # GPUs: launches by the host
     text: str = dataclasses.field(repr=False, compare=False)  # optimised HLO
 
     @property
     def peak_bytes(self) -> int:
-        """While it runs."""
+        """The most memory in use while it runs."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes + self.code_bytes
 
 
 @dataclass(frozen=True)
 class Report:
-    """What the plan takes on each device."""
+    """The plan's memory on each device."""
 
     model: str
     prepared: Prepared
@@ -66,12 +66,12 @@ class Report:
 
     @property
     def code_bytes(self) -> int:
-        """Of all that was compiled, which stays loaded."""
+        """Machine code of all executables, which stays loaded."""
         return sum(e.code_bytes for e in self.executables)
 
     @property
     def used_bytes(self) -> int:
-        """At most, while the largest step runs."""
+        """The most memory in use, while the largest step runs."""
         step = self.largest.output_bytes + self.largest.temp_bytes
         return self.params_bytes + self.pool_bytes + self.state_bytes + step + self.code_bytes
 
@@ -129,7 +129,7 @@ def make_report(
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Numbers of a report by name; bytes are each device's."""
+    """A report's numbers by name; bytes are per device."""
     prepared, decode = report.prepared, report.efficiency
     fields = ("params_bytes", "pool_bytes", "state_bytes", "code_bytes", "used_bytes", "num_executables")
     return {

@@ -23,7 +23,7 @@ class Thunks:
 
     @property
     def launches(self) -> int:
-        """Kernels, copies and collectives; those of a loop once."""
+        """Kernels, copies and collectives; a loop's count once."""
         return sum(n for kind, n in self.all.items() if _is_launch(kind))
 
     @property
@@ -41,7 +41,7 @@ def compile_and_list(lowered: jax.stages.Lowered, directory: Path) -> tuple[Any,
 
 
 def parse(text: str) -> Thunks:
-    """The thunks of a sequence as XLA prints it: one a line, those within another one indented."""
+    """The thunks of a sequence as XLA prints it: one a line, nested ones indented."""
     found = [(len(line[1]), line[2]) for line in map(_LINE.match, text.splitlines()) if line]
     least = min((indent for indent, _ in found), default=0)
     return Thunks(Counter(kind for indent, kind in found if indent == least), Counter(kind for _, kind in found))

@@ -24,17 +24,17 @@ OTHER = "intermediates"
 CACHED = "small intermediates"
 _ALIASED = re.compile(r"\{(\d*)\}: \((\d+), ")  # index of a result, number of the operand whose place it takes
 
-Origin = str | tuple["Origin", ...]  # what an array is, or those of a tuple
+Origin = str | tuple["Origin", ...]  # an array's kind, or the kinds of a tuple's elements
 
 
 @dataclass
 class Traffic:
-    """Bytes by what was read or written, kernels, and what the count had to assume."""
+    """Bytes by kind of data read or written, kernels, and the assumptions of the count."""
 
     num_bytes: Counter[str] = field(default_factory=Counter)  # by origin
-    kernels: int = 0  # that run in a step
+    kernels: int = 0  # run in a step
     pallas_calls: int = 0  # among them
-    open_loops: int = 0  # whose number of trips the compiler doesn't know
+    open_loops: int = 0  # with a number of trips unknown to the compiler
     largest: Counter[str] = field(default_factory=Counter)  # bytes by instruction, all its runs
 
     @property
@@ -57,7 +57,7 @@ class _Counter:
         self.traffic = Traffic()
 
     def walk(self, computation: Computation, parameters: Sequence[Origin], runs: int) -> Origin:
-        """Counts `runs` runs of a computation whose parameters have these origins; that of its result."""
+        """Counts `runs` runs of a computation whose parameters have these origins; returns its result's origin."""
         origins: dict[str, Origin] = {}
         for instruction in computation.instructions.values():
             given = [origins.get(name, OTHER) for name in instruction.operands]
@@ -86,7 +86,7 @@ class _Counter:
         return self._in_place(op, given)
 
     def _arguments(self, op: Instruction, given: Sequence[Origin], i: int) -> Sequence[Origin]:
-        """Of the computation called `i`th: a branch of a conditional takes one operand."""
+        """Origins of the `i`th called computation's parameters: a branch of a conditional takes one operand."""
         count = len(self.module.computations[op.called[i]].parameters)
         operands = given[i + 1 : i + 2] if op.opcode == "conditional" else given
         return [*operands, *[OTHER] * (count - len(operands))]
@@ -221,7 +221,7 @@ class _Counter:
 
 
 def _passed_on(op: Instruction, given: Sequence[Origin]) -> Origin:
-    """Of an operation that moves nothing."""
+    """The origin of the result of an operation that moves nothing."""
     if op.opcode == "tuple":
         return tuple(given)
     if op.opcode == "get-tuple-element":

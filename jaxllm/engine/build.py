@@ -1,4 +1,4 @@
-"""From what a user has (a directory, a Flax module, a parameter pytree) to an engine."""
+"""Builds an engine from a user's model: a directory, a Flax module or a parameter pytree."""
 
 import dataclasses
 import logging
@@ -91,7 +91,7 @@ def _default(value: int | None, default: int) -> int:
 
 
 def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> ModelShape:
-    """`state` holds the parameters, or their shapes."""
+    """The shape of a model on `mesh`; `state` holds its parameters, or their shapes."""
     platform = platform_of(mesh) if mesh.size == 1 else None  # which kernels may multiply them
 
     def place(variable: nnx.Variable) -> nnx.Variable:

@@ -1,4 +1,4 @@
-"""The functions that run on the device, and how each is lowered. Every writer of the state takes it donated."""
+"""The functions that run on the device, and their lowering. Each takes the state it writes donated."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from jaxllm.sharding.rules import replicated, sharding
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the executables need to know of a model: its NNX graph, the leaves' places, and the pool's sizes."""
+    """A model as the executables see it: NNX graph, shapes and shardings of the leaves, sizes of the KV pool."""
 
     graph: nnx.GraphDef
     treedef: Any  # of the parameters; the executables take flat leaves, which cost no flattening a step
@@ -45,7 +45,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     vocab: int
-    token_widths: tuple[int, ...]  # elements a token takes: of the residual stream, then of what a layer computes
+    token_widths: tuple[int, ...]  # elements of a token: the residual stream, then a layer's intermediate results
     dtype: Any
 
     def model(self, leaves: Sequence[Array]) -> Any:
@@ -53,7 +53,7 @@ class ModelShape:
 
     @cached_property
     def hidden(self) -> jax.ShapeDtypeStruct:
-        """Of one token."""
+        """Shape and dtype of one token's hidden state."""
 
         def forward(leaves: Sequence[Array], token: Array) -> Array:
             return self.model(leaves)(token, token, [_NoAttention()] * self.num_layers)[0][0]
@@ -62,7 +62,7 @@ class ModelShape:
 
 
 class _NoAttention:
-    """Gives the queries back, whose shape attention's result has."""
+    """Returns the queries, which have the shape of attention's result."""
 
     def attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, "_NoAttention"]:
         return q, self
@@ -79,8 +79,8 @@ def step(
     layout: StepLayout,
     mesh: Mesh,
 ) -> tuple[list[Array], Slots, Array, Float[Array, "seqs vocab"], Int[Array, " seqs"]]:
-    """One forward pass over a ragged batch: pools, slots, hidden states, the logits that each sample comes from, and
-    the slots that they are for."""
+    """One forward pass over a ragged batch. Returns pools, slots, hidden states, the logits of each sample, and the
+    samples' slots."""
     given = layout.unpack(packed)
     slot_of_new, index, block = given.new_blocks
     slots = slots._replace(block_table=slots.block_table.at[slot_of_new, index].set(block, mode="drop"))
@@ -112,7 +112,7 @@ def sample_step(
     *,
     mesh: Mesh | None = None,
 ) -> tuple[Int[Array, " slots"], Int[Array, " seqs"]]:
-    """Samples every row, and writes the tokens of those that count into the slot table."""
+    """Samples every row, and writes the tokens of rows that are no padding into the slot table."""
     tokens = sample(logits, sample_slots, lengths, table, mesh=mesh)
     return last_token.at[sample_slots].set(tokens, mode="drop"), tokens
 
@@ -168,7 +168,7 @@ class Lowering:
         """Name -> lowering of every executable: (number of T) + 3 x (number of S), the admits, three more, and those
         that move blocks.
 
-        Smallest first: after the first four a request can be served.
+        Smallest first: the first four suffice to serve a request.
         """
         jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {"init": self.lower_init}
         admits = {("admit", rows): partial(self.lower_admit, rows) for rows in ADMIT_SIZES}
@@ -181,7 +181,7 @@ class Lowering:
             jobs.setdefault(("mask", layout.seqs), partial(self.lower_mask, layout.seqs))
             jobs |= {"penalties": self.lower_penalties, "prompt_logprobs": self.lower_prompt_logprobs} | admits
             jobs |= {name: job for name, job in moves.items() if name[0] == "copy"}
-        return jobs | moves  # swaps last: until they are there, what is preempted can be recomputed
+        return jobs | moves  # swaps last: until then, preempted sequences are recomputed
 
     def state(self) -> DeviceState:
         """The shapes of the state, with shardings."""
@@ -192,7 +192,7 @@ class Lowering:
         return DeviceState([pool] * shape.num_layers, *self.small_state())
 
     def small_state(self) -> tuple[Slots, SamplingTable, PenaltyState, jax.ShapeDtypeStruct]:
-        """All of the state but the KV pools."""
+        """Shapes of the state without the KV pools."""
         shape, config = self.model_shape, self.config
         slots, sampling = jax.eval_shape(partial(empty_slots, config.max_num_seqs, config.blocks_per_seq))
         slots, sampling = jax.tree.map(lambda x: self._like(x.shape, x.dtype), (slots, sampling))
