@@ -110,6 +110,7 @@ def test_chat_is_a_share_of_the_text():
     assert not set(answers) & set(alone) and all(text.startswith(("def ", "class ", "@")) for text in alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [7, 200])
 def test_attention_and_its_gradients_are_those_of_dense(length):
     keys = jax.random.split(jax.random.key(0), 4)
@@ -126,6 +127,7 @@ def test_attention_and_its_gradients_are_those_of_dense(length):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [60, 1024])
 def test_the_loss_and_its_gradients_are_those_of_optax(num_tokens):
     keys = jax.random.split(jax.random.key(0), 3)

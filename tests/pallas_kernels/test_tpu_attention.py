@@ -193,12 +193,15 @@ def races_found():
     return interpret_pallas_call.races.races_found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["decodes", "chunks", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][2:])]
+)
 def test_without_races(name):
     case = CASES[name]
     check(case, compiled(case, EAGER), batch(case, case.decodes, case.chunks, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decodes", "chunks"])
 def test_with_transfers_as_late_as_allowed(name):
     case = CASES[name]
@@ -218,6 +221,7 @@ def lengths(draw, case=RAGGED):
     return decodes, chunks, draw(st.integers(0, 2**32 - 1))
 
 
+@pytest.mark.slow
 def test_ragged_batches():
     ops = compiled(RAGGED, LATE)
 
