@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +65,14 @@ def compiled_counts(jobs: Jobs, batches: tuple[int, ...]) -> dict[int, dict[str,
     for batch in batches:
         with tempfile.TemporaryDirectory() as directory:
             _, listed = thunks.compile_and_list(jobs["step", batch](), Path(directory))
-        outer = sum(listed.outer.values())
-        counts[batch] = {"launches": listed.launches, "command_buffers": listed.command_buffers, "outer": outer}
-        counts[batch] |= {"kinds": asdict(listed)["all"]}
+        counts[batch] = counts_of(listed)
     return counts
+
+
+def counts_of(listed: thunks.Thunks) -> dict[str, Any]:
+    outer = sum(listed.outer.values())
+    named = {"launches": listed.launches, "command_buffers": listed.command_buffers, "outer": outer}
+    return named | {"kinds": dict(listed.all)}
 
 
 def stderr_of(run: Callable[[], Any]) -> str:

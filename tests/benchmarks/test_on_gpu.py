@@ -21,6 +21,7 @@ from benchmarks.on_gpu.floors import H200, sizes_of
 from benchmarks.on_gpu.goals import GOALS
 from benchmarks.on_gpu.results import Results, SectionResult
 from benchmarks.on_gpu.sections import SECTIONS, Section
+from jaxllm.aot import thunks
 from jaxllm.aot.prepare import find_model
 from jaxllm.checkpoint.config import read_config
 from jaxllm.pallas_kernels.sampling import reference
@@ -161,6 +162,16 @@ def test_idle_shares():
     us = 1000
     busy = trace.busy_of([(0, 10 * us), (5 * us, 20 * us), (21 * us, 50 * us), (80 * us, 100 * us)])
     assert (busy.idle_share, busy.gap_share, busy.kernels) == (0.3, 0.01, 4)
+
+
+def test_counts_of_a_graph_go_into_json():
+    listed = thunks.parse("0: kCommandBuffer\n  0: kKernel\n  1: kKernel\n  2: kGemm\n")
+    assert json.loads(json.dumps(graph.counts_of(listed))) == {
+        "launches": 3,
+        "command_buffers": 1,
+        "outer": 1,
+        "kinds": {"kCommandBuffer": 1, "kKernel": 2, "kGemm": 1},
+    }
 
 
 def test_graph_updates_in_a_log():
