@@ -17,5 +17,9 @@ class OutOfMemoryError(JaxLLMError):
     """The model, or its smallest KV pool, does not fit the device."""
 
 
-class EngineDeadError(JaxLLMError):
+class EngineError(JaxLLMError):
+    """Every step of what was asked for failed, or what it ran beside was stopped halfway; the cause is chained."""
+
+
+class EngineDeadError(EngineError):
     """The engine stopped and takes no more requests; the cause is chained."""

@@ -1,6 +1,7 @@
 """`LLM`: offline generation in the caller's own process and thread."""
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.checkpoint.placement import place_params
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.build import build_engine
+from jaxllm.engine.caller import CallerLoop, Inbox
+from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.engine.stats import EngineStats
+from jaxllm.errors import EngineError
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.prompts import TokensPrompt, is_conversation, parse_each, parse_params, parse_prompt, parse_prompts
@@ -23,7 +27,10 @@ _AHEAD = 4  # times max_num_seqs: requests that wait in the engine, so that a st
 
 
 class LLM:
-    """A model ready to generate. Not thread-safe; `AsyncLLM` is for concurrent callers.
+    """A model ready to generate, in the caller's thread. Streams of one `LLM` may be read in turns, and threads that
+    share it take turns with the steps; `AsyncLLM` is for many concurrent callers.
+
+    Ctrl-C takes effect between two steps, a second one at once: that loses the requests that run, and no more.
 
     `model` is a local directory in Hugging Face format (None: the small model in the package), a Flax module with the
     interface of `jaxllm.models` (served as it is, its class and attributes included), or a pair (configuration,
@@ -80,6 +87,7 @@ class LLM:
         self._model_dir = DEFAULT_MODEL if model is None else Path(model) if isinstance(model, str | Path) else None
         self._user_tokenizer = tokenizer
         self._ids = itertools.count()
+        self._loop = CallerLoop(self.engine)
         try:
             self._wait_first()
         except BaseException:  # Ctrl-C too: compiling goes on in a thread otherwise
@@ -104,6 +112,10 @@ class LLM:
         `sampling_params` (None: what the model recommends) and `priority` (lower runs first) are one for all prompts,
         or one for each. Raises `ValueError` before anything runs if any prompt or parameter is unusable. Interrupted,
         it aborts what is left.
+
+        A prompt whose steps fail on the device has an output with finish_reason "error", whose `error` names the
+        cause, and the others go on. `EngineError` is raised if all prompts end so, as every step fails: when a training
+        step was given the parameters to donate, say, and `update_params` is called for.
         """
         results: dict[int, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params, priority)
@@ -111,6 +123,8 @@ class LLM:
             for index, output in self._run(requests, stream=False):
                 results[index] = output
                 bar.update()
+        if self.engine.failure is not None and results and all(output.error for output in results.values()):
+            raise EngineError(f"every step failed: {results[0].error}") from self.engine.failure
         return [results[i] for i in range(len(requests))]
 
     def stream(
@@ -121,9 +135,10 @@ class LLM:
         priority: int | Sequence[int] = 0,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Like `generate`, but yields (prompt index, output so far) whenever a prompt's output has grown; once, when it
-        has finished, with `beam_width` or a `best_of` above `n`.
+        has finished, with `beam_width` or a `best_of` above `n`. What fails has an output with `error`.
 
-        Closing the iterator aborts what is left.
+        Closing the iterator aborts what is left. While it stays open, its requests go on with every other call, and
+        their outputs are kept for it.
         """
         return self._run(self._requests(prompts, sampling_params, priority), stream=True)
 
@@ -191,25 +206,27 @@ class LLM:
         """
         window, drawn = _AHEAD * self.engine.config.max_num_seqs, enumerate(requests)
         running: dict[str, int] = {}  # request id -> index
+        inbox: Inbox = deque()
         try:
             while True:
                 finished: list[tuple[int, RequestOutput]] = []
                 while len(running) + len(finished) < window and (item := next(drawn, None)) is not None:
                     index, (prompt, sampling) = item
                     request_id = str(next(self._ids))
-                    running[request_id] = index
                     try:
-                        self._add(request_id, prompt, sampling)
+                        prepared = self._prepare(prompt, sampling)
                     except ValueError as error:
-                        finished.append((running.pop(request_id), _refusal(request_id, prompt, error)))
+                        finished.append((index, _refusal(request_id, prompt, error)))
+                    else:
+                        running[request_id] = index
+                        self._loop.submit(prepared, inbox, request_id=request_id)
                 if running:
-                    finished += [(running.pop(output.request_id), output) for output in self.engine.step()]
+                    finished += [(running.pop(output.request_id), output) for output in self._loop.wait(inbox)]
                 elif not finished:
                     return
                 yield finished
         finally:
-            for request_id in running:
-                self.engine.abort(request_id)
+            self._loop.drop(running, inbox)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer that was passed as an object, or else the model directory's (`jaxllm.text.tokenizer`)."""
@@ -223,7 +240,9 @@ class LLM:
         """Replaces the parameters by a pytree of the same structure, shapes and dtypes; running requests go on with
         the new ones from their next token. ValueError names what does not match."""
         runner = self.engine.runner
-        self.engine.update_params(place_params(params, runner.abstract_params, runner.mesh))
+        placed = place_params(params, runner.abstract_params, runner.mesh)
+        with self._loop.between_steps():
+            self.engine.update_params(placed)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -238,7 +257,7 @@ class LLM:
 
     def close(self) -> None:
         """Frees the device's memory and stops compiling."""
-        self.engine.close()
+        self._loop.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -246,40 +265,31 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _requests(self, prompts: Any, params: Any, priority: Any) -> list[tuple]:
-        """(request id, prompt, params, priority) of each prompt, all found valid."""
+    def _requests(self, prompts: Any, params: Any, priority: Any) -> list[tuple[PreparedRequest, int]]:
+        """Each prompt's request, checked, and its priority."""
         parsed = parse_prompts(prompts, self.tokenizer)
         params = self.get_default_sampling_params() if params is None else params
         each = zip(
             parsed, parse_params(params, len(parsed)), parse_each("priority", priority, int, len(parsed)), strict=True
         )
-        requests = [(str(next(self._ids)), *fields) for fields in each]
-        for _, prompt, sampling, _ in requests:
-            self.engine.validate(prompt.token_ids, sampling)
-            self.engine.compile_grammar(sampling)
-        return requests
+        return [
+            (self.engine.prepare(prompt.token_ids, sampling, prompt=prompt.text), one) for prompt, sampling, one in each
+        ]
 
-    def _run(self, requests: list[tuple], *, stream: bool) -> Iterator[tuple[int, RequestOutput]]:
-        index = {request_id: i for i, (request_id, *_) in enumerate(requests)}
+    def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, RequestOutput]]:
+        running: dict[str, int] = {}  # request id -> index
+        inbox: Inbox = deque()
         try:
-            for request_id, prompt, sampling, priority in requests:
-                self.engine.add(
-                    prompt.token_ids,
-                    sampling,
-                    request_id=request_id,
-                    prompt=prompt.text,
-                    priority=priority,
-                    stream=stream,
-                )
-            unfinished = set(index)
-            while unfinished:
-                for output in self.engine.step():
-                    if output.finished:
-                        unfinished.discard(output.request_id)
-                    yield index[output.request_id], output
+            for index, (prepared, priority) in enumerate(requests):
+                request_id = str(next(self._ids))
+                running[request_id] = index
+                self._loop.submit(prepared, inbox, request_id=request_id, priority=priority, stream=stream)
+            while running:
+                for output in self._loop.wait(inbox):
+                    index = running.pop(output.request_id) if output.finished else running[output.request_id]
+                    yield index, output
         finally:
-            for request_id in index:
-                self.engine.abort(request_id)
+            self._loop.drop(running, inbox)
 
     def _prompt_text(self, output: RequestOutput, params: BeamSearchParams) -> str | None:
         if self.tokenizer is None:
@@ -288,10 +298,10 @@ class LLM:
             return output.prompt
         return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
-    def _add(self, request_id: str, prompt: Any, params: SamplingParams | None) -> None:
+    def _prepare(self, prompt: Any, params: SamplingParams | None) -> PreparedRequest:
         text, token_ids = parse_prompt(prompt, self.tokenizer)
         params = self.get_default_sampling_params() if params is None else params
-        self.engine.add(token_ids, params, request_id=request_id, prompt=text)
+        return self.engine.prepare(token_ids, params, prompt=text)
 
 
 def _refusal(request_id: str, prompt: Any, error: ValueError) -> RequestOutput:

@@ -1,8 +1,8 @@
 """What a request returns."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -18,6 +18,37 @@ class Logprob(NamedTuple):
 Logprobs = list[Mapping[int, Logprob] | None]  # a position's token and others wanted there; None: it has none
 
 
+class _OnDemand:
+    """A field that may be given as a function of no arguments, which makes the value when it is first looked at. The
+    default is None."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return None
+        value = instance.__dict__[self._name]
+        if callable(value):
+            value = instance.__dict__[self._name] = value()
+        return value
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self._name] = value
+
+
+def assemble(kind: type[Any], fields: dict[str, Any]) -> Any:
+    """An instance of one of the classes below, of all its fields: what the constructor makes, in half the time."""
+    instance = object.__new__(kind)
+    instance.__dict__ = fields
+    return instance
+
+
+def _values(instance: Any) -> dict[str, Any]:
+    """What a pickle holds: values, and no functions."""
+    return {one.name: getattr(instance, one.name) for one in fields(instance)}
+
+
 @dataclass(kw_only=True)
 class CompletionOutput:
     """One completion. `token_ids`, `text` and `logprobs` are cumulative, or what is new, as `output_kind` says.
@@ -30,9 +61,11 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None  # nats, of all tokens so far
-    logprobs: Logprobs | None = None  # one a token
+    logprobs: Logprobs | None = _OnDemand()  # one a token; dictionaries that are made when they are looked at
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for end of sequence
+
+    __getstate__ = _values
 
     @property
     def finished(self) -> bool:
@@ -47,11 +80,13 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: Logprobs | None = None  # one a prompt token, None for the first; there when it is all computed
+    prompt_logprobs: Logprobs | None = _OnDemand()  # one a prompt token, None for the first; when all are computed
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # why a completion has finish_reason "error"
     queued_s: float = 0.0  # seconds from its arrival in the engine to its first step
+
+    __getstate__ = _values
 
     def followed_by(self, newer: "RequestOutput") -> "RequestOutput":
         """Two deltas in one."""
@@ -62,7 +97,8 @@ class RequestOutput:
                 logprobs = None if new.logprobs is None else (old.logprobs or []) + new.logprobs
                 new = replace(new, text=old.text + new.text, token_ids=old.token_ids + new.token_ids, logprobs=logprobs)
             outputs[new.index] = new
-        return replace(newer, outputs=list(outputs.values()))
+        prompt_logprobs = newer.prompt_logprobs or self.prompt_logprobs  # a stream may have them once
+        return replace(newer, outputs=list(outputs.values()), prompt_logprobs=prompt_logprobs)
 
 
 @dataclass(kw_only=True)

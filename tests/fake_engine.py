@@ -1,8 +1,6 @@
 """An engine around a device made of numpy arrays: driven as `Engine` drives the real one, it notices any wrong cell
 or row."""
 
-import itertools
-import sys
 from collections import Counter
 
 from jaxllm.engine.beam.group import BeamSearchGroup
@@ -130,7 +128,7 @@ class FakeEngine:
         self.scheduler.check()
 
     def unfinished(self) -> list[Sequence]:
-        """Beams end with the first of their group, at the latest when they start over."""
+        """Beams end with the first of their group."""
         heads = [(r.group.head(r), r) for r in self.requests]
         return [request for head, request in heads if head.finish_reason is None]
 
@@ -184,29 +182,6 @@ class FakeEngine:
         assert not self.scheduler.has_work(), "no end in sight"
         assert not self.device.host or self.scheduler.preemption._released_copies, "host memory is kept for nobody"
         assert self.pool.num_used == 0 and not self.unfinished()
-
-    def interrupted_step(self, num_lines: int) -> bool:
-        """A step in which Ctrl-C comes after so many lines of the code under test. False if it has not as many."""
-        lines = itertools.count()
-
-        def trace(frame, event, arg):
-            if "/jaxllm/engine/" not in frame.f_code.co_filename:
-                return None  # which spares the lines of that function
-            if event == "line" and next(lines) == num_lines:
-                raise KeyboardInterrupt
-            return trace
-
-        outer = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            self.step()
-            return False
-        except KeyboardInterrupt:
-            self._recover(Plan())
-            return True
-        finally:
-            sys.settrace(outer)
-            self.check()
 
     def _recover(self, failed: Plan) -> None:
         blamed = {r.group.head(r) for r in failed.rows}

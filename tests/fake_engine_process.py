@@ -31,35 +31,40 @@ class FakeEngine:
         self.compile_plan = types.SimpleNamespace(waited_at=0.0)
         self.runner = types.SimpleNamespace(compile_plan=self.compile_plan)
         self.scheduler = types.SimpleNamespace(check=lambda: None)
+        self.intake = types.SimpleNamespace(grammars=types.SimpleNamespace(warm_up=self.warm_up))
 
     def has_work(self):
         return bool(self.requests)
 
     def stats(self):
-        if any(token_ids[0] == GARBLED for _, _, token_ids in self.requests.values()):
+        if any(token_ids[0] == GARBLED for _, _, token_ids in list(self.requests.values())):
             return "nonsense"
         return replace(STATS, num_running=len(self.requests), blocks_used=len(self.requests))
 
-    def warm_up_grammars(self):
+    def warm_up(self):
         raise ValueError("there is no tokenizer")
 
-    def compile_grammar(self, params):
-        match params.structured_outputs.regex:
+    def prepare(self, token_ids, params, *, prompt=None):
+        match params.structured_outputs and params.structured_outputs.regex:
             case "slow":
                 time.sleep(2)
             case "bad":
                 raise ValueError("the grammar is not sound")
             case "broken":
                 raise RuntimeError("a bug")
-        return params.structured_outputs.regex
-
-    def add(self, token_ids, params, *, request_id, priority, stream, grammar=None):
-        assert stream and grammar == (params.structured_outputs and params.structured_outputs.regex)
         if token_ids[0] == REFUSED:
             raise ValueError("there is no place for this")
+        return token_ids, params
+
+    def submit(self, prepared, *, request_id, priority, stream, lean):
+        token_ids, params = prepared
+        assert stream and lean
         if token_ids[0] == BUG:
             raise TypeError("a bug")
         self.requests[request_id] = [params, 0, token_ids]
+
+    def drop(self, request_id):
+        self.requests.pop(request_id, None)
 
     def abort(self, request_id):
         if (request := self.requests.pop(request_id, None)) is None:
@@ -91,12 +96,12 @@ class FakeEngine:
 
     def _output(self, request_id, request, text, reason):
         token_ids = request[2]
-        scores = None if request[0].prompt_logprobs is None else [None] * len(token_ids)
+        scores = [None] * len(token_ids) if request[0].prompt_logprobs and request[1] == 1 else None
         piece = CompletionOutput(index=0, text=text, token_ids=[97] * len(text), finish_reason=reason)
         return RequestOutput(
             request_id=request_id,
-            prompt="p",
-            prompt_token_ids=token_ids,
+            prompt=None,
+            prompt_token_ids=[],
             prompt_logprobs=scores,
             outputs=[piece],
             finished=reason is not None,

@@ -1,4 +1,4 @@
-"""What is checked before a request is accepted, given the model's vocabulary, its context and the tokenizer."""
+"""What is checked before a request is accepted: once in each process that it goes through."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,12 +9,27 @@ from jaxllm.sampling_params import BAD_WORD_LEN, SamplingParams
 _ID_FIELDS = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids")
 
 
-def check_prompt(token_ids: Sequence[Any], vocab: int, max_model_len: int) -> list[int]:
-    """The prompt as a list; ValueError if the model can't take it."""
+def check_request(
+    token_ids: Sequence[Any], params: SamplingParams, config: EngineConfig, vocab: int, tokenizer: Any
+) -> tuple[list[int], list[list[int]]]:
+    """The prompt as a list, and the token ids of the bad words. ValueError if an engine of this configuration, for a
+    model of `vocab` tokens, can't serve the request."""
+    ids = _check_prompt(token_ids, vocab, config.max_model_len)
+    for name in _ID_FIELDS:
+        outside = [i for i in getattr(params, name) or () if i >= vocab]
+        if outside:
+            raise ValueError(f"{name} {outside[:5]} are outside the vocabulary [0, {vocab - 1}]")
+    if params.stops and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and the engine has none; use stop_token_ids")
+    _check_room(ids, params, config)
+    return ids, _bad_word_ids(params, tokenizer)
+
+
+def _check_prompt(token_ids: Sequence[Any], vocab: int, max_model_len: int) -> list[int]:
     ids = list(token_ids)
     if not ids:
         raise ValueError("the prompt has no tokens; give at least one")
-    if not all(type(i) is int and 0 <= i < vocab for i in ids):
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
         bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocab)
         raise ValueError(f"prompt token id {bad!r} is not an integer in [0, {vocab - 1}]")
     if len(ids) >= max_model_len:
@@ -25,20 +40,8 @@ def check_prompt(token_ids: Sequence[Any], vocab: int, max_model_len: int) -> li
     return ids
 
 
-def check_params(params: SamplingParams, vocab: int, tokenizer: Any) -> None:
-    """ValueError if the parameters name tokens that the model lacks, or need a tokenizer that is not there."""
-    for name in _ID_FIELDS:
-        outside = [i for i in getattr(params, name) or () if i >= vocab]
-        if outside:
-            raise ValueError(f"{name} {outside[:5]} are outside the vocabulary [0, {vocab - 1}]")
-    if params.stops and tokenizer is None:
-        raise ValueError("stop strings need a tokenizer, and the engine has none; use stop_token_ids")
-    bad_word_ids(params, tokenizer)
-
-
-def check_room(token_ids: Sequence[int], params: SamplingParams, config: EngineConfig) -> None:
-    """ValueError if beams could need more than there is: they run side by side. Samples can wait for each other, and
-    each alone fits."""
+def _check_room(token_ids: Sequence[int], params: SamplingParams, config: EngineConfig) -> None:
+    """Beams run side by side, so all of them must fit. Samples can wait for each other, and each alone fits."""
     width = params.beam_width
     if width is None:
         return
@@ -60,8 +63,8 @@ def check_room(token_ids: Sequence[int], params: SamplingParams, config: EngineC
         )
 
 
-def bad_word_ids(params: SamplingParams, tokenizer: Any) -> list[list[int]]:
-    """The token ids of `bad_words`, each at the start of a text and after a space; ValueError for one too long."""
+def _bad_word_ids(params: SamplingParams, tokenizer: Any) -> list[list[int]]:
+    """The token ids of `bad_words`, each at the start of a text and after a space."""
     if params.bad_words and tokenizer is None:
         raise ValueError("bad_words need a tokenizer, and the engine has none; use logit_bias")
     found = {}

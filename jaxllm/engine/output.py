@@ -1,19 +1,42 @@
-"""From committed tokens to `RequestOutput`s: groups of sequences, incremental text, stop strings, log-probabilities."""
+"""From committed tokens to `RequestOutput`s: incremental text, stop strings, log-probabilities."""
 
 import math
 import time
 from collections import abc
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jaxllm.engine.beam.group import BeamResult, BeamSearchGroup
 from jaxllm.engine.logprobs import PackedLogprobs, to_logprobs
 from jaxllm.engine.schedule.sequence import Sequence
-from jaxllm.outputs import CompletionOutput, Logprobs, RequestOutput
+from jaxllm.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, assemble
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
 
 Output = Sequence | BeamResult
+
+
+class LogprobReader:
+    """Makes dictionaries of packed log-probabilities, each once, when someone looks: in any thread."""
+
+    def __init__(self, token_ids: list[int], packed: list[PackedLogprobs], num_top: int, token_text: Any):
+        self._token_ids, self._packed = token_ids, packed  # they may grow meanwhile
+        self._num_top, self._token_text = num_top, token_text
+        self._made: dict[int, dict[int, Logprob]] = {}
+
+    def read(self, start: int, stop: int) -> Logprobs:
+        """Those of the tokens `start` to `stop`."""
+        return [self._read(i) for i in range(start, stop)]
+
+    def after_first(self) -> Logprobs:
+        """Of a prompt: nothing comes before its first token, and the others' are packed."""
+        return [None, *self.read(0, len(self._packed))]
+
+    def _read(self, i: int) -> dict[int, Logprob]:
+        if i not in self._made:
+            self._made[i] = to_logprobs(self._token_ids[i], self._packed[i], self._num_top, self._token_text)
+        return self._made[i]
 
 
 class Progress:
@@ -22,7 +45,7 @@ class Progress:
     def __init__(self) -> None:
         self.detokenizer: Detokenizer | None = None
         self.num_decoded = 0  # tokens
-        self.logprobs: Logprobs = []
+        self.logprobs: LogprobReader | None = None
         self.num_summed = 0  # tokens whose log-probabilities are in the next
         self.cumulative_logprob = 0.0
         self.num_sent = 0  # tokens in the stream's outputs so far
@@ -43,26 +66,33 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     tokenizer: Any  # None: token ids only
-    stream: bool
+    stream: bool  # outputs are wanted while it runs
+    lean: bool = False  # outputs leave the prompt out, and have its log-probabilities once
     sequences: list[Sequence] = field(default_factory=list)
     error: str | None = None
     arrived_at: float = field(default_factory=time.monotonic)
     queued_s: float | None = None  # seconds; None until it is in a step
 
     def __post_init__(self) -> None:
-        self._progress = [Progress() for _ in range(self.params.num_samples)]
-        self._decode = self.tokenizer is not None and self.params.detokenize
-        self._prompt_logprobs: Logprobs | None = None
-
-    @property
-    def watches_text(self) -> bool:
-        """Whether stop strings are found here; those of beams are where the beams are chosen."""
-        return self._decode and bool(self.params.stops) and self.params.beam_width is None
+        params = self.params
+        self._progress = [Progress() for _ in range(params.num_samples)]
+        self._decode = self.tokenizer is not None and params.detokenize
+        self._prompt_logprobs: LogprobReader | None = None
+        self._is_prompt_told = False
+        self._is_chosen = params.beam_width is not None or params.num_samples > params.n
+        self._is_delta = self.stream and params.output_kind is RequestOutputKind.DELTA
+        self._shows_progress = (
+            self.stream and not self._is_chosen and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        )
+        self._sums_logprobs = params.tracks_logprobs or self._is_chosen
+        self._wants_logprobs = params.wants_logprobs
+        # Stop strings are found here; those of beams are where the beams are chosen.
+        self.watches_text = self._decode and bool(params.stops) and params.beam_width is None
 
     def fail(self, error: str) -> None:
         """Its text can't be decoded: from now on it has none."""
         self.error = error
-        self._decode = False
+        self._decode = self.watches_text = False
 
     def scheduled(self) -> None:
         """It is in a step."""
@@ -76,25 +106,21 @@ class Request:
     @property
     def shown(self) -> abc.Sequence[Output]:
         """What is returned, best first if it was chosen."""
+        if not self._is_chosen:
+            return self.sequences
         group = self.sequences[0].group
         if isinstance(group, BeamSearchGroup):
             return group.results or []
-        if self.params.num_samples > self.params.n:
-            return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]
-        return self.sequences
+        return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]
 
-    @property
-    def _is_chosen(self) -> bool:
-        return self.params.beam_width is not None or self.params.num_samples > self.params.n
-
-    @property
-    def has_update(self) -> bool:
-        """Whether an output is due: the last, or one that the stream wants now."""
-        if self.finished:
-            return True
-        if not self.stream or self._is_chosen or self.params.output_kind is RequestOutputKind.FINAL_ONLY:
-            return False
-        return any(self._is_due(sequence) for sequence in self.sequences)
+    def update(self) -> RequestOutput | None:
+        """The output that is due, if one is: the last, or one that the stream wants now."""
+        if self._shows_progress:
+            if len(self.sequences) == 1:
+                return self.output() if self._is_due(self.sequences[0]) else None
+            if any(self._is_due(sequence) for sequence in self.sequences):
+                return self.output()
+        return self.output() if self.finished else None
 
     def _is_due(self, sequence: Output) -> bool:
         progress = self._progress[sequence.sample_index]
@@ -121,72 +147,93 @@ class Request:
 
     def output(self) -> RequestOutput:
         """A snapshot: it does not change when the request goes on."""
-        is_delta = self.stream and self.params.output_kind is RequestOutputKind.DELTA
-        shown = [(i, sequence) for i, sequence in enumerate(self.shown) if not is_delta or self._is_due(sequence)]
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self._get_prompt_logprobs(),
-            outputs=[self._completion(i, sequence, is_delta=is_delta) for i, sequence in shown],
-            finished=self.finished,
-            num_cached_tokens=max(0, self.sequences[0].num_cached),
-            error=self.error or next((sequence.error for _, sequence in shown if sequence.error), None),
-            queued_s=self.queued_s or 0.0,
-        )
+        shown = self.shown
+        if len(shown) == 1:
+            outputs = [self._completion(0, shown[0])]
+            finished, error = shown[0].finish_reason is not None, self.error or shown[0].error
+        else:
+            due = [(i, sequence) for i, sequence in enumerate(shown) if not self._is_delta or self._is_due(sequence)]
+            outputs = [self._completion(i, sequence) for i, sequence in due]
+            finished = self.finished
+            error = self.error or next((sequence.error for _, sequence in due if sequence.error), None)
+        lean = self.lean
+        fields = {
+            "request_id": self.request_id,
+            "prompt": None if lean else self.prompt,
+            "prompt_token_ids": [] if lean else self.prompt_token_ids,
+            "outputs": outputs,
+            "prompt_logprobs": None if self.params.prompt_logprobs is None else self._take_prompt_logprobs(),
+            "finished": finished,
+            "num_cached_tokens": max(0, self.sequences[0].num_cached),
+            "error": error,
+            "queued_s": self.queued_s or 0.0,
+        }
+        return assemble(RequestOutput, fields)
 
-    def _completion(self, index: int, sequence: Output, *, is_delta: bool) -> CompletionOutput:
-        progress, text = self._progress[sequence.sample_index], self._text(sequence)
-        self._read_logprobs(sequence, progress)
-        logprobs = progress.logprobs if self.params.wants_logprobs else None
-        has_sum = self.params.tracks_logprobs or self._is_chosen
-        start, start_char = (progress.num_sent, progress.num_sent_chars) if is_delta else (0, 0)
-        progress.num_sent, progress.num_sent_chars = len(sequence.output_token_ids), len(text)
+    def _completion(self, index: int, sequence: Output) -> CompletionOutput:
+        progress, token_ids, text = self._progress[sequence.sample_index], sequence.output_token_ids, ""
+        start = start_char = 0
+        if self._decode:
+            text = self._text(sequence, progress)
+        if self._is_delta:
+            start, start_char = progress.num_sent, progress.num_sent_chars
+        progress.num_sent, progress.num_sent_chars = len(token_ids), len(text)
         progress.is_end_sent = sequence.finish_reason is not None
-        return CompletionOutput(
-            index=index,
-            text=text[start_char:],
-            token_ids=sequence.output_token_ids[start:],
-            cumulative_logprob=progress.cumulative_logprob if has_sum else None,
-            logprobs=None if logprobs is None else logprobs[start:],
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-        )
+        logprobs = None
+        if self._wants_logprobs:
+            logprobs = partial(self._logprobs(sequence, progress).read, start, len(token_ids))
+        fields = {
+            "index": index,
+            "text": text[start_char:],
+            "token_ids": token_ids[start:],
+            "cumulative_logprob": self._sum_logprobs(sequence, progress) if self._sums_logprobs else None,
+            "logprobs": logprobs,
+            "finish_reason": sequence.finish_reason,
+            "stop_reason": sequence.stop_reason,
+        }
+        return assemble(CompletionOutput, fields)
 
-    def _text(self, sequence: Output) -> str:
-        if not self._decode:
-            return ""
-        self.decode(sequence)
-        detokenizer = self._detokenizer(self._progress[sequence.sample_index])
-        if sequence.finish_reason:
+    def _text(self, sequence: Output, progress: Progress) -> str:
+        detokenizer = progress.detokenizer or self._detokenizer(progress)
+        if sequence.finish_reason is not None:
+            self.decode(sequence)
             detokenizer.finish()
+        elif progress.num_decoded < len(sequence.output_token_ids):
+            detokenizer.push(sequence.output_token_ids[progress.num_decoded :])
+            progress.num_decoded = len(sequence.output_token_ids)
         return detokenizer.text
 
     # ---- log-probabilities
 
-    def _read_logprobs(self, sequence: Output, progress: Progress) -> None:
-        start = progress.num_summed
-        new = sequence.logprobs[start : len(sequence.output_token_ids)]
+    def _sum_logprobs(self, sequence: Output, progress: Progress) -> float:
+        new = sequence.logprobs[progress.num_summed : len(sequence.output_token_ids)]
         progress.num_summed += len(new)
         progress.cumulative_logprob += _sum_logprobs(new)
-        if self.params.wants_logprobs:
-            progress.logprobs += self._readable(sequence.output_token_ids[start:], new, self.params.num_top_logprobs)
+        return progress.cumulative_logprob
 
-    def _get_prompt_logprobs(self) -> Logprobs | None:
-        """None until they are complete: the first token's is None, as nothing is before it."""
-        kept = self.sequences[0].prompt_logprobs
-        if self._prompt_logprobs is None and self.params.prompt_logprobs is not None:
-            if len(kept) == len(self.prompt_token_ids) - 1:
-                tokens = self.prompt_token_ids[1:]
-                self._prompt_logprobs = [None, *self._readable(tokens, kept, self.params.prompt_logprobs)]
-        return self._prompt_logprobs
+    def _logprobs(self, sequence: Output, progress: Progress) -> LogprobReader:
+        if progress.logprobs is None:
+            tokens, packed, num_top = sequence.output_token_ids, sequence.logprobs, self.params.num_top_logprobs
+            progress.logprobs = LogprobReader(tokens, packed, num_top, self._token_text())
+        return progress.logprobs
 
-    def _readable(self, tokens: abc.Sequence[int], kept: abc.Sequence[PackedLogprobs], num_top: int) -> Logprobs:
-        pairs = zip(tokens, kept, strict=True)
-        return [to_logprobs(token, row, num_top, self._token_text) for token, row in pairs]
+    def _take_prompt_logprobs(self) -> abc.Callable[[], Logprobs] | None:
+        """None until they are complete, and if they were told already where that is wanted."""
+        packed = self.sequences[0].prompt_logprobs
+        if self._is_prompt_told or len(packed) < len(self.prompt_token_ids) - 1:
+            return None
+        if self._prompt_logprobs is None:
+            tokens, num_top = self.prompt_token_ids[1:], self.params.prompt_logprobs
+            self._prompt_logprobs = LogprobReader(tokens, packed, num_top, self._token_text())
+        self._is_prompt_told = self.lean
+        return self._prompt_logprobs.after_first
 
-    def _token_text(self, token: int) -> str | None:
-        return self.tokenizer.token_text(token) if self._decode else None
+    def _token_text(self) -> abc.Callable[[int], str | None]:
+        return self.tokenizer.token_text if self._decode else _no_text
+
+
+def _no_text(token: int) -> None:
+    return None
 
 
 def _sum_logprobs(kept: abc.Sequence[PackedLogprobs]) -> float:

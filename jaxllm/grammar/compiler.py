@@ -36,7 +36,7 @@ class Grammar:
         self._pristine = pristine
 
     def matcher(self) -> Matcher:
-        return Matcher(self._pristine)
+        return Matcher(self._pristine.deep_copy())
 
 
 class GrammarCompiler:

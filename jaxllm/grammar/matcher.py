@@ -13,13 +13,9 @@ def mask_words(vocab: int) -> int:
 class Matcher:
     """Where one text is in its grammar."""
 
-    def __init__(self, pristine: Any):
-        self._pristine = pristine
-        self.restart()
-
-    def restart(self) -> None:
-        """Goes back to the beginning."""
-        self.inner, self._num_followed = self._pristine.deep_copy(), 0
+    def __init__(self, inner: Any):
+        self.inner = inner  # the library's, which is changed
+        self._num_followed = 0
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Takes the text's tokens, those that it has not seen."""
@@ -29,8 +25,8 @@ class Matcher:
 
     def after(self, token: int) -> "Matcher":
         """A copy that is one token further."""
-        copy = object.__new__(Matcher)
-        copy._pristine, copy.inner, copy._num_followed = self._pristine, self.inner.deep_copy(), self._num_followed + 1
+        copy = Matcher(self.inner.deep_copy())
+        copy._num_followed = self._num_followed + 1
         copy.inner.consume_token(token)
         return copy
 

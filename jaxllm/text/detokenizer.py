@@ -20,7 +20,7 @@ class Detokenizer:
         """`prompt_token_ids`: the text continues this prompt, so that the first token keeps its leading space."""
         self.text = ""
         self.stop: str | None = None
-        self._params = params
+        self._params, self._stops = params, params.stops
         self._stream = tokenizer.stream(
             params.skip_special_tokens,
             prompt_token_ids,
@@ -39,8 +39,9 @@ class Detokenizer:
         """
         if self._finished:
             return self.stop
-        if not self._params.stops:
-            self.text += "".join(map(self._stream.push, new_token_ids))
+        if not self._stops:
+            for token in new_token_ids:
+                self.text += self._stream.push(token)
             return None
         shown: list[str] = []
         for token in new_token_ids:
@@ -78,7 +79,7 @@ class Detokenizer:
         if self._num_tokens <= self._params.min_tokens:
             return False
         matches = []
-        for stop in self._params.stops:
+        for stop in self._stops:
             start = text.find(stop, max(0, searched - len(stop) + 1))
             if start >= 0:
                 matches.append((start + len(stop), start, stop))
@@ -91,7 +92,7 @@ class Detokenizer:
     def _reveal(self) -> str:
         """Returns the hidden text except its longest end that may be the beginning of a stop string."""
         hidden = self._hidden
-        num_shown = min((overlap_start(hidden, stop) for stop in self._params.stops), default=len(hidden))
+        num_shown = min((overlap_start(hidden, stop) for stop in self._stops), default=len(hidden))
         self._hidden = hidden[num_shown:]
         self._num_searched -= num_shown
         return hidden[:num_shown]

@@ -49,7 +49,7 @@ def test_stop_token_ids(text_llm, expected):
 
 def test_end_of_sequence(text_llm, expected, monkeypatch):
     eos = expected[4]
-    monkeypatch.setattr(text_llm.engine, "eos_ids", frozenset([eos]))
+    monkeypatch.setattr(text_llm.engine.intake, "eos_ids", frozenset([eos]))
     params = dict(temperature=0.0, max_tokens=20)
     out = finish(text_llm, SamplingParams(**params))
     first = expected.index(eos)
@@ -58,7 +58,7 @@ def test_end_of_sequence(text_llm, expected, monkeypatch):
 
 
 def test_min_tokens_masks_every_stop_before(text_llm, expected, monkeypatch):
-    monkeypatch.setattr(text_llm.engine, "eos_ids", frozenset([expected[2]]))
+    monkeypatch.setattr(text_llm.engine.intake, "eos_ids", frozenset([expected[2]]))
     params = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=9, stop_token_ids=[expected[5], 95])
     out = finish(text_llm, params)
     assert len(out.token_ids) >= 9

@@ -171,17 +171,6 @@ def test_a_device_that_can_not_be_rebuilt_is_dead_and_says_so(tiny, monkeypatch)
             llm.generate(ids([1]), greedy(1))
 
 
-def test_an_interrupted_step_is_recomputed(llm, tiny, monkeypatch):
-    (prompt,) = prompts_of([9])
-    add(llm, "r", prompt, greedy(8))
-    llm.engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "collect", lambda handle: (_ for _ in ()).throw(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            llm.engine.step()
-    tiny.assert_greedy(prompt, run(llm)["r"].outputs[0].token_ids)
-
-
 def test_rows_with_nan_logits_end_with_an_error_alone(llm, tiny, monkeypatch):
     prompts = prompts_of([5, 6, 7])
     collect = llm.engine.runner.collect
@@ -214,51 +203,6 @@ def test_errors_of_host_work_end_one_request(tiny, stop):
         assert bad.outputs[0].finish_reason == "error" and "broken decoder" in bad.error
         assert not llm.engine.has_work()
         llm.engine.scheduler.check()
-
-
-@pytest.mark.parametrize("verb", ["schedule", "admit", "commit", "finish"])
-def test_an_interrupt_anywhere_loses_nothing(llm, tiny, monkeypatch, verb):
-    """Ctrl-C in the middle of the scheduler's work: everything is taken from the requests themselves again."""
-    prompts = prompts_of([9, 17])
-    for i, prompt in enumerate(prompts):
-        add(llm, f"r{i}", prompt, greedy(8))
-    llm.engine.step()
-    scheduler, done = llm.engine.scheduler, {}
-    owner = scheduler.admission if verb == "admit" else scheduler
-    real = getattr(owner, verb)
-
-    def interrupted(*args):
-        monkeypatch.setattr(owner, verb, real)
-        real(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(owner, verb, interrupted)
-    add(llm, "late", [1, 2, 3], greedy(3))
-    with pytest.raises(KeyboardInterrupt):
-        while llm.engine.has_work():
-            done |= {out.request_id: out for out in llm.engine.step()}
-    assert llm.engine.abort("late") is not None or "late" in done or verb == "finish"
-    llm.engine.scheduler.check()
-    done |= run(llm)
-    for i, prompt in enumerate(prompts):
-        tiny.assert_greedy(prompt, done[f"r{i}"].outputs[0].token_ids)
-        assert len(done[f"r{i}"].outputs[0].token_ids) == 8
-
-
-def test_an_end_that_was_interrupted_is_still_reported(llm, monkeypatch):
-    add(llm, "r", [1, 2, 3], greedy(2))
-    commit = llm.engine.scheduler.commit
-
-    def interrupted(*args):
-        if any(request.finish_reason for request in commit(*args)):
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-        return []
-
-    monkeypatch.setattr(llm.engine.scheduler, "commit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(llm)
-    assert len(run(llm)["r"].outputs[0].token_ids) == 2
 
 
 class Letters:

@@ -67,7 +67,7 @@ def model():
 def shared(model):
     llm = make_llm(model.model, tokenizer=backend())
     llm.engine.eos_ids = frozenset({EOS})
-    llm.engine._grammars._eos_ids = [EOS]
+    llm.engine.intake.grammars._eos_ids = [EOS]
     yield llm
     llm.close()
 
@@ -91,7 +91,7 @@ def check(llm, form, completion, eos_ids=(EOS,)) -> bool:
         assert completion.stop_reason is None and is_right(completion.text), completion
         return True
     assert completion.finish_reason == "length", completion
-    matcher = llm.engine._grammars.compile(wanted).matcher()
+    matcher = llm.engine.intake.grammars.compile(wanted).matcher()
     assert matcher.inner.validate_tokens(completion.token_ids) == len(completion.token_ids)
     return False
 

@@ -7,10 +7,11 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxllm.engine.mailbox import Mailbox
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.engine import client as client_module
-from jaxllm.server.engine.client import Mailbox, SilenceMeter
+from jaxllm.server.engine.client import SilenceMeter
 from jaxllm.server.served_model import read_model
 from tests.chat_model import save_tokenizer
 from tests.fake_server import FakeClient, running
@@ -48,7 +49,7 @@ def test_a_mailbox_joins_what_is_unread():
         return RequestOutput(request_id="x", prompt=None, prompt_token_ids=[], outputs=[piece], **fields)
 
     async def main():
-        mailbox = Mailbox()
+        mailbox = Mailbox(is_delta=True)
         mailbox.put(delta("a", prompt_logprobs=[None, {}]))
         mailbox.put(delta("bc"))
         mailbox.put(delta("d", finished=True))
@@ -56,7 +57,7 @@ def test_a_mailbox_joins_what_is_unread():
         assert joined.outputs[0].text == "abcd" and joined.outputs[0].token_ids == [1, 2, 1]
         assert joined.finished and joined.prompt_logprobs == [None, {}]
         mailbox.put(delta("e"))
-        mailbox.fail(ValueError("gone"))
+        mailbox.put(ValueError("gone"))
         with pytest.raises(ValueError, match="gone"):
             await mailbox.get()
 

@@ -1,6 +1,5 @@
 """A batch from its first line to its exit code: checks the input, feeds the engine, writes what finishes."""
 
-import os
 import signal
 import sys
 import time
@@ -15,9 +14,11 @@ from tqdm import tqdm
 from jaxllm.cli.common import EXIT_INTERRUPTED, EXIT_USER_ERROR
 from jaxllm.cli.jsonl.requests import BadJsonlLine, JsonlRequest, Settings, conversation, read_lines
 from jaxllm.cli.jsonl.results import Results, output_fields
+from jaxllm.interrupts import HeldSignals
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 
+_NOTICE = b"\nstopping after this step; interrupt once more to stop at once\n"
 MAX_REPORTED = 20  # bad lines of an input that is checked before anything runs
 
 
@@ -49,7 +50,7 @@ def run_job(job: JsonlOptions, open_llm: Callable[[], AbstractContextManager[Any
             if num_requests == results.num_done:
                 print(f"all {num_requests} lines have their results", file=sys.stderr)
                 return 0
-        with open_llm() as llm, Interrupts() as interrupts:
+        with open_llm() as llm, HeldSignals(signal.SIGINT, signal.SIGTERM, notice=_NOTICE) as interrupts:
             if job.settings.chat:  # a model that can't chat is no line's fault
                 llm.chat_prompt(conversation("Hello", job.settings.system), chat_template=job.settings.chat_template)
             batch = JsonlRun(llm, job, results, interrupts, num_requests)
@@ -95,34 +96,12 @@ def _conflict(line: JsonlRequest | BadJsonlLine, results: Results) -> str | None
     return None
 
 
-class Interrupts:
-    """Holds back the first Ctrl-C or SIGTERM, so that what has finished is written; the second takes effect."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interrupts":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as for background jobs of some shells
-                self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self.signal is not None:
-            raise KeyboardInterrupt
-        self.signal = number
-        os.write(2, b"\nstopping after this step; interrupt once more to stop at once\n")  # print may be in the middle
-
-
 class JsonlRun:
     """Requests on their way through an engine, and what has become of them."""
 
-    def __init__(self, llm: Any, job: JsonlOptions, results: Results, interrupts: Interrupts, num_requests: int | None):
+    def __init__(
+        self, llm: Any, job: JsonlOptions, results: Results, interrupts: HeldSignals, num_requests: int | None
+    ):
         self._llm, self._job, self._results, self._interrupts = llm, job, results, interrupts
         self.num_finished = self.num_failed = self.num_invalid = self.num_tokens = 0
         self.ended_by_bad_line = False

@@ -155,7 +155,6 @@ class BeamSearchGroup(SequenceGroup):
         if the search is done. Raises TextError before anything has changed."""
         search, step = copy.copy(self.state.search), _Extension(self)
         continuations = search.advance([beam.candidates.candidates for beam in self.beams], step.end, step.keep)
-        # The state is whole with this, whatever interrupts what follows.
         self.state = BeamState(search, [step.extend(continuation) for continuation in continuations])
         return [] if search.done else self._place(continuations, pool)
 
@@ -195,8 +194,7 @@ class BeamSearchGroup(SequenceGroup):
             beam.output_token_ids, beam.logprobs = hypothesis.token_ids, hypothesis.logprobs
             beam.matcher = hypothesis.matcher
 
-    def restart(self, unfinished: list[Sequence]) -> None:
-        self.results = None
+    def restart(self) -> None:
         self.beams = self.sequences[: len(self.state.hypotheses)]
         for sequence in self.sequences:
             sequence.vacate()

@@ -81,6 +81,10 @@ class CompilePlan:
         """Stops after the executable being compiled, which can't be interrupted."""
         self._close()
 
+    def abandon(self) -> None:
+        """As `close`, without waiting for the executable being compiled."""
+        self._stop.set()
+
     @contextmanager
     def _wait_for(self, names: Collection[Hashable]) -> Iterator[None]:
         self._wanted.append(names)

@@ -2,7 +2,9 @@
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -79,7 +81,9 @@ class Runner:
         self._mask_words = mask_words(model_shape.vocab)
         lowering = Lowering(model_shape, config, mesh)
         self._temp_bound = memory.step_bytes(model_shape, config, mesh)
-        self.compile_plan = CompilePlan(lowering.jobs(list(self._layouts.values())), self._check_memory)
+        check = partial(_check_memory, ("step", self.ladder[-1]), self._temp_bound)
+        self.compile_plan = CompilePlan(lowering.jobs(list(self._layouts.values())), check)
+        weakref.finalize(self, self.compile_plan.abandon)  # nobody waits for the rest
         self._moves = BlockMoves(self.compile_plan, config.num_blocks, config.max_num_seqs)
         self.costs = PreemptionCosts(host_bytes(lowering.state().kv_pools))
 
@@ -94,6 +98,10 @@ class Runner:
                 raise ValueError(f"parameter {name} is {leaf.dtype}, the engine's is {expected.dtype}; cast it first")
         self._leaves = leaves
         huge_pages.collapse_soon(leaves)
+
+    def lacks_params(self) -> bool:
+        """Whether someone has deleted or donated arrays of the parameters."""
+        return any(leaf.is_deleted() for leaf in self._leaves)
 
     def max_tokens(self, full_sampler: bool, masks: bool = False) -> int:
         """How many tokens the next plan may have with the executables compiled so far; 0 while there are none.
@@ -249,19 +257,19 @@ class Runner:
                 penalties = self.compile_plan["penalties"](self._state.penalties, packed)
                 self._state = self._state._replace(penalties=penalties)
 
-    def _check_memory(self, name: Hashable, compiled: jax.stages.Compiled) -> None:
-        """Compares the bound that sized the pool with what the compiler says the largest step takes."""
-        if name != ("step", self.ladder[-1]):
-            return
-        analysis = compiled.memory_analysis()
-        if analysis is not None and analysis.temp_size_in_bytes > self._temp_bound:
-            log.warning(
-                "a step of %d tokens takes %.2f GB of temporary memory, more than the %.2f GB left beside the KV pool; "
-                "if it runs out of memory, lower max_num_batched_tokens or num_blocks",
-                self.ladder[-1],
-                analysis.temp_size_in_bytes / 1e9,
-                self._temp_bound / 1e9,
-            )
+
+def _check_memory(largest: Hashable, bound: int, name: Hashable, compiled: jax.stages.Compiled) -> None:
+    """Compares the bound that sized the pool, in bytes, with what the compiler says the largest step takes."""
+    if name != largest:
+        return
+    analysis = compiled.memory_analysis()
+    if analysis is not None and analysis.temp_size_in_bytes > bound:
+        log.warning(
+            "the largest step takes %.2f GB of temporary memory, more than the %.2f GB left beside the KV pool; if it "
+            "runs out of memory, lower max_num_batched_tokens or num_blocks",
+            analysis.temp_size_in_bytes / 1e9,
+            bound / 1e9,
+        )
 
 
 def _prompt_logprob_spans(plan: Plan) -> list[PromptLogprobSpan]:

@@ -59,12 +59,9 @@ class Scheduler:
 
     def add(self, group: SequenceGroup) -> None:
         """Queues a request's sequences. They must fit the pool alone: the engine has refused them otherwise."""
-        self._count_unfinished(group)
-        self.waiting.push(join(group.live))
-
-    def _count_unfinished(self, group: SequenceGroup) -> None:
         self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
         self.num_unfinished_masked += sum(sequence.needs_mask for sequence in group.sequences)
+        self.waiting.push(join(group.live))
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence at once, also one in flight: what is still computed of it is dropped by its epoch. Beams end
@@ -198,7 +195,7 @@ class Scheduler:
                 self.finish(sequence, "error")
                 continue
             if logprobs is not None and sequence.params.tracks_logprobs:
-                sequence.logprobs[len(sequence.output_token_ids) :] = [logprobs[i]]  # once, whatever is interrupted
+                sequence.logprobs.append(logprobs[i])
             sequence.output_token_ids.append(token)
             sequence.num_tokens += 1
             if (sequence.num_keyed + 1) * block_size <= sequence.num_computed:
@@ -235,12 +232,14 @@ class Scheduler:
 
     # ---- failure
 
-    def restart(self, unfinished: Iterable[Sequence], failed: Iterable[Sequence] = ()) -> list[Sequence]:
-        """The device's state is gone, and perhaps a call of ours was interrupted halfway: all `unfinished` sequences
-        start over as recomputes; nothing is taken from what was running, held or cached.
+    def restart(
+        self, unfinished: Iterable[Sequence], failed: Iterable[Sequence] = (), cause: str = ""
+    ) -> list[Sequence]:
+        """The device's state is gone: all `unfinished` sequences start over as recomputes, and the prefix cache is
+        empty.
 
         Each of `failed`, the sequences of the step that failed, gets a strike; one with `MAX_FAILURES` is ended with an
-        error and returned.
+        error, which tells the `cause`, and returned.
         """
         self.running_set.reset()
         self.preemption.reset()
@@ -248,11 +247,9 @@ class Scheduler:
         self.waiting.clear()
         self._moved = []
         self.num_unfinished_full = self.num_unfinished_masked = 0
-        groups: dict[SequenceGroup, list[Sequence]] = {}
-        for sequence in unfinished:
-            groups.setdefault(sequence.group, []).append(sequence)
-        for group, sequences in groups.items():
-            self._restart_group(group, sequences)
+        for group in dict.fromkeys(sequence.group for sequence in unfinished):
+            group.restart()
+            self.add(group)
         quarantined = []
         for sequence in dict.fromkeys(row.group.head(row) for row in failed):
             if sequence.status is Status.FINISHED:
@@ -260,21 +257,10 @@ class Scheduler:
             sequence.num_failures += 1
             sequence.retry_len = 1 + sequence.num_tokens
             if sequence.num_failures >= MAX_FAILURES:
-                sequence.error = f"the step failed {sequence.num_failures} times with this sequence in it"
+                sequence.error = f"the step failed {sequence.num_failures} times with this sequence in it: {cause}"
                 self.finish(sequence, "error")
                 quarantined.append(sequence)
         return quarantined
-
-    def _restart_group(self, group: SequenceGroup, unfinished: list[Sequence]) -> None:
-        group.restart(unfinished)
-        self._count_unfinished(group)
-        if not group.live:  # its search is done, and was interrupted before its head was told
-            self.finish(group.sequences[0], "stop")
-            return
-        self.waiting.push(join(group.live))
-        for sequence in group.live:
-            if sequence.output_token_ids:  # its last token may have been its end, and not been looked at
-                self._finish_if_over(sequence, sequence.output_token_ids[-1])
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant holds. O(blocks + running + waiting)."""

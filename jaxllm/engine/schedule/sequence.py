@@ -223,8 +223,8 @@ class SequenceGroup(ABC):
         """Takes what a step says of a sequence whose next token the group chooses."""
 
     @abstractmethod
-    def restart(self, unfinished: list[Sequence]) -> None:
-        """Nothing of it is on the device any more: the `unfinished` sequences go back to their committed tokens."""
+    def restart(self) -> None:
+        """Nothing of it is on the device any more: its sequences go back to their committed tokens."""
 
 
 class Samples(SequenceGroup):
@@ -262,13 +262,11 @@ class Samples(SequenceGroup):
     def commit(self, sequence: Sequence, row: Any, running_set: "RunningSet") -> GroupStep:
         raise AssertionError("a sample's next token is the one that was drawn")
 
-    def restart(self, unfinished: list[Sequence]) -> None:
-        self.sequences = unfinished
-        for sequence in unfinished:
+    def restart(self) -> None:
+        self.sequences = [sequence for sequence in self.sequences if sequence.status is not Status.FINISHED]
+        for sequence in self.sequences:
             sequence.leave_device()
             sequence.forget_computed()
-            if sequence.matcher is not None:
-                sequence.matcher.restart()  # the interrupt may have come while it took a token
 
 
 def join(sequences: Iterable[Sequence]) -> Sequence:

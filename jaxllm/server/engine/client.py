@@ -1,6 +1,5 @@
 """What the server wants of an engine, wherever that runs."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -55,35 +54,6 @@ class EngineClient(Protocol):
     def health(self) -> Health: ...
 
     async def close(self) -> None: ...
-
-
-class Mailbox:
-    """The newest deltas of one request, for one consumer: a slow one gets several in one, so nothing piles up."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Event()
-        self._unread: RequestOutput | None = None
-        self._error: Exception | None = None
-
-    def put(self, news: RequestOutput) -> None:
-        if self._unread is not None:
-            once = self._unread.prompt_logprobs
-            news = self._unread.followed_by(news)
-            news.prompt_logprobs = news.prompt_logprobs or once
-        self._unread = news
-        self._changed.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._changed.set()
-
-    async def get(self) -> RequestOutput:
-        await self._changed.wait()
-        if self._error is not None:
-            raise self._error
-        news, self._unread = self._unread, None
-        self._changed.clear()
-        return news
 
 
 class SilenceMeter:

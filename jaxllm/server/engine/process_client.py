@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from jaxllm.engine.mailbox import Mailbox
 from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.engine import wire
-from jaxllm.server.engine.client import EngineInfo, Health, Mailbox, SilenceMeter
+from jaxllm.server.engine.client import EngineInfo, Health, SilenceMeter
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class ProcessClient:
         self._options, self._module = options, module
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
-        self._streams: dict[str, Mailbox] = {}
+        self._mailboxes: dict[str, Mailbox] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task] = []
@@ -93,25 +94,22 @@ class ProcessClient:
     ) -> AsyncIterator[RequestOutput]:
         if self._dead is not None:
             raise EngineDeadError(str(self._dead)) from self._dead
-        mailbox = self._streams[request_id] = Mailbox()
-        finished = False
+        mailbox = self._mailboxes[request_id] = Mailbox(is_delta=True)
         try:
             self._send(wire.Add(request_id, token_ids, wire.pack_params(params), priority))
-            while not finished:
-                output = await mailbox.get()
-                finished = output.finished
-                yield output
+            while not mailbox.is_finished:
+                yield await mailbox.get()
         finally:
-            if self._streams.pop(request_id, None) is not None and not finished:
+            if self._mailboxes.pop(request_id, None) is not None and not mailbox.is_finished:
                 self._send(wire.Abort(request_id, tells=False))
 
     def abort(self, request_id: str) -> None:
         self._send(wire.Abort(request_id, tells=True))
 
     def fail_all(self, reason: str) -> None:
-        for request_id in list(self._streams):
-            mailbox = self._streams.pop(request_id)
-            mailbox.fail(EngineDeadError(reason))
+        for request_id in list(self._mailboxes):
+            mailbox = self._mailboxes.pop(request_id)
+            mailbox.put(EngineDeadError(reason))
             self._send(wire.Abort(request_id, tells=False))
 
     def stats(self) -> EngineStats | None:
@@ -145,11 +143,11 @@ class ProcessClient:
         match message:
             case wire.Outputs(outputs=outputs):
                 for output in outputs:
-                    if (mailbox := self._streams.get(output.request_id)) is not None:
+                    if (mailbox := self._mailboxes.get(output.request_id)) is not None:
                         mailbox.put(output)
             case wire.Refused(request_id=request_id, message=text):
-                if (mailbox := self._streams.pop(request_id, None)) is not None:
-                    mailbox.fail(RuntimeError("the engine failed to take it") if text is None else ValueError(text))
+                if (mailbox := self._mailboxes.pop(request_id, None)) is not None:
+                    mailbox.put(RuntimeError("the engine failed to take it") if text is None else ValueError(text))
             case wire.Beat():
                 self._beat, self._stats = message, message.stats or self._stats
             case wire.Ready(info=info, stats=stats):
@@ -161,9 +159,9 @@ class ProcessClient:
         self._dead = reason
         if not self._ready.done():
             self._ready.set_exception(reason)
-        for mailbox in self._streams.values():
-            mailbox.fail(EngineDeadError(str(reason)))
-        self._streams.clear()
+        for mailbox in self._mailboxes.values():
+            mailbox.put(EngineDeadError(str(reason)))
+        self._mailboxes.clear()
 
     async def _watch(self) -> None:
         while True:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jaxllm.engine.intake import check_params, check_prompt, check_room
+from jaxllm.engine.intake import check_request
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.engine.client import EngineInfo
 from jaxllm.server.http.errors import APIError, invalid, refusing, too_long
@@ -105,6 +105,8 @@ def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionReq
     jobs = []
     for ids, text in _prompts(model, info, request):
         check_job(model, info, ids, params, "prompt")
+        if text is None and request.echo:
+            text = _decode(model, ids)
         jobs.append(GenerationJob(ids, params, text))
     return jobs
 
@@ -122,15 +124,8 @@ def _prompts(model: ServedModel, info: EngineInfo, request: CompletionRequest) -
         if isinstance(one, str):
             found.append((encode(model, info, one, "prompt", add_special_tokens=special), one))
         else:
-            found.append((_checked_ids(info, one), _decode(model, one) if request.echo else None))
+            found.append((one, None))
     return found
-
-
-def _checked_ids(info: EngineInfo, ids: Sequence[Any]) -> list[int]:
-    if len(ids) >= info.config.max_model_len:
-        raise _too_many(len(ids), info, "prompt")
-    with refusing("prompt"):
-        return check_prompt(ids, info.vocab, info.config.max_model_len)
 
 
 def _decode(model: ServedModel, ids: list[int]) -> str:
@@ -191,9 +186,7 @@ def check_job(model: ServedModel, info: EngineInfo, ids: list[int], params: Samp
     if len(ids) >= info.config.max_model_len:
         raise _too_many(len(ids), info, param)
     with refusing(param, _FIELDS):
-        check_prompt(ids, info.vocab, info.config.max_model_len)
-        check_params(params, info.vocab, model.tokenizer)
-        check_room(ids, params, info.config)
+        check_request(ids, params, info.config, info.vocab, model.tokenizer)
 
 
 def _too_many(count: int, info: EngineInfo, param: str) -> APIError:

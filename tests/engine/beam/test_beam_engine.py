@@ -1,7 +1,5 @@
 """Beam search beside everything else that the engine does, and while something goes wrong."""
 
-import sys
-
 import jax
 import pytest
 from flax import nnx
@@ -154,56 +152,6 @@ def test_a_search_that_keeps_failing_is_quarantined_alone(llm, tiny, monkeypatch
         assert_found(out.outputs, beam_search(tiny, prompt, beams(4, 6)), beams(4, 6))
 
 
-ROOMS = ("jaxllm/engine/schedule", "jaxllm/engine/beam")  # whose code changes sequences and blocks
-
-
-def count_lines(work, stop: int | None = None) -> int:
-    """Does `work`, with a Ctrl-C after `stop` lines of the modules; returns how many there were."""
-    lines = 0
-
-    def trace(frame, event, arg):
-        nonlocal lines
-        folder, _, _ = frame.f_code.co_filename.rpartition("/")
-        if not folder.endswith(ROOMS):
-            return None
-        lines += event == "line"
-        if lines == stop:
-            raise KeyboardInterrupt
-        return trace
-
-    outer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    except KeyboardInterrupt:
-        assert lines == stop
-    finally:
-        sys.settrace(outer)
-    return lines
-
-
-def test_an_interrupt_anywhere_loses_nothing(llm):
-    want, done = undisturbed(llm), {}
-
-    def start() -> None:
-        llm.engine.scheduler.pool.forget_keys()
-        done.clear()
-        for name, prompt, params in zip("abcd", PROMPTS, SEARCHES, strict=True):
-            add(llm, name, prompt, params)
-
-    def work() -> None:
-        while llm.engine.has_work():
-            done.update({out.request_id: out for out in llm.engine.step() if out.finished})
-
-    start()
-    num_lines = count_lines(work)
-    for i in range(1, 11):
-        start()
-        assert count_lines(work, stop=num_lines * i // 11) < num_lines
-        work()
-        assert [seen(done[name]) for name in "abc"] == want
-
-
 def test_a_tokenizer_that_breaks_ends_one_search(llm, tiny, monkeypatch):
     found = llm.generate(ids(PROMPTS[1]), beams(3, 6))[0].outputs[0].token_ids
 
@@ -213,7 +161,7 @@ def test_a_tokenizer_that_breaks_ends_one_search(llm, tiny, monkeypatch):
                 raise RuntimeError("broken decoder")
             return super().decode(token_ids)
 
-    monkeypatch.setattr(llm.engine, "tokenizer", wrap(Broken()))
+    monkeypatch.setattr(llm.engine.intake, "tokenizer", wrap(Broken()))
     params = [beams(3, 6, stop="no such text"), beams(3, 6, detokenize=False)]
     bad, good = llm.generate(ids(PROMPTS[1], PROMPTS[2]), params)
     assert "broken decoder" in bad.error and {c.finish_reason for c in bad.outputs} == {"error"}
@@ -225,7 +173,7 @@ def test_a_tokenizer_that_breaks_on_the_prompt_refuses_the_request(llm, monkeypa
         def decode(self, token_ids, skip_special_tokens=True):
             raise RuntimeError("broken decoder")
 
-    monkeypatch.setattr(llm.engine, "tokenizer", wrap(Broken()))
+    monkeypatch.setattr(llm.engine.intake, "tokenizer", wrap(Broken()))
     with pytest.raises(ValueError, match="fails on the prompt: broken decoder"):
         llm.generate(ids(PROMPTS[1]), beams(3, 6, stop="no such text"))
     assert not llm.engine.has_work()

@@ -160,7 +160,7 @@ def test_stop_strings_cut_the_text(letters, tiny):
 def test_end_of_sequence_is_no_stop_reason(letters, monkeypatch):
     (one,) = letters.generate(ids(PROMPTS[2]), beams(3, 6))
     eos = one.outputs[0].token_ids[2]
-    monkeypatch.setattr(letters.engine, "eos_ids", frozenset([eos]))
+    monkeypatch.setattr(letters.engine.intake, "eos_ids", frozenset([eos]))
     ended, ignored = letters.generate(ids(PROMPTS[2]) * 2, [beams(3, 6), beams(3, 6, ignore_eos=True)])
     assert seen(ignored) == seen(one)
     ends = [c for c in ended.outputs if c.finish_reason == "stop"]

@@ -180,7 +180,7 @@ def test_siblings_leave_and_return_together(small, llm, mode, params):
         done |= {out.request_id: out for out in small.engine.step()}
         small.engine.scheduler.check()
         if "r3" not in done:
-            (group,) = {sample.group for sample in small.engine._requests["r3"].sequences}
+            (group,) = {sample.group for sample in small.engine.requests["r3"].sequences}
             seen.add(frozenset(member.slot >= 0 for member in group.sequences))
     assert seen == {frozenset([False]), frozenset([True])}
     assert_same(llm, workload, done)
@@ -196,7 +196,7 @@ def test_prompt_logprobs_of_one_that_leaves_in_the_middle_of_its_prompt(small, l
     params = greedy(6, prompt_logprobs=1)
     small.engine.add(prompt, params, request_id="last")
     small.engine.step()
-    (last,) = small.engine._requests["last"].sequences
+    (last,) = small.engine.requests["last"].sequences
     assert last.num_computed == 21 and small.stats().blocks_used == 9 + 3 + 6
     small.engine.step()  # three blocks are wanted, two are free
     assert last.slot < 0
@@ -287,18 +287,6 @@ def test_a_failed_step_while_something_is_swapped_out(small, llm, monkeypatch, n
     assert small.stats().blocks_on_host == 0 == small.engine.runner._moves.num_kept
     done |= run(small)
     assert_same(llm, WORKLOADS[name], done)
-
-
-def test_an_interrupt_while_something_is_swapped_out(small, llm, monkeypatch):
-    prefer(small, "swap")
-    add(small, WORKLOADS["beams and others"])
-    done = until_swapped(small)
-    with monkeypatch.context() as patch:
-        patch.setattr(small.engine.runner, "collect", lambda handle: (_ for _ in ()).throw(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            small.engine.step()
-    done |= run(small)
-    assert_same(llm, WORKLOADS["beams and others"], done)
 
 
 def test_new_parameters_while_something_is_swapped_out(small, llm):

@@ -207,22 +207,6 @@ def test_strikes_are_forgotten_when_a_request_gets_further():
     assert a.finish_reason == b.finish_reason == "length"
 
 
-@pytest.mark.parametrize("num_steps", range(6))
-def test_interrupt_at_any_line_loses_nothing(num_steps):
-    """Of each step of a run that admits, preempts and ends requests."""
-    for num_lines in itertools.count():
-        engine = FakeEngine(num_blocks=5, block_size=2)
-        for prompt, max_new in (([1], 2), ([1, 1, 1], 4), ([2, 2, 2], 4), ([2], 1)):
-            engine.add(prompt, max_new, seed=max_new)
-        for _ in range(num_steps):
-            engine.step()
-        interrupted = engine.interrupted_step(num_lines)
-        engine.run()
-        if not interrupted:
-            break
-    assert num_lines > 50
-
-
 def test_logits_that_are_not_finite_end_only_their_request():
     engine = FakeEngine()
     a, b = engine.add([1], 5), engine.add([2], 5)

@@ -78,10 +78,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.engine.step(fail=event, max_tokens=max_tokens)
 
-    @rule(num_lines=st.integers(0, 300))
-    def interrupt(self, num_lines):
-        self.engine.interrupted_step(num_lines)
-
     def teardown(self):
         if hasattr(self, "engine"):
             self.engine.run()

@@ -199,9 +199,9 @@ def test_leaving_frees_the_blocks(web, llm):
 def test_a_storm_of_clients_that_go(web, llm, monkeypatch):
     """Their blocks are free two steps after the engine was told of the last one."""
     engine, steps, aborts = llm._engine, [], []
-    step, abort = engine.step, engine.abort
+    step, drop = engine.step, engine.drop
     monkeypatch.setattr(engine, "step", lambda: [step(), steps.append(engine.stats().blocks_used)][0])
-    monkeypatch.setattr(engine, "abort", lambda request_id: [abort(request_id), aborts.append(len(steps))][0])
+    monkeypatch.setattr(engine, "drop", lambda request_id: [drop(request_id), aborts.append(len(steps))][0])
     connections = [web.open_stream(prompt=f"{i}", max_tokens=100, ignore_eos=True) for i in range(64)]
     web.wait(lambda: llm.stats().num_running == 4 and llm.stats().num_waiting == 60)
     connections[0].recv(100)

@@ -1,0 +1,36 @@
+"""Where one request's outputs wait for a reader in an event loop."""
+
+import asyncio
+
+from jaxllm.outputs import RequestOutput
+
+
+class Mailbox:
+    """The newest output of one request, for one reader: a slow one skips some, or gets several deltas in one, so that
+    nothing piles up. It belongs to the running event loop, in which `put` must be called."""
+
+    def __init__(self, *, is_delta: bool):
+        self.loop = asyncio.get_running_loop()
+        self.is_finished = False  # the last output was read
+        self._is_delta = is_delta
+        self._changed = asyncio.Event()
+        self._newest: RequestOutput | Exception | None = None
+
+    def put(self, news: RequestOutput | Exception) -> None:
+        unread = self._newest
+        if isinstance(unread, Exception):
+            return
+        if self._is_delta and isinstance(unread, RequestOutput) and isinstance(news, RequestOutput):
+            news = unread.followed_by(news)
+        self._newest = news
+        self._changed.set()
+
+    async def get(self) -> RequestOutput:
+        """Waits for what is new. Raises the exception if that is it."""
+        await self._changed.wait()
+        self._changed.clear()
+        news, self._newest = self._newest, None
+        if isinstance(news, Exception):
+            raise news
+        self.is_finished = news.finished
+        return news

@@ -1,0 +1,107 @@
+"""What a user asks, checked and resolved once, and the sequences that it becomes."""
+
+import itertools
+import logging
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jaxllm.engine.beam.group import BeamSearchGroup
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device.packing import NUM_STOP_IDS
+from jaxllm.engine.intake import check_request
+from jaxllm.engine.schedule import sequence as schedule
+from jaxllm.grammar.compiler import Grammar, GrammarCompiler
+from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxllm.structured_outputs import StructuredOutputs
+from jaxllm.text.detokenizer import Detokenizer
+
+log = logging.getLogger(__name__)
+
+
+class PreparedRequest(NamedTuple):
+    """A request that the engine can serve: nothing about it is looked at again."""
+
+    token_ids: list[int]  # the prompt's
+    prompt: str | None  # its text, if it is known
+    params: SamplingParams
+    bad_words: list[list[int]]  # as token ids
+    grammar: Grammar | None
+    text: Detokenizer | None  # what finds the stop strings of beams
+
+
+class Intake:
+    """Prepares requests for one model: from any thread. `vocab` counts its token ids, `eos_ids` end its texts;
+    `tokenizer` is None for an engine of token ids only."""
+
+    def __init__(self, config: EngineConfig, *, vocab: int, eos_ids: Iterable[int], tokenizer: Any):
+        self.config, self.vocab, self.eos_ids, self.tokenizer = config, vocab, frozenset(eos_ids), tokenizer
+        self.grammars = GrammarCompiler(tokenizer, vocab, self.eos_ids)
+        self._rng = random.Random(config.seed)
+        self._arrivals = itertools.count()
+        if len(self.eos_ids) + MAX_STOP_TOKEN_IDS > NUM_STOP_IDS:
+            most = NUM_STOP_IDS - MAX_STOP_TOKEN_IDS
+            raise ValueError(f"the model has {len(self.eos_ids)} end-of-sequence ids; at most {most} are supported")
+
+    def prepare(
+        self, token_ids: Sequence[Any], params: SamplingParams, *, prompt: str | None = None
+    ) -> PreparedRequest:
+        """Checks a request and resolves what it names. ValueError if this engine can't serve it. Compiling a grammar
+        may take seconds."""
+        ids, bad_words = check_request(token_ids, params, self.config, self.vocab, self.tokenizer)
+        grammar = None if params.structured_outputs is None else self._compile(params.structured_outputs)
+        text = None
+        if params.beam_width is not None and params.stops:
+            text = self._watch_text(ids, params)
+        return PreparedRequest(ids, prompt, params, bad_words, grammar, text)
+
+    def _compile(self, wanted: StructuredOutputs) -> Grammar:
+        try:
+            return self.grammars.compile(wanted)
+        except ValueError:
+            raise
+        except Exception as error:
+            log.exception("compiling a grammar failed")
+            raise ValueError(f"the grammar can't be compiled: {error}") from error
+
+    def _watch_text(self, token_ids: list[int], params: SamplingParams) -> Detokenizer:
+        try:
+            return Detokenizer(self.tokenizer, params, token_ids)
+        except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
+            raise ValueError(f"stop strings can't be found, as the tokenizer fails on the prompt: {error}") from error
+
+    def sequences(self, prepared: PreparedRequest, request: Any, priority: int) -> schedule.SequenceGroup:
+        """The samples or beams of `request`, which are told to the scheduler together."""
+        params = prepared.params
+        seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
+        sequences = [
+            self._sequence(prepared, request, index, seed, priority)
+            for index in range(params.beam_width or params.num_samples)
+        ]
+        if params.beam_width is not None:
+            return BeamSearchGroup(sequences, prepared.text)
+        return schedule.Samples(sequences)
+
+    def _sequence(
+        self, prepared: PreparedRequest, request: Any, index: int, seed: int, priority: int
+    ) -> schedule.Sequence:
+        params, grammar = prepared.params, prepared.grammar
+        eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        limit = self.config.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prepared.token_ids) + params.max_tokens)
+        return schedule.Sequence(
+            prompt_token_ids=prepared.token_ids,
+            params=params,
+            arrival=next(self._arrivals),
+            seed=seed,
+            sample_index=index,
+            max_total_len=limit,
+            stop_ids=eos_ids.union(params.stop_token_ids),
+            eos_ids=eos_ids,
+            priority=priority,
+            bad_words=prepared.bad_words,
+            request=request,
+            host_dependent=params.beam_width is not None or grammar is not None,
+            matcher=None if grammar is None else grammar.matcher(),
+        )

@@ -1,0 +1,89 @@
+"""The requests that an engine has, and what each of them does on the host: which may fail, and then ends it alone."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+
+from jaxllm.engine.output import Request
+from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.outputs import FinishReason, RequestOutput
+
+log = logging.getLogger(__name__)
+
+
+class OpenRequests:
+    """Requests by id, from when they are accepted until their last output is made. `finish` ends a sequence."""
+
+    def __init__(self, finish: Callable[[Sequence, FinishReason], None]):
+        self._finish = finish
+        self._requests: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._requests[request_id]
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def end(self, request_id: str, reason: FinishReason) -> Request | None:
+        """Forgets a request, whose sequences end now; None if there is no such request (any more)."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            for sequence in request.sequences:
+                self._finish(sequence, reason)
+        return request
+
+    def output(self, request: Request) -> RequestOutput:
+        """What it is so far; with an error if that fails."""
+        try:
+            return request.output()
+        except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
+            self._fail(request, error)
+            return request.output()
+
+    def updates(self, updated: Iterable[Sequence]) -> list[RequestOutput]:
+        """The outputs that are due after these sequences got further or ended."""
+        changed: dict[Request, None] = {}
+        for sequence in updated:
+            request = sequence.request
+            if request.watches_text:
+                self._watch_text(request, sequence)
+            if request.stream or sequence.finish_reason:
+                changed[request] = None
+        updates = []
+        for request in changed:
+            try:
+                output = request.update()
+            except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
+                self._fail(request, error)
+                output = request.output()
+            if output is not None:
+                updates.append(output)
+                if output.finished:
+                    self._requests.pop(request.request_id, None)
+        return updates
+
+    def _watch_text(self, request: Request, sequence: Sequence) -> None:
+        try:
+            stop = request.decode(sequence)
+        except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
+            self._fail(request, error)
+            return
+        if stop is not None:
+            self._finish(sequence, "stop")
+            sequence.finish_reason, sequence.stop_reason = "stop", stop  # also if its length ended it just now
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        log.error("request %s failed on the host", request.request_id, exc_info=error)
+        request.fail(f"decoding its text failed: {error}")
+        for sequence in request.sequences:
+            self._finish(sequence, "error")
+        for sequence in request.shown:
+            sequence.finish_reason = "error"
