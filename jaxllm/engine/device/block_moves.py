@@ -14,7 +14,7 @@ from statistics import median
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from jaxllm.engine.device.compile_plan import CompilePlan
@@ -68,6 +68,7 @@ def jobs(kv_pools: Sequence[jax.ShapeDtypeStruct], max_num_seqs: int) -> dict[Ha
     """The executables for pools with these shapes and shardings: ("copy", n), ("swap_out", n) and ("swap_in", n)."""
     pools, places = list(kv_pools), [pool.sharding for pool in kv_pools]
     mesh, spec = places[0].mesh, places[0].spec
+    assert isinstance(mesh, Mesh)  # not an abstract one
     beside = NamedSharding(mesh, PartitionSpec(None, *spec))  # a block's contents stay on the devices of its heads
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
