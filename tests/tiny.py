@@ -86,6 +86,12 @@ def make_llm(model, **options) -> LLM:
     return llm
 
 
+def drain(llm: LLM) -> None:
+    """Finishes the step that was dispatched before the host saw that a token was the last."""
+    while llm.engine.has_work():
+        assert llm.engine.step() == []
+
+
 def clean(llm: LLM) -> None:
     """Asserts that an idle engine has everything back, and empties its prefix cache for the next test."""
     assert not llm.engine.has_work()

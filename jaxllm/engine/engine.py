@@ -8,8 +8,9 @@ from typing import Any
 
 from jaxllm.engine.beam.group import read_rows
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.runner import Handle, Result, Runner
+from jaxllm.engine.device.runner import Forward, Handle, Result, Runner
 from jaxllm.engine.failure import describe
+from jaxllm.engine.grammar_rows import GrammarRows
 from jaxllm.engine.logprobs import pack_logprobs
 from jaxllm.engine.output import Request
 from jaxllm.engine.prepare import Intake, PreparedRequest
@@ -172,24 +173,20 @@ class Engine:
             self._start_empty()
 
     def _step(self) -> list[RequestOutput]:
-        scheduler = self.scheduler
-        needs = self._needs()
-        plan = scheduler.schedule(self.runner.max_tokens(*needs))
+        plan = self._schedule()
         done, self._in_flight = self._in_flight, None
         failed: tuple[Plan, Exception] | None = None
-        finished: list[Sequence] = []
+        unsampled: tuple[Forward, GrammarRows] | None = None  # whose masks depend on the step before
+        updated: list[Sequence] = []
         if plan is not None:
-            self._steps.count(plan.num_tokens)
-            for sequence, _ in plan.admitted:
-                sequence.request.scheduled()
-            self._peak_blocks = max(self._peak_blocks, scheduler.pool.num_used)
-            blocked = self._fill_masks(plan) if needs[1] else []
             try:
-                self._in_flight = self.runner.dispatch(plan)
+                forward, rows = self.runner.dispatch_forward(plan), GrammarRows(plan)
+                if rows.await_commit:
+                    unsampled = forward, rows
+                else:
+                    updated += self._sample(forward, rows)
             except Exception as error:  # noqa: BLE001 - whatever it was, the donated state is gone
                 failed = plan, error
-            finished = [self._end_blocked(sequence) for sequence in blocked]
-        updated: list[Sequence] = []
         if done is not None:
             try:
                 result = self.runner.collect(done)
@@ -198,22 +195,36 @@ class Engine:
             else:
                 if result.tokens:
                     self.failure, self._num_failed_steps = None, 0
-                updated = scheduler.commit(done.plan, result.tokens, *self._read(done.plan, result))
+                updated += self.scheduler.commit(done.plan, result.tokens, *self._read(done.plan, result))
+        if unsampled is not None and failed is None:
+            try:
+                updated += self._sample(*unsampled)
+            except Exception as error:  # noqa: BLE001 - as above
+                failed = unsampled[0].plan, error
         if failed is not None:
             updated += self._recover(*failed)
-        return self.requests.updates(updated + finished)
+        return self.requests.updates(updated)
 
-    def _fill_masks(self, plan: Plan) -> list[Sequence]:
-        """Gives the plan's samples the masks of their grammars; returns those that can't go on."""
-        bound = [(sequence, row) for row, sequence in enumerate(plan.samples) if sequence.matcher is not None]
-        if not bound:
+    def _schedule(self) -> Plan | None:
+        """Plans a step for the executables that are there."""
+        scheduler = self.scheduler
+        plan = scheduler.schedule(self.runner.max_tokens(*self._needs()))
+        if plan is not None:
+            self._steps.count(plan.num_tokens)
+            for sequence, _ in plan.admitted:
+                sequence.request.scheduled()
+            self._peak_blocks = max(self._peak_blocks, scheduler.pool.num_used)
+        return plan
+
+    def _sample(self, forward: Forward, rows: GrammarRows) -> list[Sequence]:
+        """Dispatches a step's sampling. Returns the sequences that end because their grammars allow no token."""
+        if not rows:
+            self._in_flight = self.runner.dispatch_sample(forward)
             return []
-        plan.masks = self.runner.empty_masks(plan)
-        for sequence, _ in bound:
-            sequence.matcher.follow(sequence.output_token_ids)
-        self.intake.grammars.fill([(sequence.matcher, row) for sequence, row in bound], plan.masks)
-        allowed = plan.masks.any(axis=1)  # a beam without a token just ends, if others go on
-        return [r for r, row in bound if r.matcher.error or not (allowed[row] or r.is_beam)]
+        masks = self.runner.empty_masks(forward.plan)
+        blocked = rows.fill(self.intake.grammars, masks)
+        self._in_flight = self.runner.dispatch_sample(forward, masks)
+        return [self._end_blocked(sequence) for sequence in blocked]
 
     def _end_blocked(self, sequence: Sequence) -> Sequence:
         """Ends a request whose grammar allows no token; returns it, or who stands for it."""

@@ -102,6 +102,6 @@ class Intake:
             priority=priority,
             bad_words=prepared.bad_words,
             request=request,
-            host_dependent=params.beam_width is not None or grammar is not None,
+            host_dependent=params.beam_width is not None,
             matcher=None if grammar is None else grammar.matcher(),
         )

@@ -78,7 +78,8 @@ class OpenRequests:
             return
         if stop is not None:
             self._finish(sequence, "stop")
-            sequence.finish_reason, sequence.stop_reason = "stop", stop  # also if its length ended it just now
+            # Also if its length ended it just now, or its grammar, which was asked for one token more.
+            sequence.finish_reason, sequence.stop_reason, sequence.error = "stop", stop, None
 
     def _fail(self, request: Request, error: Exception) -> None:
         log.error("request %s failed on the host", request.request_id, exc_info=error)

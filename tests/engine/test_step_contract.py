@@ -24,8 +24,8 @@ def run(llm) -> dict:
 
 def test_the_next_step_is_dispatched_before_this_one_is_read(llm, monkeypatch):
     events, runner = [], llm.engine.runner
-    dispatch, collect = runner.dispatch, runner.collect
-    monkeypatch.setattr(runner, "dispatch", lambda plan: events.append("dispatch") or dispatch(plan))
+    dispatch, collect = runner.dispatch_forward, runner.collect
+    monkeypatch.setattr(runner, "dispatch_forward", lambda plan: events.append("dispatch") or dispatch(plan))
     monkeypatch.setattr(runner, "collect", lambda handle: events.append("collect") or collect(handle))
     llm.generate(ids([1, 2, 3]), greedy(4))
     assert events == ["dispatch"] + ["dispatch", "collect"] * 3 + ["collect"]
@@ -111,19 +111,20 @@ def test_abort_at_any_time(llm, tiny):
         llm.engine.scheduler.check()
 
 
-def fail_once(llm, when: int, monkeypatch, *, after: bool = True) -> None:
-    """The `when`-th step from now fails: after the device took the state (`after`), or when its result is read."""
+def fail_once(llm, when: int, monkeypatch, *, after: bool = True, verb: str | None = None) -> None:
+    """The `when`-th step from now fails: after the device took the state (`after`), or when its result is read. `verb`
+    says which of the runner's calls fails instead."""
     runner = llm.engine.runner
-    verb = "dispatch" if after else "collect"
+    verb = verb or ("dispatch_forward" if after else "collect")
     real, calls = getattr(runner, verb), []
 
-    def failing(argument):
+    def failing(*given):
         calls.append(1)
         if len(calls) == when:
-            if after:
-                real(argument)  # the donated state is gone
+            if verb != "collect":
+                real(*given)  # the donated state is gone
             raise jax.errors.JaxRuntimeError("INTERNAL: injected")
-        return real(argument)
+        return real(*given)
 
     monkeypatch.setattr(runner, verb, failing)
 
@@ -143,7 +144,7 @@ def test_a_failed_step_is_recomputed(llm, tiny, monkeypatch, when, after):
 def test_a_poison_request_is_quarantined_alone(llm, tiny, monkeypatch, poison_len):
     prompts, poison = prompts_of([5, 9, 14]), [7, 7, 7, 7, 7]
     runner = llm.engine.runner
-    dispatch = runner.dispatch
+    dispatch = runner.dispatch_forward
 
     def failing(plan):
         for request in plan.rows:
@@ -151,7 +152,7 @@ def test_a_poison_request_is_quarantined_alone(llm, tiny, monkeypatch, poison_le
                 raise jax.errors.JaxRuntimeError("INTERNAL: injected")
         return dispatch(plan)
 
-    monkeypatch.setattr(runner, "dispatch", failing)
+    monkeypatch.setattr(runner, "dispatch_forward", failing)
     *good, bad = llm.generate(ids(*prompts, poison), greedy(10))
     assert bad.outputs[0].finish_reason == "error" and "failed" in bad.error
     assert len(bad.outputs[0].token_ids) >= poison_len

@@ -13,7 +13,7 @@ import pytest
 from jaxllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from tests.chat_model import backend
 from tests.engine.test_step_contract import fail_once
-from tests.tiny import Tiny, clean, ids, make_llm, prompts_of
+from tests.tiny import Tiny, clean, drain, ids, make_llm, prompts_of
 
 VOCAB = 270  # of which the tokenizer has 263
 EOS = 257
@@ -76,6 +76,7 @@ def shared(model):
 def llm(shared):
     shared.engine.scheduler.pool.forget_keys()
     yield shared
+    drain(shared)
     clean(shared)
 
 

@@ -15,9 +15,9 @@ PROMPTS = [[7], [3, 14, 15, 92, 65, 35], np.random.default_rng(0).integers(2, 16
 def watch_logits(llm: LLM, monkeypatch) -> list[np.ndarray]:
     """The logits of every row that the engine samples from now on."""
     seen = []
-    dispatch = Runner.dispatch
+    dispatch = Runner.dispatch_sample
 
-    def watched(self, plan):
+    def watched(self, forward, masks=None):
         plan_of = self.compile_plan
 
         class Plan:
@@ -33,9 +33,9 @@ def watch_logits(llm: LLM, monkeypatch) -> list[np.ndarray]:
 
         with monkeypatch.context() as patch:
             patch.setattr(self, "compile_plan", Plan())
-            return dispatch(self, plan)
+            return dispatch(self, forward, masks)
 
-    monkeypatch.setattr(Runner, "dispatch", watched)
+    monkeypatch.setattr(Runner, "dispatch_sample", watched)
     return seen
 
 

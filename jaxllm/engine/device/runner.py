@@ -40,6 +40,15 @@ class PromptLogprobSpan(NamedTuple):
     at: int  # among the step's tokens, of the one before the first
 
 
+class Forward(NamedTuple):
+    """A step whose forward pass is dispatched, and whose samples are not yet."""
+
+    plan: Plan
+    dispatched_at: float  # seconds of time.perf_counter
+    logits: Array | None  # float32 [seqs, vocab] that each sample comes from; None if the plan has no rows
+    sample_slots: Array | None  # int32 [seqs]: the slots that they are for
+
+
 class Handle(NamedTuple):
     """A dispatched step: its plan, and what the host will read of it, which is on its way there."""
 
@@ -162,40 +171,54 @@ class Runner:
     def _layout(self, plan: Plan) -> StepLayout:
         return self._layouts[pick_bucket(self._buckets, max(plan.num_tokens, plan.num_samples))]
 
-    def dispatch(self, plan: Plan) -> Handle:
-        """Puts a step on the device's queue, what moves before it first, and awaits nothing."""
+    def dispatch_forward(self, plan: Plan) -> Forward:
+        """Puts the first half of a step on the device's queue, what moves before it first: all but the sampling.
+        Awaits nothing. Decode rows take their tokens from the slots, into which the sampling of the step before puts
+        them. `dispatch_sample` must follow before the next step."""
         now = time.perf_counter()
         self._state = self._state._replace(kv_pools=self._moves.run(self._state.kv_pools, plan))
         self._admit(plan)
         if not plan.num_tokens:
-            return Handle(plan, now, None, None, [], [])
-        state = self._state
-        layout = self._layout(plan)
+            return Forward(plan, now, None, None)
+        state, layout = self._state, self._layout(plan)
         run = self.compile_plan["step", layout.tokens]
         pools, slots, hidden, logits, sample_slots = run(
             self._leaves, state.kv_pools, state.slots, state.hidden, layout.pack(plan)
         )
-        result, penalties, candidates = sample_slots, state.penalties, None
+        self._state = state._replace(kv_pools=pools, slots=slots, hidden=hidden)
+        return Forward(plan, now, logits, sample_slots)
+
+    def dispatch_sample(self, forward: Forward, masks: np.ndarray | None = None) -> Handle:
+        """Puts the second half on the queue, and awaits nothing. `masks` is of `empty_masks`, if some samples follow a
+        grammar, and is not written any more from now on."""
+        plan, now, logits, sample_slots = forward
+        if logits is None:
+            return Handle(plan, now, None, None, [], [])
+        result, candidates = sample_slots, None
         if plan.num_samples:
-            draw = self.compile_plan["sample", layout.seqs, plan.full_sampler]
-            allowed = logits
-            if plan.masks is not None:
-                allowed = self.compile_plan["mask", layout.seqs](logits, plan.masks)
-            given = slots.length, state.sampling
-            if plan.full_sampler:
-                last_token, penalties, result, candidates = draw(
-                    slots.last_token, penalties, *given, logits, allowed, sample_slots
-                )
-            else:
-                last_token, result = draw(slots.last_token, *given, allowed, sample_slots)
-            slots = slots._replace(last_token=last_token)
-        self._state = DeviceState(pools, slots, state.sampling, penalties, hidden)
+            result, candidates = self._sample(plan, logits, sample_slots, masks)
         result.copy_to_host_async()
-        candidates = candidates if plan.has_beams else None
         if candidates is not None:
             candidates.copy_to_host_async()
         spans = _prompt_logprob_spans(plan)
         return Handle(plan, now, result, candidates, spans, self._prompt_logprobs(spans) if spans else [])
+
+    def _sample(
+        self, plan: Plan, logits: Array, sample_slots: Array, masks: np.ndarray | None
+    ) -> tuple[Array, Array | None]:
+        """The `result` and `candidates` of a `Handle`."""
+        (_, slots, sampling, penalties, _), seqs, allowed = self._state, len(logits), logits
+        if masks is not None:
+            allowed = self.compile_plan["mask", seqs](logits, masks)
+        draw, candidates = self.compile_plan["sample", seqs, plan.full_sampler], None
+        if plan.full_sampler:
+            last_token, penalties, result, candidates = draw(
+                slots.last_token, penalties, slots.length, sampling, logits, allowed, sample_slots
+            )
+        else:
+            last_token, result = draw(slots.last_token, slots.length, sampling, allowed, sample_slots)
+        self._state = self._state._replace(slots=slots._replace(last_token=last_token), penalties=penalties)
+        return result, candidates if plan.has_beams else None
 
     def collect(self, handle: Handle) -> Result:
         """Waits for a step. Raises what it raised."""

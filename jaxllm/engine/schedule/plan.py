@@ -1,7 +1,7 @@
 """One step, as the scheduler hands it to the runner and gets it back."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxllm.engine.schedule.sequence import Sequence
 
@@ -63,7 +63,6 @@ class Plan:
     num_tokens: int = 0
     num_samples: int = 0
     full_sampler: bool = False
-    masks: Any = None  # int32 [seqs, words], if a sample has to follow a grammar; the engine's part
     has_beams: bool = False  # perhaps
     rows: list[Sequence] = field(default_factory=list)
     samples: list[Sequence] = field(default_factory=list)

@@ -6,10 +6,10 @@ from flax import nnx
 
 from jaxllm import SamplingParams
 from jaxllm.text.tokenizer import wrap
-from tests.engine.beam.test_beam_search import OFTEN, PROMPTS, beams, drain, seen
+from tests.engine.beam.test_beam_search import OFTEN, PROMPTS, beams, seen
 from tests.engine.test_step_contract import Letters, fail_once
 from tests.plain_search import assert_found, beam_search, cumulative_logprob, draw
-from tests.tiny import Tiny, clean, greedy, ids, make_llm, prompts_of
+from tests.tiny import Tiny, clean, drain, greedy, ids, make_llm, prompts_of
 
 
 def add(llm, name, prompt, params, **options) -> None:
@@ -137,14 +137,14 @@ def test_a_failed_step_is_searched_again(llm, monkeypatch, when, after):
 
 def test_a_search_that_keeps_failing_is_quarantined_alone(llm, tiny, monkeypatch):
     runner, poison = llm.engine.runner, PROMPTS[2]
-    dispatch = runner.dispatch
+    dispatch = runner.dispatch_forward
 
     def failing(plan):
         if any(r.prompt_token_ids == poison and len(r.output_token_ids) == 2 for r in plan.rows):
             raise jax.errors.JaxRuntimeError("INTERNAL: injected")
         return dispatch(plan)
 
-    monkeypatch.setattr(runner, "dispatch", failing)
+    monkeypatch.setattr(runner, "dispatch_forward", failing)
     outs = llm.generate(ids(PROMPTS[1], poison, PROMPTS[3]), beams(4, 6))
     assert "failed" in outs[1].error and {c.finish_reason for c in outs[1].outputs} == {"error"}
     for prompt, out in zip(PROMPTS[1::2], outs[::2], strict=True):

@@ -10,7 +10,7 @@ from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.text.tokenizer import wrap
 from tests.engine.test_step_contract import Letters
 from tests.plain_search import assert_found, beam_search, cumulative_logprob, log_softmax
-from tests.tiny import greedy, ids, prompts_of
+from tests.tiny import drain, greedy, ids, prompts_of
 
 PROMPTS = prompts_of([1, 4, 7, 30], seed=1)  # alone in a block, a block, inside of one, more than a step takes
 OFTEN = list(range(0, 96, 5))[:16]  # as stop tokens: some beam ends in nearly every step
@@ -26,12 +26,6 @@ def seen(out) -> list[tuple]:
         (c.index, c.token_ids, c.text, c.finish_reason, c.stop_reason, round(c.cumulative_logprob, 3))
         for c in out.outputs
     ]
-
-
-def drain(llm) -> None:
-    """The step that was dispatched before the host saw a stop token."""
-    while llm.engine.has_work():
-        assert llm.engine.step() == []
 
 
 @pytest.fixture

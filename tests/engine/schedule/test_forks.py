@@ -22,8 +22,8 @@ def assert_drawn(tiny: Tiny, prompt, completions, params: SamplingParams) -> Non
 
 
 def watch_plans(llm, monkeypatch) -> list:
-    plans, dispatch = [], llm.engine.runner.dispatch
-    monkeypatch.setattr(llm.engine.runner, "dispatch", lambda plan: plans.append(plan) or dispatch(plan))
+    plans, dispatch = [], llm.engine.runner.dispatch_forward
+    monkeypatch.setattr(llm.engine.runner, "dispatch_forward", lambda plan: plans.append(plan) or dispatch(plan))
     return plans
 
 

@@ -1,0 +1,36 @@
+"""The samples of a step that follow a grammar: their masks, and those that a grammar leaves no token
+(docs/step_contract.md, clause 5)."""
+
+import numpy as np
+
+from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.grammar.compiler import GrammarCompiler
+
+
+class GrammarRows:
+    """Those of `plan`. A row's mask depends on all tokens before it, of which the step before may compute the last."""
+
+    def __init__(self, plan: Plan):
+        samples = zip(plan.samples, plan.epochs, strict=True)
+        self._rows = [(row, *sample) for row, sample in enumerate(samples) if sample[0].matcher is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    @property
+    def await_commit(self) -> bool:
+        """Whether the masks can't be filled before the step that is in flight is committed."""
+        return any(sequence.num_in_flight > 1 for _, sequence, _ in self._rows)
+
+    def fill(self, compiler: GrammarCompiler, masks: np.ndarray) -> list[Sequence]:
+        """Writes the masks of the rows into `masks`, int32 `[samples, words]`; returns the sequences that can't go on.
+        Rows of sequences that ended or left the device meanwhile stay as they are: their tokens are dropped."""
+        rows = [(row, sequence) for row, sequence, epoch in self._rows if sequence.epoch == epoch]
+        if not rows:
+            return []
+        for _, sequence in rows:
+            sequence.matcher.follow(sequence.output_token_ids)
+        compiler.fill([(sequence.matcher, row) for row, sequence in rows], masks)
+        allowed = masks.any(axis=1)  # a beam without a token just ends, if others go on
+        return [sequence for row, sequence in rows if sequence.matcher.error or not (allowed[row] or sequence.is_beam)]
