@@ -1,4 +1,4 @@
-"""Checks of what users give, which say the field, its value and what it may be. All raise `ValueError`."""
+"""Checks of users' values. All raise `ValueError` naming the field, its value and the allowed range."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ def as_list(name: str, value: Any) -> list:
 
 
 def as_ids(name: str, value: Any) -> list[int] | None:
-    """Token ids without repeats; the engine, which knows the vocabulary, checks how large they may be."""
+    """Token ids without repeats. The engine, which knows the vocabulary, checks the upper bound."""
     if value is None:
         return None
     for token in (ids := as_list(name, value)):
@@ -20,7 +20,7 @@ def as_ids(name: str, value: Any) -> list[int] | None:
 
 
 def as_bias(value: Any) -> dict[int, float]:
-    """Keys may be strings of digits, as JSON has them."""
+    """Token id -> bias. Keys may be strings of digits, as in JSON."""
     if not isinstance(value, Mapping | None):
         raise ValueError(f"logit_bias={value!r} must be a dict of token ids and numbers")
     bias = {}

@@ -1,4 +1,4 @@
-"""What can go wrong from a user's point of view. Each message says what, why and what to do."""
+"""The exceptions that users see. Each message says what happened, why, and what to do."""
 
 
 class JaxLLMError(Exception):

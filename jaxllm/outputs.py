@@ -1,4 +1,4 @@
-"""What a request returns."""
+"""The outputs of a request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -15,7 +15,7 @@ class Logprob(NamedTuple):
     decoded_token: str | None  # None without a tokenizer
 
 
-Logprobs = list[Mapping[int, Logprob] | None]  # a position's token and others wanted there; None: it has none
+Logprobs = list[Mapping[int, Logprob] | None]  # a position's own token and the requested others; None: not scored
 
 
 class _OnDemand:
@@ -51,17 +51,17 @@ def _values(instance: Any) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One completion. `token_ids`, `text` and `logprobs` are cumulative, or what is new, as `output_kind` says.
+    """One completion. `token_ids`, `text` and `logprobs` are cumulative or deltas, according to `output_kind`.
 
-    `cumulative_logprob` is there if log-probabilities are wanted, and with `beam_width` or a `best_of` above `n`. It is
-    the model's: bias, masks and penalties, which count where beams are ranked, are not in it.
+    `cumulative_logprob` is set if log-probabilities are requested, with `beam_width`, and with `best_of` above `n`. It
+    is the model's own: bias, masks and penalties, which count for the ranking of beams, are not included.
     """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None  # nats, of all tokens so far
-    logprobs: Logprobs | None = _OnDemand()  # one a token; dictionaries that are made when they are looked at
+    logprobs: Logprobs | None = _OnDemand()  # one per token; built on first access
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for end of sequence
 
@@ -80,16 +80,16 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: Logprobs | None = _OnDemand()  # one a prompt token, None for the first; when all are computed
+    prompt_logprobs: Logprobs | None = _OnDemand()  # one per prompt token, None for the first; set once all are computed
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
-    error: str | None = None  # why a completion has finish_reason "error"
-    queued_s: float = 0.0  # seconds from its arrival in the engine to its first step
+    error: str | None = None  # the cause, if a completion has finish_reason "error"
+    queued_s: float = 0.0  # seconds from arrival in the engine to the first step
 
     __getstate__ = _values
 
     def followed_by(self, newer: "RequestOutput") -> "RequestOutput":
-        """Two deltas in one."""
+        """This delta and the next one, merged."""
         outputs = {completion.index: completion for completion in self.outputs}
         for new in newer.outputs:
             old = outputs.get(new.index)
@@ -103,11 +103,11 @@ class RequestOutput:
 
 @dataclass(kw_only=True)
 class BeamSearchSequence:
-    """A completion that a beam search found, with its prompt before it."""
+    """A completion found by beam search, with its prompt in front."""
 
     tokens: list[int]  # of prompt and output, with the end of sequence
     text: str | None  # the prompt's and the output's; None without a tokenizer
-    logprobs: Logprobs  # one an output token: its own, and those of the most likely
+    logprobs: Logprobs  # one per output token: its own and those of the most likely tokens
     cum_logprob: float  # nats, of the output
     score: float  # cum_logprob / number of output tokens ** length_penalty
     finish_reason: FinishReason | None = None
@@ -116,11 +116,11 @@ class BeamSearchSequence:
 
 @dataclass(kw_only=True)
 class BeamSearchOutput:
-    """What a beam search found for one prompt, best first. A failed one has no `sequences`, but an `error`.
+    """The result of a beam search for one prompt, best first. A failed search has an `error` and no `sequences`.
 
-    Names are vLLM's, and scores those of `transformers`: vLLM divides by the length of prompt and output, without the
-    end of sequence. With `allowed_token_ids` they are ranked by their log-probabilities after that mask, and the order
-    may differ from that of `score`.
+    Names are vLLM's, scores follow `transformers`: vLLM divides by the length of prompt and output, without the end of
+    sequence. With `allowed_token_ids` the ranking uses log-probabilities after the mask, so that the order may differ
+    from the order of `score`.
     """
 
     sequences: list[BeamSearchSequence]
@@ -128,7 +128,7 @@ class BeamSearchOutput:
 
     @classmethod
     def of(cls, output: RequestOutput, prompt: str | None, length_penalty: float) -> "BeamSearchOutput":
-        """From a finished output that has log-probabilities; `prompt` is its text, None without a tokenizer."""
+        """From a finished output with log-probabilities; `prompt` is the prompt's text, None without a tokenizer."""
         if output.error is not None:
             return cls(sequences=[], error=output.error)
         return cls(sequences=[_sequence(output, found, prompt, length_penalty) for found in output.outputs])

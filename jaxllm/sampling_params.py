@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen, and when it ends. Validated once, here, for every entrance."""
+"""How a request's tokens are chosen and when it ends. Validated once, here, for every entrance."""
 
 import enum
 from collections.abc import Mapping
@@ -6,17 +6,17 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from jaxllm.argument_checks import as_bias, as_ids, as_list, check_float, check_int, check_words
-from jaxllm.structured_outputs import StructuredOutputs, as_form
+from jaxllm.structured_outputs import StructuredOutputs, as_structured_outputs
 
 MAX_N = 128
 MAX_STOPS = 32
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 32
-# Fixed widths of the device's tables.
+# The next four are fixed widths of the device's tables.
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
-BAD_WORD_LEN = 8  # tokens
+BAD_WORD_LEN = 8  # tokens of a bad word
 MAX_SALT_LEN = 256  # characters
 
 _FLAGS = (
@@ -27,11 +27,11 @@ _FLAGS = (
     "include_stop_str_in_output",
     "skip_reading_prefix_cache",
 )
-_NEUTRAL = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # all that beam search takes
+_NEUTRAL = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # what beam search accepts
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of a stream holds. `LLM.generate` returns the whole in any case."""
+    """What each output of a stream contains. `LLM.generate` always returns the whole."""
 
     CUMULATIVE = 0  # everything so far
     DELTA = 1  # what is new since the output before
@@ -43,50 +43,51 @@ class SamplingParams:
     """Sampling parameters, with vLLM's names and defaults. Raises `ValueError` naming field, value and range.
 
     The logits go through `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias` and the penalties, then
-    temperature, min-p, top-k and top-p; tokens tied with the last one kept are kept too. Log-probabilities are those
-    of the model, before any of this.
+    temperature, min-p, top-k and top-p; tokens tied with the last kept one are kept too. Log-probabilities are the
+    model's own, before all of these.
 
-    With `best_of` above `n`, and with `beam_width`, the completions come best first and once, when all have finished,
-    whatever `output_kind` says. Beam search is that of `transformers`: a completion's score is the sum of its tokens'
-    log-probabilities (with bias, masks and penalties), divided by their number (with the end of sequence, without the
-    prompt) to the power of `length_penalty`.
+    With `best_of` above `n`, and with `beam_width`, the completions are returned best first and once, when all have
+    finished, whatever `output_kind` is. Beam search follows `transformers`: a completion's score is the sum of its
+    tokens' log-probabilities (with bias, masks and penalties), divided by their number (with the end of sequence,
+    without the prompt) to the power of `length_penalty`.
     """
 
     n: int = 1  # completions, 1 .. 128
-    best_of: int | None = None  # n .. 128; samples, of which the n of the highest log-probability a token are returned
-    beam_width: int | None = None  # 1 .. 32: beam search, of which the n best are returned; None: none
+    best_of: int | None = None  # n .. 128 samples, of which the n with the highest log-probability per token return
+    beam_width: int | None = None  # 1 .. 32: beam search that returns the n best; None: no beam search
     length_penalty: float = 1.0  # -10 .. 10, for beams; above 0 favours long completions, below 0 short ones
-    # Beams end when beam_width have finished (True), when no better one is likely (False), or possible ("never").
+    # The search ends when beam_width completions have finished (True), or when a better one is unlikely (False) or
+    # impossible ("never").
     early_stopping: bool | Literal["never"] = False
-    presence_penalty: float = 0.0  # -2 .. 2, once for a token that the output has
-    frequency_penalty: float = 0.0  # -2 .. 2, for each time the output has it
+    presence_penalty: float = 0.0  # -2 .. 2, once for each token in the output
+    frequency_penalty: float = 0.0  # -2 .. 2, for each occurrence in the output
     repetition_penalty: float = 1.0  # above 0; divides positive logits of tokens in prompt or output
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # 0 .. 1; 0 keeps the most likely token
     top_k: int = 0  # 0 or -1: all
     min_p: float = 0.0  # 0 .. 1, relative to the most likely token
-    seed: int | None = None  # the same text whatever runs beside it; None or -1: the engine chooses
+    seed: int | None = None  # reproduces the text whatever runs beside it; None or -1: the engine chooses
     stop: str | list[str] | None = None  # strings that end the text
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to the model's context
-    min_tokens: int = 0  # no end of sequence, stop token or stop string before
-    logprobs: int | None = None  # of the token taken, and of this many of the most likely, 0 .. 20
+    min_tokens: int = 0  # no end of sequence, stop token or stop string earlier
+    logprobs: int | None = None  # of the sampled token and of this many of the most likely, 0 .. 20
     prompt_logprobs: int | None = None  # likewise, of each token of the prompt
     logprob_token_ids: list[int] | None = None  # log-probabilities of these tokens at each step
     detokenize: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True  # for tokenizers that ask; fast ones put none
-    include_stop_str_in_output: bool = False  # the stop string, or the stop token's text
+    spaces_between_special_tokens: bool = True  # for slow tokenizers; fast ones put none
+    include_stop_str_in_output: bool = False  # keep the stop string or the stop token's text
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int = 1  # tokens between two outputs of a stream, after the first
     logit_bias: Mapping[int | str, float] | None = None  # token id -> -100 .. 100, added to its logit
-    allowed_token_ids: list[int] | None = None  # no other token is generated
-    bad_words: list[str] | None = None  # words that are not generated
+    allowed_token_ids: list[int] | None = None  # only these are generated
+    bad_words: list[str] | None = None  # strings that are not generated
     # False and None read it, unless prompt_logprobs are wanted: cached blocks have none.
     skip_reading_prefix_cache: bool | None = None
-    cache_salt: str | None = None  # prompts share cached blocks with those of the same salt only
-    # The form that the text must have, also with `ignore_eos`; or a dict of its fields.
+    cache_salt: str | None = None  # only prompts with the same salt share cached blocks
+    # The format that the text must have, also with `ignore_eos`; or a dict of its fields.
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     stops: tuple[str, ...] = field(init=False, repr=False, default=())
 
@@ -113,31 +114,31 @@ class SamplingParams:
             raise ValueError(f"cache_salt={salt!r:.100} must be a string of 1 to {MAX_SALT_LEN} characters")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
-        self._set("structured_outputs", as_form(self.structured_outputs))
+        self._set("structured_outputs", as_structured_outputs(self.structured_outputs))
 
     @property
     def needs_full_sampler(self) -> bool:
-        """Whether more than temperature and filters decides, or log-probabilities are needed."""
+        """Whether sampling needs logits processors (penalties, bias, masks) or log-probabilities."""
         return self.min_tokens > 0 or self.tracks_logprobs or self.alters_logits or self.beam_width is not None
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether outputs show them."""
+        """Whether outputs have log-probabilities."""
         return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
     def tracks_logprobs(self) -> bool:
-        """Whether the engine needs those of the tokens taken: to show, or to rank samples."""
+        """Whether the engine needs the sampled tokens' log-probabilities: to return them, or to rank samples."""
         return self.wants_logprobs or self.num_samples > self.n
 
     @property
     def num_samples(self) -> int:
-        """Completions to sample, of which `n` are returned."""
+        """Completions to sample; `n` of them are returned."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_top_logprobs(self) -> int:
-        """How many of the most likely tokens are wanted at each step."""
+        """How many of the most likely tokens are reported at each step."""
         return 0 if self.logprob_token_ids is not None else self.logprobs or 0
 
     @property
@@ -146,7 +147,7 @@ class SamplingParams:
 
     @property
     def has_history(self) -> bool:
-        """Whether the tokens so far decide which logits are altered."""
+        """Whether the token history decides which logits are altered."""
         return self.penalizes or bool(self.bad_words)
 
     @property
@@ -242,11 +243,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """What `LLM.beam_search` takes, with vLLM's names and defaults; `SamplingParams` says what they mean. Raises
-    `ValueError` as it does.
+    """The parameters of `LLM.beam_search`, with vLLM's names and defaults and the meaning that `SamplingParams` gives
+    them. Raises `ValueError` like it.
 
-    Scores are those of `transformers`: vLLM's divide by the length of prompt and output, without the end of sequence,
-    so that a `length_penalty` other than 0 weighs more here where prompts are long.
+    Scores follow `transformers`. vLLM divides by the length of prompt and output, without the end of sequence, so that
+    with long prompts a `length_penalty` other than 0 weighs more here.
     """
 
     beam_width: int  # 1 .. 32, and as many completions
@@ -271,7 +272,7 @@ class BeamSearchParams:
 
     @property
     def sampling_params(self) -> SamplingParams:
-        """The same for `generate`. It asks for the log-probabilities that `BeamSearchOutput` has."""
+        """The same parameters for `generate`, with the log-probabilities that `BeamSearchOutput` reports."""
         return SamplingParams(
             n=self.beam_width,
             beam_width=self.beam_width,

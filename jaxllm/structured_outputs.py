@@ -1,4 +1,4 @@
-"""`StructuredOutputs`: the form that a generated text must have. Checked here for what needs no grammar library."""
+"""`StructuredOutputs`: the format that a generated text must have, with the checks that need no grammar library."""
 
 import json
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whi
 class StructuredOutputs:
     """Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`, with vLLM's names. Raises `ValueError`.
 
-    Tokens that would leave the form are never generated, and the text ends with reason "stop" as soon as nothing may
-    follow, or when the model ends it where it may end; one that is cut by `max_tokens` is but the beginning of such a
-    text. Several spaces or line breaks in JSON are allowed, up to a bound, unless `disable_any_whitespace`.
+    Tokens that violate the format are never generated. The text ends with reason "stop" when nothing may follow, or
+    when the model ends it at a point where it may end. A text that `max_tokens` cuts is a prefix of a valid text. JSON
+    may have several spaces or line breaks in a row, up to a bound, unless `disable_any_whitespace`.
     """
 
-    json: Any = None  # a JSON schema: a dict, or its text; kept as text
-    regex: Any = None  # str, of Rust's regex crate, without look-around and back-references; the whole text matches
+    json: Any = None  # a JSON schema as a dict or as text; stored as text
+    regex: Any = None  # str of Rust's regex crate, without look-around and back-references; matches the whole text
     choice: Any = None  # list of str; the text is one of them
-    grammar: Any = None  # str: Lark as llguidance has it, GBNF ("root ::= ..."), or llguidance's own JSON
+    grammar: Any = None  # str: llguidance's Lark dialect, GBNF ("root ::= ..."), or llguidance's JSON
     json_object: Any = None  # True: any JSON object
-    disable_any_whitespace: Any = False  # True: none at all in JSON
-    disable_additional_properties: Any = False  # True: objects have but the properties that the schema names
-    whitespace_pattern: Any = None  # str, an expression for what may stand between JSON's tokens
+    disable_any_whitespace: Any = False  # True: no whitespace in JSON
+    disable_additional_properties: Any = False  # True: objects have only the properties that the schema names
+    whitespace_pattern: Any = None  # str: regular expression of the whitespace between JSON's tokens
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -108,7 +108,7 @@ def _check_text(name: str, text: Any) -> None:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with no properties but those it names, at any depth."""
+    """The schema, with additional properties forbidden at every depth."""
     if isinstance(schema, list | tuple):
         return [_closed(value) for value in schema]
     if not isinstance(schema, dict):
@@ -119,8 +119,8 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def as_form(value: Any) -> StructuredOutputs | None:
-    """`value`, or what a dict of its fields says. ValueError for anything else."""
+def as_structured_outputs(value: Any) -> StructuredOutputs | None:
+    """`value`, made from a dict of fields if it is one. ValueError for anything else."""
     if isinstance(value, StructuredOutputs | None):
         return value
     if not isinstance(value, Mapping):

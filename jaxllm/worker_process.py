@@ -1,4 +1,4 @@
-"""A child process that answers each line of JSON with a line of JSON: for work that may not end, or not end well."""
+"""A child process that answers each line of JSON with a line of JSON, for work that may hang or crash."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class WorkerProcess:
-    """Runs `script`, started on first use. Thread-safe. The process ends with this object, or with Python.
+    """Runs `script`, started on first use. Thread-safe. The process ends with this object or with Python.
 
-    An answer that takes longer than `timeout_s` is the process's end; the next request starts another.
+    A process that does not answer within `timeout_s` is killed; the next request starts another.
     """
 
     def __init__(self, script: Path, *, timeout_s: float):
@@ -23,17 +23,17 @@ class WorkerProcess:
         self._stop = lambda: None
 
     def _greeting(self) -> bytes:
-        """What a new process is told before the first request; it doesn't answer that."""
+        """What a new process reads before the first request, without answering."""
         return b""
 
     def _request(self, line: bytes) -> dict[str, Any] | int:
-        """The answer; or the status with which the process ended, negative for a signal."""
+        """The answer, or the exit status if the process ended: negative for a signal."""
         with self._lock:
             return self._ask(line)
 
     def _ask(self, request: bytes) -> dict[str, Any] | int:
         if self._process is not None and self._process.poll() is not None:
-            self._discard()  # something ended it while it was idle
+            self._discard()  # it ended while idle
         greeting = self._greeting() if self._process is None else b""
         process = self._process or self._start()
         timer = threading.Timer(self._timeout_s, process.kill)
@@ -44,7 +44,7 @@ class WorkerProcess:
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = b""
-        except BaseException:  # Ctrl-C: the answer comes when nobody waits for it any more
+        except BaseException:  # Ctrl-C: the late answer would be taken for the next request's
             self._discard()
             raise
         finally:
@@ -56,7 +56,7 @@ class WorkerProcess:
         return status
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # What can be imported here can be imported there. -P: the folder of the script itself is none for modules.
+        # The child imports what this process can import. -P: the script's own folder is not on its path.
         path = os.pathsep.join(folder for folder in sys.path if folder)
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(self._script)],
@@ -64,7 +64,7 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # the terminal's Ctrl-C is not for it
+            start_new_session=True,  # the terminal's Ctrl-C does not reach it
         )
         self._stop = weakref.finalize(self, _stop, self._process)
         return self._process
@@ -80,5 +80,5 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.stdout.close()
     try:
         process.stdin.close()
-    except BrokenPipeError:  # what it has not read is nobody's loss
+    except BrokenPipeError:  # it did not read all of its input
         pass

@@ -137,9 +137,6 @@ def _token(rng: random.Random) -> int:
     return rng.getrandbits(31)
 
 
-# ---- the report
-
-
 def run(*, requests: int, beam_requests: int, seed: int, max_len: int) -> dict[str, Any]:
     """The report. With no `beam_requests` there are no beams in it."""
     traces = {name: trace.make(name, requests, seed=seed, max_len=max_len) for name in trace.MEANS}
@@ -236,9 +233,6 @@ def saved_row(each: Trace, method: str, width: int, done: SimulatedRun) -> dict[
 def _arrivals(each: Trace, n: int, seed: int) -> list[float]:
     gap = trace.mean_gap(each.items, n, num_slots=POOL_SLOTS, max_num_seqs=MAX_NUM_SEQS, load=LOAD)
     return trace.arrivals(len(each.items), gap, seed=seed)
-
-
-# ---- as text
 
 
 def table(report: dict[str, Any]) -> str:

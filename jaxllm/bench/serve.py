@@ -89,9 +89,6 @@ def server_options(engine: dict[str, Any]) -> list[str]:
     return [*options, *(part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value)))]
 
 
-# ---- the clients
-
-
 async def stream(port: int, prompt: list[int], output_len: int) -> Sample:
     body = {
         "model": "bench",
@@ -187,9 +184,6 @@ async def _settled(child: ServerProcess, fds: dict[str, int]) -> dict[str, Any]:
         if (not used and max(more.values()) <= 0) or time.monotonic() > end:
             return {"kv_cache_usage": used, "more_fds": more}
         await asyncio.sleep(0.2)
-
-
-# ---- reports
 
 
 def run(engine: dict[str, Any], *, streams: int, seconds: float, input_len: int, output_len: int, seed: int) -> dict:

@@ -1,4 +1,4 @@
-"""A Hugging Face model directory's `config.json`: data that may be hostile. No code is taken from it."""
+"""Reads a Hugging Face `config.json`, which may be hostile: it is data only, no code of the directory runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from jaxllm.models.layers import ACTIVATIONS
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
-# Far above any model that exists, and low enough that a damaged file cannot ask for terabytes.
+# Far above any existing model, and low enough that a damaged file cannot ask for terabytes.
 _MAX_LEN = 2**30
 _SIZES = {
     "vocab_size": 2**24,
@@ -47,7 +47,7 @@ _FLAGS = (
 )
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 _OPTIONAL_NUMBERS = ("attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor")
-_ROPE_NUMBERS = {  # those that each kind must have
+_ROPE_NUMBERS = {  # required by each kind
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -57,15 +57,15 @@ _OPTIONAL_ROPE_NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model directory, understood: the architecture's module, its sizes, and the special tokens."""
+    """A parsed model directory: the architecture's module, its sizes, and the special tokens."""
 
     module: ModuleType
     cfg: transformer.Config
-    eos_token_ids: tuple[int, ...]  # each ends a text; may be empty
+    eos_token_ids: tuple[int, ...]  # each ends a generation; may be empty
 
 
 def resolve_dtype(dtype: str, platform: str) -> Any:
-    """The dtype of parameters and activations; "auto" is float32 on "cpu" (slow in bfloat16), else bfloat16.
+    """The dtype of parameters and activations; "auto" is float32 on "cpu", where bfloat16 is slow, else bfloat16.
 
     Raises `ValueError` for a name that is not "auto" or in `DTYPES`.
     """
@@ -77,9 +77,9 @@ def resolve_dtype(dtype: str, platform: str) -> Any:
 
 
 def read_config(model_dir: Path, dtype: Any) -> ModelSpec:
-    """Reads `config.json` and, for the ids that end a text, `generation_config.json`.
+    """Reads `config.json`, and the ids of end-of-sequence tokens from `generation_config.json`.
 
-    `dtype` is what `resolve_dtype` returned. Raises `ModelFormatError` naming file, field and value.
+    `dtype` comes from `resolve_dtype`. Raises `ModelFormatError` naming file, field and value.
     """
     if not model_dir.is_dir():
         raise ModelFormatError(
@@ -120,7 +120,7 @@ def _architecture(hf: dict) -> ModuleType:
 
 
 def _check_sizes(hf: dict) -> None:
-    """Types and ranges of the keys that some family reads; from_hf finds those that are missing."""
+    """Checks types and ranges of the keys that some family reads; `from_hf` finds missing keys."""
     for key, most in (_SIZES | _OPTIONAL_SIZES).items():
         if key in hf and not (hf[key] is None and key in _OPTIONAL_SIZES):
             check_int(key, hf[key], 1, most)
@@ -182,7 +182,7 @@ def _check_rope(rope: dict, path: str) -> None:
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         raise ValueError(f"{path}: low_freq_factor={low} must be less than high_freq_factor={high}")
     for name in ("mscale", "mscale_all_dim"):
-        if rope.get(name) not in (None, 0):  # 0 is none
+        if rope.get(name) not in (None, 0):  # 0 means not given
             _make_float(rope, name, path)
     if "rope_theta" in rope:
         _make_float(rope, "rope_theta", path, least=1.0)
@@ -202,7 +202,7 @@ def _check_rope(rope: dict, path: str) -> None:
 
 
 def _make_float(owner: dict, key: str, *path: str, least: float = 1e-6) -> None:
-    """Checks `owner[key]` and makes it a float, since JSON may write 1000000 where 1e6 is meant."""
+    """Checks `owner[key]` and converts it to float: JSON may write 1000000 for 1e6."""
     check_float(".".join((*path, key)), owner.get(key), least, 1e12)
     owner[key] = float(owner[key])
 
@@ -213,7 +213,7 @@ def _generation_eos(model_dir: Path, vocab: int) -> tuple[int, ...]:
 
 
 def _token_ids(path: Path, hf: dict, key: str, vocab: int) -> tuple[int, ...]:
-    """The id or ids of `key`, without repeats; none where it is absent or null."""
+    """The id or ids of `key`, without repeats; empty if it is absent or null."""
     value = hf.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:

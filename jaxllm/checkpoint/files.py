@@ -10,7 +10,7 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_json(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:
-    """The object in a JSON file of at most `max_bytes`. Raises `ModelFormatError` for anything else."""
+    """Reads a JSON object from a file of at most `max_bytes`. Raises `ModelFormatError` for anything else."""
     if not path.is_file():
         raise ModelFormatError(f"{path} is missing; take the whole model directory, in Hugging Face format")
     try:
@@ -19,7 +19,7 @@ def read_json(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:
     except OSError as error:
         raise ModelFormatError(f"{path} cannot be read ({error}); check its permissions") from error
     if len(text) > max_bytes:
-        raise ModelFormatError(f"{path} has more than {max_bytes} bytes; a sound one has not: replace it")
+        raise ModelFormatError(f"{path} has more than {max_bytes} bytes, more than any valid file: replace it")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

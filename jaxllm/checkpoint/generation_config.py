@@ -1,4 +1,4 @@
-"""The sampling parameters that a model directory recommends: its `generation_config.json`."""
+"""Reads the sampling parameters that a model directory recommends in `generation_config.json`."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ _NAMES = {
 
 
 def default_sampling_params(model_dir: Path) -> SamplingParams:
-    """What the directory says; where it says nothing, the defaults. `do_sample: false` is temperature 0.
+    """The recommended values, with defaults for the others. `do_sample: false` becomes temperature 0.
 
     Raises `ModelFormatError` naming field and value if the file is damaged.
     """

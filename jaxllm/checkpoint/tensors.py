@@ -20,7 +20,7 @@ _READ_BYTES = 2**24
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies in a safetensors file."""
+    """The location of a tensor in a safetensors file."""
 
     file: Path
     dtype: str  # safetensors' name, "BF16"
@@ -29,12 +29,12 @@ class StoredTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of a tensor whose dtype is in `FLOATS`."""
+        """Size of a tensor whose dtype is in `FLOATS`."""
         return math.prod(self.shape) * FLOATS[self.dtype].itemsize
 
 
 def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint, from the headers alone; no data is read. Raises `ModelFormatError`."""
+    """Every tensor of a checkpoint, by name, from the file headers; no data is read. Raises `ModelFormatError`."""
     found: dict[str, StoredTensor] = {}
     for file in _files(model_dir):
         for name, tensor in _read_header(file).items():
@@ -65,7 +65,7 @@ def _files(model_dir: Path) -> list[Path]:
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(file, framework="np"):
-            pass  # the library has checked sizes, shapes and offsets against the file
+            pass  # opening checks sizes, shapes and offsets against the file
         with file.open("rb") as stream:
             num_bytes = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(num_bytes))
@@ -82,9 +82,9 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def read(tensor: StoredTensor, memory: np.ndarray, pool: Executor) -> np.ndarray:
-    """The tensor's data, read by all threads of `pool` into the start of `memory` (uint8).
+    """Reads the tensor's data with all threads of `pool` into the start of `memory` (uint8 `[bytes]`).
 
-    Mapping the file would be less code, but mapped pages count as this process's memory.
+    The file is not mapped, because mapped pages count as this process's memory.
     """
     data = memory[: tensor.num_bytes]
     starts = range(0, len(data), _READ_BYTES)

@@ -1,5 +1,4 @@
-"""Grammars for structured outputs: compiled with llguidance away from the engine's thread, then followed token by
-token. A mask says which tokens may come next, one bit each, in words of 32."""
+"""Compiles grammars for structured outputs with llguidance, outside the engine's thread, and fills their masks."""
 
 import threading
 import time
@@ -14,8 +13,8 @@ from jaxllm.grammar.matcher import Matcher, first_line, mask_words
 from jaxllm.grammar.spec import grammar_text, library
 from jaxllm.structured_outputs import StructuredOutputs
 
-MAX_COMPILE_S = 2.0  # of a processor
-MAX_MASK_S = 0.1  # of a processor, for one of the first masks: no step waits longer for a grammar
+MAX_COMPILE_S = 2.0  # processor time
+MAX_MASK_S = 0.1  # processor time for one of the first masks; bounds what a step waits for a grammar
 _PROBED_TOKENS = 4
 _LIMITS = {
     "max_items_in_row": 2000,
@@ -25,12 +24,12 @@ _LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }
-_CACHE_CHARS = 1 << 23  # of the grammars that are kept compiled
+_CACHE_CHARS = 1 << 23  # of the cached grammars together
 _CACHE_GRAMMARS = 256
 
 
 class Grammar:
-    """A compiled grammar; nobody changes it, so that requests share it."""
+    """A compiled grammar: immutable, shared by requests."""
 
     def __init__(self, pristine: Any):
         self._pristine = pristine
@@ -40,9 +39,9 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer and a model of `vocab` tokens, from any thread, and keeps what was used last.
+    """Compiles for one tokenizer and a model of `vocab` tokens, from any thread, with a cache of recent grammars.
 
-    `eos_ids` end a text.
+    `eos_ids` are the end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer: Any, vocab: int, eos_ids: Iterable[int]):
@@ -50,11 +49,11 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._trie: Any = None
         self._executor: Any = None
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()  # by their text
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()  # by text, least recently used first
         self._kept_chars = 0
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
-        """ValueError with the reason if the grammar is unsound, too large or too slow, or can't be followed here."""
+        """Raises ValueError with the reason if the grammar is invalid, too large, too slow, or unusable here."""
         llguidance = library()
         text = grammar_text(wanted)
         with self._lock:
@@ -70,7 +69,7 @@ class GrammarCompiler:
         return grammar
 
     def warm_up(self) -> None:
-        """Prepares for the tokenizer, which takes up to seconds. ValueError if that can't be."""
+        """Builds the tokenizer's trie, which may take seconds. Raises ValueError if the tokenizer is unsuitable."""
         with self._lock:
             if self._trie is None:
                 self._trie = self._make_trie(library())
@@ -98,8 +97,8 @@ class GrammarCompiler:
             raise ValueError(f"structured outputs don't work with this tokenizer: {error}") from error
 
     def fill(self, matchers: Sequence[tuple[Matcher, int]], masks: np.ndarray) -> None:
-        """Writes the mask of each matcher into its row of `masks`, int32 `[rows, mask_words(vocab)]`. Rows of matchers
-        with an `error` are left to no use."""
+        """Writes the mask of each matcher into its row of `masks`, int32 `[rows, mask_words(vocab)]`. The rows of
+        matchers with an `error` are undefined."""
         words = mask_words(self._trie.vocab_size)
         is_exact = words == masks.shape[1]
         into = masks if is_exact else np.zeros((len(matchers), words), np.int32)
@@ -117,7 +116,7 @@ class GrammarCompiler:
             masks[[row for _, row in matchers], -1] &= np.int32((1 << self._vocab % 32) - 1)
 
     def _probe(self, inner: Any) -> None:
-        """Takes a few tokens: what makes a grammar slow shows here, not in the engine's thread."""
+        """Follows a few tokens, so that a slow grammar is refused here instead of slowing the engine's thread."""
         for _ in range(_PROBED_TOKENS):
             start = time.thread_time()
             bits = np.frombuffer(inner.compute_bitmask(), np.uint8)

@@ -1,5 +1,4 @@
-"""Where one text is in its grammar, and the masks that say which tokens may come next: one bit a token, in words of
-32."""
+"""The position of one sequence in its grammar. Masks of allowed next tokens have one bit per token, in int32 words."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,20 +10,20 @@ def mask_words(vocab: int) -> int:
 
 
 class Matcher:
-    """Where one text is in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, inner: Any):
-        self.inner = inner  # the library's, which is changed
+        self.inner = inner  # the library's matcher; this object owns it
         self._num_followed = 0
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """Takes the text's tokens, those that it has not seen."""
+        """Consumes the tokens of `token_ids` that it has not consumed yet; `token_ids` are all of the sequence."""
         if len(token_ids) > self._num_followed:
             new, self._num_followed = token_ids[self._num_followed :], len(token_ids)
             self.inner.consume_tokens(list(new))
 
     def after(self, token: int) -> "Matcher":
-        """A copy that is one token further."""
+        """A copy advanced by `token`."""
         copy = Matcher(self.inner.deep_copy())
         copy._num_followed = self._num_followed + 1
         copy.inner.consume_token(token)
@@ -38,11 +37,11 @@ class Matcher:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may follow but an end, or nothing can be said any more (`error`)."""
+        """Whether only the end of sequence may follow, or the matcher failed (`error`)."""
         return self.inner.is_stopped()
 
     def ends_after(self, token_ids: Sequence[int]) -> bool:
-        """Whether the text is over with these tokens."""
+        """Whether the sequence is complete after these tokens."""
         self.follow(token_ids)
         return self.is_over
 

@@ -1,5 +1,5 @@
-"""Finds out what is wrong with a grammar before the engine hears of it: in a process of its own, as a hostile one may
-take for ever, or overflow the stack of whoever compiles it."""
+"""Checks grammars in a separate process before the engine compiles them: a hostile grammar may not terminate, or may
+overflow the stack of the process that compiles it."""
 
 import dataclasses
 import hashlib
@@ -15,12 +15,12 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.worker_process import WorkerProcess
 
 _WORKER = Path(__file__).with_name("sandbox_worker.py")
-_TIMEOUT_S = 30.0  # the process itself stops after seconds of a processor; this is for one that can't even do that
-_KEPT = 4096  # grammars known to be good
+_TIMEOUT_S = 30.0  # wall time; the process itself stops earlier, by processor time, unless it is starved
+_KEPT = 4096  # digests of valid grammars
 
 
 class GrammarSandbox(WorkerProcess):
-    """Knows grammars for one tokenizer."""
+    """Checks grammars for one tokenizer and remembers the valid ones."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         super().__init__(_WORKER, timeout_s=_TIMEOUT_S)
@@ -29,7 +29,7 @@ class GrammarSandbox(WorkerProcess):
         self._good_lock = threading.Lock()
 
     def check(self, wanted: StructuredOutputs) -> None:
-        """ValueError with what is wrong with it, if anything is."""
+        """Raises ValueError with the reason if the grammar is invalid."""
         line = json.dumps(dataclasses.asdict(wanted)).encode()
         key = hashlib.sha256(line).digest()
         with self._good_lock:

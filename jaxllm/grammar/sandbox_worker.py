@@ -1,5 +1,5 @@
-"""The process in which grammars are tried. The first line of standard input is a tokenizer; each further one has the
-fields of `StructuredOutputs`, and is answered with {} or with what is wrong."""
+"""The process that compiles untrusted grammars. The first line of standard input is a tokenizer; each further line has
+the fields of `StructuredOutputs`, and its answer is {} or {"error": ...}."""
 
 import json
 import resource
@@ -10,17 +10,17 @@ import time
 from jaxllm.grammar.compiler import GrammarCompiler
 from jaxllm.structured_outputs import StructuredOutputs
 
-MAX_S = 3  # of a processor for one grammar, after which the system ends this process
+MAX_S = 3  # processor time of one grammar, after which the system kills this process
 MAX_MEMORY_BYTES = 4 << 30
-STACK_BYTES = 1 << 20  # less than the threads have that compile the same later
+STACK_BYTES = 1 << 20  # less than the stack of the threads that compile the same grammar later
 
 
 class _Source:
-    """As much of a tokenizer as a grammar needs."""
+    """The part of a tokenizer that `GrammarCompiler` needs."""
 
     def __init__(self, source: str):
         self.json = source
-        self.vocab_size = 0  # the library finds it out
+        self.vocab_size = 0  # llguidance determines it
 
 
 def _answer(compiler: GrammarCompiler, line: bytes) -> dict[str, str]:
@@ -30,7 +30,7 @@ def _answer(compiler: GrammarCompiler, line: bytes) -> dict[str, str]:
         return {"error": str(error)}
     except MemoryError:
         return {"error": "the grammar needs too much memory; simplify it"}
-    except Exception as error:  # noqa: BLE001 - whoever asked is told
+    except Exception as error:  # noqa: BLE001 - the caller gets the error
         return {"error": f"the grammar can't be compiled: {type(error).__name__}: {error}"}
     return {}
 
@@ -47,7 +47,7 @@ def _serve() -> None:
 
 
 def main() -> None:
-    if sys.platform == "linux":  # macOS has the limit, but takes no notice of it
+    if sys.platform == "linux":  # macOS accepts the limit but does not enforce it
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         soft = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,4 +1,4 @@
-"""`StructuredOutputs` in llguidance's own form. Nothing is compiled here."""
+"""Converts `StructuredOutputs` to llguidance's own format. Nothing is compiled here."""
 
 import json
 import re
@@ -11,8 +11,7 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"  # bounded: without a bound a model ma
 
 
 def grammar_text(wanted: StructuredOutputs) -> str:
-    """In llguidance's own form, JSON. Whether it is sound shows when it is compiled; ValueError for what can't even be
-    written down."""
+    """The grammar in llguidance's JSON format. Compiling it finds most errors; those found here raise ValueError."""
     matcher = library().LLMatcher
     if wanted.regex is not None:
         return matcher.grammar_from_regex(wanted.regex)
@@ -34,7 +33,7 @@ def _grammar_text(source: str) -> str:
         try:
             known = json.loads(source)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"structured_outputs.grammar begins like JSON, and is none: {error}") from error
+            raise ValueError(f"structured_outputs.grammar begins like JSON but is not JSON: {error}") from error
         if not isinstance(known, dict) or set(known) != {"grammars"}:
             raise ValueError('structured_outputs.grammar in JSON must be {"grammars": [...]}, as llguidance has it')
         return json.dumps(known)
@@ -43,8 +42,8 @@ def _grammar_text(source: str) -> str:
 
         if len(source) > _MAX_GBNF_CHARS:
             raise ValueError(
-                f"structured_outputs.grammar has {len(source)} characters of GBNF, of which {_MAX_GBNF_CHARS} are "
-                "allowed; write it in Lark"
+                f"structured_outputs.grammar has {len(source)} characters of GBNF; at most {_MAX_GBNF_CHARS} are "
+                "allowed: write it in Lark"
             )
         try:
             source = gbnf_to_lark(source)

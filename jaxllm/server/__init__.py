@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API over an engine that runs in a process of its own, or in this one."""
+"""The HTTP server: OpenAI's API over an engine in a separate process or in this one."""

@@ -13,14 +13,14 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    served_model_names: tuple[str, ...] = ("default",)  # the first is the one that answers name
+    served_model_names: tuple[str, ...] = ("default",)  # answers use the first
     api_keys: tuple[str, ...] = ()
-    isolates_keys: bool = True  # whoever has one API key finds no prompts cached that came with another
-    max_queued_requests: int = 256  # that wait, besides those that the engine runs at once
+    isolates_keys: bool = True  # each API key has its own part of the prefix cache
+    max_queued_requests: int = 256  # waiting requests, in addition to those that the engine runs at once
     request_timeout_s: float = 600.0
     shutdown_timeout_s: float = 30.0  # for requests to finish after SIGTERM
-    watchdog_s: float = 9.5  # without a sign of life, after which the engine counts as hung
-    keep_alive_s: float = 15.0  # between comments in a stream that has nothing to say
+    watchdog_s: float = 9.5  # without progress, after which the engine counts as hung
+    keep_alive_s: float = 15.0  # between comments in an idle stream
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
@@ -28,7 +28,7 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     max_header_bytes: int = 64 << 10
     max_connections: int = 4096
-    header_timeout_s: float = 30.0  # for a connection to send a whole request head
+    header_timeout_s: float = 30.0  # for a connection to send a complete request head
     body_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class ServerConfig:
 
 
 def model_names(model: str | None, given: list[str] | None) -> tuple[str, ...]:
-    """What requests may call the model: the names given, or else its directory's."""
+    """The names that requests may use for the model: the given ones, or its directory's."""
     if given:
         return tuple(dict.fromkeys(given))
     if model is None:

@@ -1,4 +1,4 @@
-"""What the server itself reads of a model: its tokenizer, its chat template, what it recommends."""
+"""What the server process needs of a model: tokenizer, chat template, recommended sampling parameters."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,11 +18,11 @@ _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that a server serves."""
+    """The served model as the server process knows it."""
 
     names: tuple[str, ...]
     tokenizer: Tokenizer | None
-    defaults: dict[str, Any] = field(default_factory=dict)  # of `SamplingParams`, by the model's own recommendation
+    defaults: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams` that the model recommends
     chat_template: str | None = None  # Jinja source; None: the tokenizer's own
     created: int = 0  # seconds since 1970
 
@@ -36,14 +36,14 @@ class ServedModel:
 
     @property
     def template_source(self) -> str:
-        """Of the chat template, as far as it is known; what it holds shows what the model can do."""
+        """The source of the chat templates, as far as known; it shows which formats the model uses."""
         if self.chat_template is not None:
             return self.chat_template
         return "" if self.tokenizer is None else "\n".join(self.tokenizer.chat.templates.values())
 
     @property
     def has_chat(self) -> bool:
-        """Whether it is known how to write a conversation for it."""
+        """Whether the model has a chat template."""
         own = {} if self.tokenizer is None else self.tokenizer.chat.templates
         return self.chat_template is not None or "default" in own
 
@@ -58,8 +58,8 @@ class ServedModel:
 
 
 def read_model(config: ServerConfig, model_dir: str | None, *, created: int = 0) -> ServedModel:
-    """Of a directory in Hugging Face format; None: the model in the package. Raises `ModelFormatError`, and
-    `ValueError` for a chat template that is not there."""
+    """Reads a directory in Hugging Face format; None: the model of the package. Raises `ModelFormatError`, and
+    `ValueError` for an unknown chat template."""
     directory = DEFAULT_MODEL if model_dir is None else Path(model_dir)
     tokenizer = Tokenizer.from_dir(directory)
     return ServedModel(
@@ -72,7 +72,7 @@ def read_model(config: ServerConfig, model_dir: str | None, *, created: int = 0)
 
 
 def recommended(model_dir: Path) -> dict[str, Any]:
-    """The sampling parameters that the directory sets, where they are not the usual ones."""
+    """The sampling parameters that the directory sets to other values than the defaults."""
     theirs, usual = default_sampling_params(model_dir), SamplingParams()
     given = {name: getattr(theirs, name) for name in _RECOMMENDED}
     return {name: value for name, value in given.items() if value != getattr(usual, name)}

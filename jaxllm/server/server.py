@@ -1,4 +1,4 @@
-"""What the routes share: the model, the engine's client, the threads for text, the bounds on it all."""
+"""State shared by the routes: the model, the engine's client, the text threads, the limits."""
 
 import asyncio
 import logging
@@ -31,16 +31,16 @@ Result = TypeVar("Result")
 
 
 class Server:
-    """The state of one server; `start` and `close` belong to its event loop."""
+    """The state of one server. `start` and `close` run in its event loop."""
 
     def __init__(
         self, config: ServerConfig, client: EngineClient, model: ServedModel, *, tracing: "Tracing | None" = None
     ):
         self.config, self.client, self.model = config, client, model
         self._tracing = tracing
-        self.admission = RequestLimit(config.max_queued_requests)
+        self.limit = RequestLimit(config.max_queued_requests)
         self.metrics = Metrics(model.name, client, vllm_names=config.vllm_metric_names)
-        self.line = ArrivalQueue()
+        self.arrivals = ArrivalQueue()
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-text")
         self._is_hung = False
         self._watchdog: asyncio.Task | None = None
@@ -49,7 +49,7 @@ class Server:
         """Returns when the engine takes requests; raises what `EngineClient.start` raises."""
         self._watchdog = asyncio.create_task(self._watch())
         await self.client.start()
-        self.admission.max_running = self.client.info.config.max_num_seqs
+        self.limit.max_running = self.client.info.config.max_num_seqs
 
     async def close(self) -> None:
         if self._watchdog is not None:
@@ -60,19 +60,17 @@ class Server:
             await asyncio.to_thread(self._tracing.close)
         self._texts.shutdown(wait=False, cancel_futures=True)
 
-    # ---- how it is
-
     @property
     def is_live(self) -> bool:
-        """The engine made progress, or has nothing to do, or is being loaded."""
+        """Whether the engine makes progress, is idle, or is loading."""
         return self.client.health().is_alive and not self._is_hung
 
     @property
     def is_ready(self) -> bool:
-        return self.is_live and self.client.info is not None and not self.admission.is_draining
+        return self.is_live and self.client.info is not None and not self.limit.is_draining
 
     async def _watch(self) -> None:
-        """Looks for an engine that hangs, and for an event loop that is late."""
+        """Detects a hung engine and measures the event loop's lag."""
         while True:
             start = time.monotonic()
             await asyncio.sleep(_TICK_S)
@@ -88,7 +86,7 @@ class Server:
 
     def check_ready(self, request_id: str) -> EngineInfo:
         """Raises `APIError` if a request would not be served now."""
-        if self.admission.is_draining:
+        if self.limit.is_draining:
             raise unavailable("the server is shutting down; try another, or this one later")
         if not self.client.health().is_alive:
             raise engine_dead(request_id)
@@ -99,10 +97,8 @@ class Server:
             raise unavailable("the model is being loaded; try again soon", code="model_loading")
         return info
 
-    # ---- what it does
-
     async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
-        """Templates and tokenizers, away from the event loop, a few at a time."""
+        """Runs template and tokenizer work outside the event loop, a few at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, work, *args)
 
     async def run(
@@ -112,7 +108,7 @@ class Server:
         *,
         request_id: str,
         priority: int | None,
-        tells_place: bool = False,
+        reports_position: bool = False,
     ) -> AsyncIterator[Update]:
         record = None
         if self._tracing is not None:
@@ -120,13 +116,13 @@ class Server:
         if self.config.isolates_keys and exchange.tenant is not None:
             jobs = [job.salted(exchange.tenant) for job in jobs]
         stream = run(self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0, record=record)
-        with self.line.join(priority or 0) as place:
-            if tells_place:
-                exchange.ahead = lambda: place.ahead(self._num_waiting())
+        with self.arrivals.join(priority or 0) as position:
+            if reports_position:
+                exchange.ahead = lambda: position.ahead(self._num_waiting())
             async with aclosing(stream):
-                async for news in stream:
-                    place.leave()
-                    yield news
+                async for update in stream:
+                    position.leave()
+                    yield update
 
     def _num_waiting(self) -> int:
         stats = self.client.stats()
@@ -134,10 +130,10 @@ class Server:
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
-        """Places for `count` requests to the engine, or `APIError`."""
+        """Admits `count` requests to the engine for the duration of the context. Raises `APIError`."""
         with ExitStack() as stack:
             try:
-                stack.enter_context(self.admission.admit(count))
+                stack.enter_context(self.limit.admit(count))
             except APIError as error:
                 if error.status == 503:
                     self.metrics.rejected()

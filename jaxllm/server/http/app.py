@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes of the HTTP server."""
 
 import asyncio
 import logging
@@ -27,13 +27,13 @@ from jaxllm.server.server import Server
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_HEADER = b"x-request-timeout"  # seconds that the client is ready to wait
+TIMEOUT_HEADER = b"x-request-timeout"  # seconds that the client waits at most
 Handler = Callable[[Server, Any, Exchange], Awaitable[None]]
 
 
 class Post:
-    """An ASGI app that reads a request of `kind` from a body of JSON and lets `handler` answer it; whatever happens is
-    told to the client, and nothing goes on when that has gone."""
+    """An ASGI app that decodes a request of `kind` from a JSON body and lets `handler` answer it. The client gets every
+    error, and the work is cancelled when the client disconnects."""
 
     def __init__(self, server: Server, kind: type, handler: Handler):
         self._server, self._kind, self._handler = server, kind, handler
@@ -59,7 +59,7 @@ class Post:
                     await self._handler(self._server, request, exchange)
             except TimeoutError as error:
                 raise (deadline_exceeded(limit_s) if timer.expired() else error) from error
-        except Exception as error:  # noqa: BLE001 - one request's failure, whatever it is, is that request's
+        except Exception as error:  # noqa: BLE001 - any failure ends its own request only
             await exchange.error(as_api_error(error, exchange.request_id))
 
 
@@ -77,7 +77,7 @@ def _timeout_s(scope: Scope, most: float) -> float:
 
 
 def create_app(server: Server) -> App:
-    """The ASGI app. Who runs it starts and closes `server`."""
+    """The ASGI app. The caller starts and closes `server`."""
 
     def get(handler: Callable[[Server, Request], Response]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -111,9 +111,6 @@ def create_app(server: Server) -> App:
     return Guard(app, api_keys=config.api_keys, hosts=[config.host] if config.is_loopback else None)
 
 
-# ---- generation
-
-
 async def _completions(server: Server, request: CompletionRequest, exchange: Exchange) -> None:
     info = server.check_ready(exchange.request_id)
     server.model.check_name(request.model)
@@ -123,13 +120,15 @@ async def _completions(server: Server, request: CompletionRequest, exchange: Exc
         jobs = await server.in_thread(prepare.completion_jobs, server.model, info, request)
         answer_id = f"cmpl-{exchange.request_id}"
         answer = CompletionAnswer(request, jobs, answer_id=answer_id, model=server.model)
-        tells_place = schemas.wants_place(request)
-        run = server.run(jobs, exchange, request_id=answer_id, priority=request.priority, tells_place=tells_place)
-        async with aclosing(run) as news:
-            await (answer.stream if request.stream else answer.unary)(exchange, news)
-
-
-# ---- text
+        run = server.run(
+            jobs,
+            exchange,
+            request_id=answer_id,
+            priority=request.priority,
+            reports_position=schemas.wants_queue_position(request),
+        )
+        async with aclosing(run) as updates:
+            await (answer.stream if request.stream else answer.unary)(exchange, updates)
 
 
 async def _tokenize(server: Server, request: TokenizeRequest, exchange: Exchange) -> None:
@@ -172,16 +171,13 @@ async def _detokenize(server: Server, request: DetokenizeRequest, exchange: Exch
         await exchange.json({"prompt": text})
 
 
-# ---- the rest
-
-
 def _json(answer: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     body = answer if isinstance(answer, bytes) else schemas.msgspec.json.encode(answer)
     return Response(body, status, headers, media_type="application/json")
 
 
 def _health(server: Server, request: Request) -> Response:
-    """Live: the engine works or has nothing to do. Orchestrators restart what isn't."""
+    """Liveness: the engine makes progress or is idle. Orchestrators restart a server that is not live."""
     return _json({"status": "ok"} if server.is_live else {"status": "down"}, 200 if server.is_live else 503)
 
 
@@ -202,7 +198,7 @@ def _version(server: Server, request: Request) -> Response:
 
 
 def _tokenizer_info(server: Server, request: Request) -> Response:
-    """What evaluation tools need to count tokens and to write conversations as this server does."""
+    """What evaluation tools need to count tokens and render conversations like this server."""
     chat, info = server.model.need_tokenizer("tokenizer").chat, server.client.info
     length = None if info is None else info.config.max_model_len
     template = chat.templates.get("default")
@@ -236,7 +232,7 @@ def _model(server: Server, request: Request) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Of the router: no such URL, or not with this method."""
+    """The router's errors: an unknown URL, or a method that it does not take."""
     path, method = request.scope["path"][:100], request.method[:20]
     if error.status_code == 405:
         message = f"{path} does not take {method}"
@@ -251,7 +247,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    return await _api_error(request, internal(request.state.request_id))  # the guard logs it
+    return await _api_error(request, internal(request.state.request_id))  # the guard logs the exception
 
 
 _HANDLERS = {HTTPException: _http_error, APIError: _api_error, Exception: _bug}

@@ -1,4 +1,4 @@
-"""What a client sees of anything that went wrong: one exception, one body, one renderer."""
+"""The errors that clients see: one exception, one body, one renderer."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ _NO_RETRY = {"x-should-retry": "false"}
 
 
 class APIError(Exception):
-    """An answer with an error status. `message` is shown to the client, so it never holds what a bug said."""
+    """An answer with an error status. The client sees `message`, so it never contains the text of an internal error."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def internal(request_id: str) -> APIError:
 
 
 def as_api_error(error: BaseException, request_id: str) -> APIError:
-    """What a client is told of any exception; what it is not told goes to the log."""
+    """Converts any exception to what the client may see; the rest goes to the log."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, EngineDeadError):
@@ -99,8 +99,8 @@ def as_api_error(error: BaseException, request_id: str) -> APIError:
 
 @contextmanager
 def refusing(param: str | None, fields: frozenset[str] = frozenset()) -> Iterator[None]:
-    """A ValueError in here is about what the client sent. Its message says which of `fields` is wrong by beginning
-    with its name; `param` is it otherwise."""
+    """Converts a ValueError, which is about the client's input, to `APIError` 400. A message that begins with the name
+    of one of `fields` names the wrong parameter; otherwise it is `param`."""
     try:
         yield
     except ValueError as error:

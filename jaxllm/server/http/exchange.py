@@ -1,4 +1,4 @@
-"""One HTTP exchange: its body within limits, its answer or stream of events, its end when the client goes."""
+"""One HTTP exchange: reads the body within limits, sends the answer or event stream, stops when the client leaves."""
 
 import asyncio
 import contextlib
@@ -16,25 +16,25 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 _encode = msgspec.json.Encoder().encode
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
-_PLACE_S = 0.5  # between two looks at the place in the queue
-_LAST_WORDS_S = 5.0  # for a client that doesn't read to take an error
+_POSITION_S = 0.5  # between two checks of the queue position
+_LAST_WORDS_S = 5.0  # for a client that does not read to receive an error
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected."""
 
 
 class Exchange:
-    """Answers once: with `json`, or with `events`."""
+    """Sends one answer, with `json` or `events`."""
 
     def __init__(self, scope: Scope, send: Send, *, keep_alive_s: float):
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.request_id: str = scope["state"]["request_id"]
-        self.tenant: bytes | None = scope["state"]["tenant"]  # whose key was shown
+        self.tenant: bytes | None = scope["state"]["tenant"]  # digest of the API key
         self.is_streaming = False
         self._send, self._keep_alive_s = send, keep_alive_s
         self.error_events: Callable[[APIError], list[dict[str, Any]]] = lambda error: [error.body()]
-        self.ahead: Callable[[], int] | None = None  # requests before this one, for a stream that wants to know
+        self.ahead: Callable[[], int] | None = None  # number of requests before this one, for a stream that reports it
         self._spoke = False  # since the last tick of the keep-alive
         self._has_events = False
 
@@ -44,7 +44,7 @@ class Exchange:
 
     @contextlib.asynccontextmanager
     async def events(self) -> AsyncIterator[None]:
-        """A stream of server-sent events, which ends with this; comments keep it alive while there is nothing."""
+        """Opens a stream of server-sent events for the duration of the context; comments keep it alive while idle."""
         self.is_streaming = True
         head = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -52,7 +52,7 @@ class Exchange:
             (b"x-accel-buffering", b"no"),
         ]
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
-        asides = [asyncio.create_task(self._ping()), asyncio.create_task(self._tell_place())]
+        asides = [asyncio.create_task(self._ping()), asyncio.create_task(self._report_position())]
         try:
             yield
         finally:
@@ -69,11 +69,11 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def error(self, error: APIError) -> None:
-        """The answer is an error; a stream that has begun ends with an error event."""
+        """Answers with an error; a stream that has begun ends with an error event."""
         if not self.is_streaming:
             await self.json(error.encode(), status=error.status, headers=error.headers)
             return
-        with contextlib.suppress(TimeoutError):  # a client that doesn't read gets no end either
+        with contextlib.suppress(TimeoutError):  # a client that does not read gets no end either
             async with asyncio.timeout(_LAST_WORDS_S):
                 for event in self.error_events(error):
                     await self.event(event, name=event.get("type"))
@@ -86,15 +86,15 @@ class Exchange:
                 await self._send({"type": "http.response.body", "body": PING, "more_body": True})
             self._spoke = False
 
-    async def _tell_place(self) -> None:
-        """Comments like `: queue 3` while nothing else is said; other clients skip comments."""
+    async def _report_position(self) -> None:
+        """Sends comments like `: queue 3` until the first event; clients that do not know them skip comments."""
         told = 0
         while not self._has_events:
             ahead = 0 if self.ahead is None else self.ahead()
             if ahead != told:
                 await self._send({"type": "http.response.body", "body": b": queue %d\n\n" % ahead, "more_body": True})
                 told = ahead
-            await asyncio.sleep(_PLACE_S)
+            await asyncio.sleep(_POSITION_S)
 
 
 async def send_body(
@@ -112,7 +112,7 @@ async def send_body(
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body of a JSON request. Raises `APIError` 413, 415 or 408, or `ClientGone`."""
+    """Reads the whole body of a JSON request. Raises `APIError` 413, 415 or 408, or `ClientGone`."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").split(b";", 1)[0].strip().lower()
     if kind != b"application/json":
@@ -145,7 +145,7 @@ def _too_big(max_bytes: int) -> APIError:
 
 
 async def until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
-    """Does `work`, or cancels it when the client disconnects: then the result is False."""
+    """Runs `work` and returns True, or cancels it when the client disconnects and returns False."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
     try:

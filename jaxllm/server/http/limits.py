@@ -1,4 +1,4 @@
-"""How many requests may be in the house. Counted when one enters, before any work is done for it."""
+"""Bounds the number of admitted requests. A request is counted on arrival, before any work is done for it."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from jaxllm.server.http.errors import invalid, unavailable
 
 
 class RequestLimit:
-    """A bound on requests to the engine, running and waiting. For one event loop."""
+    """A bound on running and waiting requests to the engine. Not thread-safe: for one event loop."""
 
     def __init__(self, max_queued: int):
         self.max_queued = max_queued
-        self.max_running = 0  # the engine's, once it is known
+        self.max_running = 0  # the engine's limit, once known
         self.num_admitted = 0
         self.is_draining = False
         self._is_empty = asyncio.Event()
@@ -24,7 +24,8 @@ class RequestLimit:
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
-        """Holds `count` places. Raises `APIError` 503 if there are none, 400 if there never are so many."""
+        """Admits `count` requests for the duration of the context. Raises `APIError` 503 if the limit is reached,
+        and 400 if `count` alone exceeds it."""
         if self.is_draining:
             raise unavailable("the server is shutting down; try another, or this one later")
         if count > self.limit:

@@ -1,4 +1,4 @@
-"""What happens to every request before it is routed: an id, the key, the host it was meant for."""
+"""Runs before routing for every request: assigns an id, checks the API key and the host name."""
 
 import hashlib
 import hmac
@@ -18,9 +18,9 @@ App = Callable[[Scope, Receive, Send], Any]
 
 
 class Guard:
-    """The outermost ASGI app. Whoever has no key sees nothing but `PUBLIC_PATHS`, whatever the path looks like: it is
-    the one that is routed by. `hosts`: the names that a loopback server answers to, so that no web page can reach it
-    under a name of its own (DNS rebinding); None: any."""
+    """The outermost ASGI app. A client without a key can reach `PUBLIC_PATHS` only; the check uses the same path as the
+    router. `hosts`: the host names that a loopback server answers to, so that no web page can reach it under a name of
+    its own (DNS rebinding); None: any."""
 
     def __init__(self, app: App, *, api_keys: Sequence[str], hosts: Iterable[str] | None):
         self._app = app
@@ -48,7 +48,7 @@ class Guard:
         try:
             scope["state"]["tenant"] = self._check(scope)
             await self._app(scope, receive, send_with_id)
-        except Exception as error:  # noqa: BLE001 - the last resort: a client is told nothing of a bug but its id
+        except Exception as error:  # noqa: BLE001 - last resort: of an internal error the client sees the request id only
             failure = as_api_error(error, request_id)
             if not started and failure.status == 401 and _is_browser(scope):
                 await send_body(send_with_id, 401, page().body, headers=page().headers | failure.headers)
@@ -56,7 +56,7 @@ class Guard:
                 await send_body(send_with_id, failure.status, failure.encode(), headers=failure.headers)
 
     def _check(self, scope: Scope) -> bytes | None:
-        """The digest of the key that was shown, if one is wanted."""
+        """The digest of the request's API key; None if no key is required. Raises `APIError` 401 or 403."""
         if scope["path"] in PUBLIC_PATHS:
             return None
         headers = scope["headers"]
@@ -76,14 +76,14 @@ class Guard:
         given = [value for name, value in headers if name == b"authorization"]
         kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         digest, found = _digest(key.strip()), False
-        for known in self._keys:  # all of them, so that the time says nothing
+        for known in self._keys:  # compares all keys, so that timing reveals nothing
             found |= hmac.compare_digest(digest, known)
         return digest if found and kind.lower() == b"bearer" else None
 
 
 def _is_browser(scope: Scope) -> bool:
-    """Whether the page is asked for: without a key too it comes, as it holds nothing of this server and is where the
-    key is typed in. The answer's status stays 401."""
+    """Whether a browser asks for the page. It is sent without a key too, because it contains nothing of this server and
+    has the form for the key. The status stays 401."""
     accepted = next((value for name, value in scope["headers"] if name == b"accept"), b"")
     return scope["path"] == "/" and scope["method"] in ("GET", "HEAD") and b"text/html" in accepted
 

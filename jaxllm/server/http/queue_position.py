@@ -1,4 +1,4 @@
-"""Who waits for the engine: what tells a client how many are before it."""
+"""The order of requests that wait for the engine, from which clients learn how many are before them."""
 
 import itertools
 from collections.abc import Iterator
@@ -6,36 +6,36 @@ from contextlib import contextmanager
 
 
 class QueuePosition:
-    """Of one request in the line, until it has its first token."""
+    """The position of one request in the queue, until its first token."""
 
-    def __init__(self, line: "ArrivalQueue", order: tuple[int, int]):
-        self._line, self._order = line, order
+    def __init__(self, queue: "ArrivalQueue", order: tuple[int, int]):
+        self._queue, self._order = queue, order
 
     def leave(self) -> None:
-        self._line.places.pop(self._order, None)
+        self._queue.positions.pop(self._order, None)
 
     def ahead(self, num_waiting: int) -> int:
-        """Requests before it of those `num_waiting` that the engine says have no place in the batch. The others before
-        it run, and have no token yet. An estimate, as the engine's number is a moment old."""
-        places = self._line.places
-        if self._order not in places:
+        """An estimate of the waiting requests before this one. The engine reported `num_waiting` a moment ago; the
+        other requests without a token are running."""
+        positions = self._queue.positions
+        if self._order not in positions:
             return 0
-        before = sum(order < self._order for order in places)
-        return max(0, before - max(0, len(places) - num_waiting))
+        before = sum(order < self._order for order in positions)
+        return max(0, before - max(0, len(positions) - num_waiting))
 
 
 class ArrivalQueue:
     """Requests without a token, in the engine's order: by priority, and then by arrival."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[int, int], QueuePosition] = {}
+        self.positions: dict[tuple[int, int], QueuePosition] = {}
         self._arrivals = itertools.count()
 
     @contextmanager
     def join(self, priority: int) -> Iterator[QueuePosition]:
         order = (priority, next(self._arrivals))
-        place = self.places[order] = QueuePosition(self, order)
+        position = self.positions[order] = QueuePosition(self, order)
         try:
-            yield place
+            yield position
         finally:
-            place.leave()
+            position.leave()

@@ -1,4 +1,4 @@
-"""Runs the server: uvicorn with limits of our own, signals, draining, and what the terminal shows."""
+"""Runs the server: uvicorn with additional limits, signals, draining, and the start message."""
 
 import asyncio
 import contextlib
@@ -21,26 +21,26 @@ from jaxllm.server.server import Server
 
 log = logging.getLogger(__name__)
 
-_LAST_ANSWERS_S = 3  # for error events to leave when a drain is cut short
-_DEAD_S = 2.0  # in which a server with a dead engine still says so
+_LAST_ANSWERS_S = 3  # for error events to be sent when a drain is cut short
+_DEAD_S = 2.0  # during which a server with a dead engine still answers with errors
 _KEEP_ALIVE_S = 5
 
 
 def protocol_of(config: ServerConfig) -> type[H11Protocol]:
-    """uvicorn's HTTP/1.1, which has no bound on connections, nor on the time that a request's head or the last bytes
-    of an answer may take."""
+    """uvicorn's HTTP/1.1 protocol with bounds that it lacks: on connections, and on the time to send a request head or
+    to read the rest of an answer."""
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._seen: Any = None  # at the last look: what was waited for, if that was the client's to do
+            self._seen: Any = None  # at the last check: what the client had to do, if anything
             self._look()
             if len(self.connections) > config.max_connections:
                 transport.abort()
 
         def _look(self) -> None:
-            """Drops a client that was waited for all the time since the last look: for the rest of a head, or to take
-            what is left of an answer."""
+            """Drops a client that has made no progress since the last check, neither sending the rest of a head nor
+            reading the rest of an answer."""
             is_answered = self.cycle is None or self.cycle.response_complete
             seen = None
             if is_answered or self.transport.is_closing():
@@ -56,7 +56,7 @@ def protocol_of(config: ServerConfig) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            """As all our errors are."""
+            """Sends the error in the same format as all others."""
             if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of an answer
                 self.transport.abort()
                 return
@@ -76,11 +76,11 @@ def protocol_of(config: ServerConfig) -> type[H11Protocol]:
 class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # ours are set below: a drain keeps the listener open, so that others hear that it is one
+        yield  # `_Signals` handles them: a drain keeps the listener open, so that new clients get an answer
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """The listening socket. Raises `OSError` that says which address is taken."""
+    """The listening socket. Raises `OSError` naming the address that is in use."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -93,7 +93,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def make_web(server: Server) -> uvicorn.Server:
-    """The web server; its `serve(sockets=[...])` runs until its `should_exit`."""
+    """The web server; `serve(sockets=[...])` runs until `should_exit` is set."""
     config = server.config
     return _Uvicorn(
         uvicorn.Config(
@@ -115,8 +115,7 @@ def make_web(server: Server) -> uvicorn.Server:
 
 
 async def serve(server: Server, listener: socket.socket) -> int:
-    """Serves until a signal, or until the engine dies; returns the exit code. Raises what the start of the engine
-    raises."""
+    """Serves until a signal or until the engine dies; returns the exit code. Raises what `Server.start` raises."""
     web = make_web(server)
     stop = _Signals()
     serving = asyncio.create_task(web.serve(sockets=[listener]))
@@ -141,7 +140,7 @@ async def serve(server: Server, listener: socket.socket) -> int:
 
 
 class _Signals:
-    """The first SIGTERM or SIGINT, and the one that has no patience."""
+    """The first SIGTERM or SIGINT, and the second one, which cuts the drain short."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
@@ -158,8 +157,8 @@ class _Signals:
 
 
 async def _first(main: Any, *others: Any) -> bool:
-    """Waits for any of them; whether `main` was done. Raises what a done one raised; the others are cancelled, but
-    for tasks that came in as such."""
+    """Waits for the first to finish; returns whether it was `main`. Raises what a finished one raised. The others are
+    cancelled, except tasks passed in as tasks."""
     tasks = [asyncio.ensure_future(one) for one in (main, *others)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -179,11 +178,11 @@ async def _death(server: Server) -> None:
 
 
 async def drain(server: Server, hurry: asyncio.Event) -> None:
-    """Takes no more requests, and waits for those that run: until the timeout, or until someone is in a hurry. What
-    is left then ends in errors."""
-    server.admission.is_draining = True
-    log.info("shutting down: %d requests run", server.admission.num_admitted)
-    empty, hurried = asyncio.ensure_future(server.admission.wait_empty()), asyncio.ensure_future(hurry.wait())
+    """Refuses new requests and waits for running ones until the timeout or `hurry`; the remaining ones end with an
+    error."""
+    server.limit.is_draining = True
+    log.info("shutting down: %d requests run", server.limit.num_admitted)
+    empty, hurried = asyncio.ensure_future(server.limit.wait_empty()), asyncio.ensure_future(hurry.wait())
     await asyncio.wait({empty, hurried}, timeout=server.config.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if not empty.done():
         server.client.fail_all("the server was shut down")
@@ -198,14 +197,14 @@ def address(config: ServerConfig, listener: socket.socket) -> str:
 
 
 def banner(server: Server, listener: socket.socket, seconds: float) -> str:
-    """What one needs to begin with."""
+    """The start message: address, capacity, and a first request to try."""
     config, engine = server.config, server.client.info.config
     url = address(config, listener)
     key = ' -H "Authorization: Bearer $KEY"' if config.api_keys else ""
     tokens, most = engine.num_blocks * engine.block_size, engine.max_model_len
     lines = [
         f"jaxllm serves {server.model.name} at {url}, ready in {seconds:.1f} s",
-        f"A page to chat on: {url}/",
+        f"Chat page: {url}/",
         f"KV cache: {tokens:,} tokens, or {tokens // most:,} requests of {most:,}; {engine.max_num_seqs:,} at once",
         "",
         f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' \\",

@@ -1,4 +1,4 @@
-"""What the engine tells of itself, as Prometheus metrics: read when someone asks for them."""
+"""The engine's statistics as Prometheus metrics, read when the metrics are scraped."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,26 +13,26 @@ LABELS = ("model_name", "engine")
 
 _GAUGES = (  # name, help, value
     ("num_requests_running", "Sequences in the running batch.", lambda s: s.num_running),
-    ("num_requests_waiting", "Requests that wait for a place in it.", lambda s: s.num_waiting),
-    ("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", lambda s: s.blocks_used / s.num_blocks),
-    ("kv_blocks", "KV blocks in all.", lambda s: s.num_blocks),
+    ("num_requests_waiting", "Requests waiting for a place in the running batch.", lambda s: s.num_waiting),
+    ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda s: s.blocks_used / s.num_blocks),
+    ("kv_blocks", "KV blocks in total.", lambda s: s.num_blocks),
     ("kv_blocks_used", "KV blocks in use.", lambda s: s.blocks_used),
-    ("kv_blocks_shared", "Of those, used by several sequences.", lambda s: s.blocks_shared),
-    ("kv_blocks_cached", "Free KV blocks that a prompt can find again.", lambda s: s.blocks_cached),
-    ("kv_blocks_used_peak", "Most KV blocks in use at a time.", lambda s: s.peak_blocks_used),
+    ("kv_blocks_shared", "KV blocks used by several sequences.", lambda s: s.blocks_shared),
+    ("kv_blocks_cached", "Free KV blocks in the prefix cache.", lambda s: s.blocks_cached),
+    ("kv_blocks_used_peak", "Peak number of KV blocks in use.", lambda s: s.peak_blocks_used),
     ("kv_blocks_on_host", "KV blocks in host memory.", lambda s: s.blocks_on_host),
-    ("kv_slots_wasted", "Places in used KV blocks without a token.", lambda s: s.wasted_slots),
+    ("kv_slots_wasted", "Token places in used KV blocks without a token.", lambda s: s.wasted_slots),
     ("num_executables", "Executables in the compile plan.", lambda s: s.num_executables),
-    ("num_compiled", "Of those, compiled.", lambda s: s.num_compiled),
-    ("num_failed_executables", "Of those, failed to compile.", lambda s: s.num_failed_executables),
+    ("num_compiled", "Compiled executables of the compile plan.", lambda s: s.num_compiled),
+    ("num_failed_executables", "Executables that failed to compile.", lambda s: s.num_failed_executables),
 )
 _COUNTERS = (
     ("num_preemptions", "Sequences preempted.", lambda s: s.num_preemptions),
     ("kv_blocks_copied", "KV blocks copied on the first write to a shared one.", lambda s: s.blocks_copied),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.num_prompt_tokens),
-    ("prefix_cache_hits", "Of those, found.", lambda s: s.num_cached_tokens),
-    ("nan_logits", "Sequences that ended as the model gave NaN or infinity.", lambda s: s.num_not_finite),
-    ("corrupted_requests", "The same, by vLLM's name.", lambda s: s.num_not_finite),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.num_cached_tokens),
+    ("nan_logits", "Sequences that ended because the model returned NaN or infinity.", lambda s: s.num_not_finite),
+    ("corrupted_requests", "The same under vLLM's name.", lambda s: s.num_not_finite),
     ("compile_seconds", "Seconds spent compiling.", lambda s: s.compile_s),
 )
 _BY_LABEL = (  # name, help, label, its values
@@ -60,7 +60,7 @@ _CONFIG = (  # label of cache_config_info, field of EngineConfig
 
 
 class EngineCollector:
-    """`labels` are the values of `LABELS`. While the model is being loaded, families have no samples."""
+    """`labels` are the values of `LABELS`. While the model is loading, families have no samples."""
 
     def __init__(self, client: EngineClient, labels: tuple[str, str]):
         self._client, self._labels = client, labels

@@ -1,4 +1,4 @@
-"""Prometheus metrics, by vLLM's names under a prefix of our own. Label values come from closed sets only."""
+"""Prometheus metrics with vLLM's names under the prefix `jaxllm:`. Label values come from closed sets only."""
 
 import time
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def _token_buckets(most: int) -> list[int]:
 
 
 class Metrics:
-    """`client` is asked for the engine's when someone asks for the metrics."""
+    """The server's own metrics, and the engine's, which each scrape reads from `client`."""
 
     def __init__(self, model_name: str, client: EngineClient, *, vllm_names: bool = False):
         self._vllm_names = vllm_names
@@ -92,11 +92,11 @@ class Metrics:
         self._by_source = self._counter("prompt_tokens_by_source", "Where prompts' KV came from.", "source", SOURCES)
         self.aborted = self._counter("requests_aborted", "Requests whose client went away.")
         self._finished = self._counter("request_success", "Requests that ended.", "finished_reason", FINISHED)
-        self._rejected = self._counter("admission_rejections", "Requests refused at the door.", "reason", REJECTED)
+        self._rejected = self._counter("admission_rejections", "Requests refused on arrival.", "reason", REJECTED)
         self.first_token_s = self._histogram("time_to_first_token_seconds", "From arrival to first token.", _FIRST)
         self.between_s = self._histogram("inter_token_latency_seconds", "Between tokens of a stream.", _BETWEEN)
         self.per_token_s = self._histogram(
-            "request_time_per_output_token_seconds", "After the first, of a request.", _BETWEEN
+            "request_time_per_output_token_seconds", "Per token of a request, after the first.", _BETWEEN
         )
         self.whole_s = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _WHOLE)
         self.queue_s = self._histogram("request_queue_time_seconds", "From arrival to the first step.", _WHOLE)
@@ -104,7 +104,7 @@ class Metrics:
         self.decode_s = self._histogram("request_decode_time_seconds", "From the first token to the last.", _WHOLE)
         self.inference_s = self._histogram("request_inference_time_seconds", "First step to last token.", _WHOLE)
         self.num_computed = self._histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache had.", tokens
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", tokens
         )
         self.most_generated = self._histogram(
             "request_max_num_generation_tokens", "Tokens of the longest of a request's samples.", tokens
@@ -128,25 +128,25 @@ class Metrics:
     def _histogram(self, name: str, help: str, buckets: Any) -> Histogram:
         return Histogram(PREFIX + name, help, LABELS, registry=self._registry, buckets=buckets).labels(*self._labels)
 
-    def ended(self, course: "RequestTimings") -> None:
-        num_computed = course.num_prompt - course.num_cached
-        self._finished[course.reason].inc()
-        self.prompt_tokens.inc(course.num_prompt)
-        self.cached_tokens.inc(course.num_cached)
-        self._by_source["local_cache_hit"].inc(course.num_cached)
+    def ended(self, timings: "RequestTimings") -> None:
+        num_computed = timings.num_prompt - timings.num_cached
+        self._finished[timings.reason].inc()
+        self.prompt_tokens.inc(timings.num_prompt)
+        self.cached_tokens.inc(timings.num_cached)
+        self._by_source["local_cache_hit"].inc(timings.num_cached)
         self._by_source["local_compute"].inc(num_computed)
-        self.num_prompt.observe(course.num_prompt)
+        self.num_prompt.observe(timings.num_prompt)
         self.num_computed.observe(num_computed)
-        self.num_generated.observe(course.num_generated)
-        self.most_generated.observe(course.most_generated)
-        self.params_n.observe(course.params.n)
-        self.params_max_tokens.observe(course.params.max_tokens or 0)
-        self.whole_s.observe(course.whole_s)
-        if course.decode_s is not None:
-            self.decode_s.observe(course.decode_s)
-            self.inference_s.observe(course.inference_s)
-            if course.num_generated > 1:
-                self.per_token_s.observe(course.decode_s / (course.num_generated - 1))
+        self.num_generated.observe(timings.num_generated)
+        self.most_generated.observe(timings.most_generated)
+        self.params_n.observe(timings.params.n)
+        self.params_max_tokens.observe(timings.params.max_tokens or 0)
+        self.whole_s.observe(timings.whole_s)
+        if timings.decode_s is not None:
+            self.decode_s.observe(timings.decode_s)
+            self.inference_s.observe(timings.inference_s)
+            if timings.num_generated > 1:
+                self.per_token_s.observe(timings.decode_s / (timings.num_generated - 1))
 
     def rejected(self, reason: str = "max_num_queued_reqs") -> None:
         self._rejected[reason].inc()
@@ -157,7 +157,7 @@ class Metrics:
 
 
 class RequestTimings(NamedTuple):
-    """What became of a request to the engine; durations in seconds, None if it never had a token."""
+    """A finished request to the engine; durations in seconds, None if it never had a token."""
 
     params: SamplingParams
     started_ns: int  # since 1970
@@ -200,7 +200,7 @@ class Rate:
 
 
 class RequestObserver:
-    """The course of one request to the engine, which the metrics learn when it ends."""
+    """Follows one request to the engine and reports it to the metrics when it ends."""
 
     def __init__(self, metrics: Metrics, job: GenerationJob):
         self._metrics, self._job = metrics, job
@@ -208,7 +208,7 @@ class RequestObserver:
         self._first = self._last = self._queued_s = 0.0
         self._num_tokens = self._num_cached = 0
         self._lengths: dict[int, int] = {}  # tokens of each sample
-        self.reason: str | None = None  # None: it was left before its end
+        self.reason: str | None = None  # None: the client left before the end
 
     def saw(self, output: RequestOutput) -> None:
         now, count = time.monotonic(), 0
@@ -232,16 +232,16 @@ class RequestObserver:
             metrics.queue_s.observe(self._queued_s)
             metrics.prefill_s.observe(now - self._start - self._queued_s)
         elif self._job.params.stream_interval == 1:
-            for _ in range(count):  # several at once came together
+            for _ in range(count):  # several tokens arrived together
                 metrics.between_s.observe((now - self._last) / count)
         self._num_tokens, self._last = self._num_tokens + count, now
 
     def end(self) -> "RequestTimings":
-        """It is over, and the metrics learn of it."""
+        """Ends the request and updates the metrics."""
         if self.reason is None:
             self._metrics.aborted.inc()
         has_tokens = self._num_tokens > 0
-        course = RequestTimings(
+        timings = RequestTimings(
             params=self._job.params,
             started_ns=self._started_ns,
             reason=self.reason or "abort",
@@ -254,5 +254,5 @@ class RequestObserver:
             queued_s=self._queued_s if has_tokens else None,
             decode_s=self._last - self._first if has_tokens else None,
         )
-        self._metrics.ended(course)
-        return course
+        self._metrics.ended(timings)
+        return timings

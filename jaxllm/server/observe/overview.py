@@ -1,4 +1,4 @@
-"""How the server is, in a few numbers: what the page shows."""
+"""The server's state in a few numbers, for the page."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def overview(server: "Server") -> dict[str, Any]:
-    """The answer of /stats. Numbers of the engine are null while the model is being loaded."""
+    """The answer of /stats. The engine's numbers are null while the model is loading."""
     info, stats, model = server.client.info, server.client.stats(), server.model
     engine = (
         None

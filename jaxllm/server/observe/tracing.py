@@ -1,5 +1,5 @@
-"""OpenTelemetry spans, one for each request to the engine, with vLLM's and the GenAI conventions' attribute names.
-Nothing here is imported unless spans are wanted."""
+"""OpenTelemetry spans, one per request to the engine, with attribute names of vLLM and the GenAI conventions. Imported
+only if tracing is enabled."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.server.observe.metrics import RequestTimings
 
 SPAN = "llm_request"
-_EXPORT_S = 3  # for a batch to be sent, retries included; the end of the server waits for the last one
+_EXPORT_S = 3  # for a batch to be sent, retries included; shutdown waits for the last batch
 
 
 class Tracing:
@@ -20,8 +20,8 @@ class Tracing:
         self._tracer = provider.get_tracer("jaxllm.server")
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, course: RequestTimings, request_id: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """A request is over. `headers` are those of its HTTP request: it is a child of the span that they name."""
+    def record(self, timings: RequestTimings, request_id: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Records a finished request. `headers` are those of its HTTP request, which may name a parent span."""
         from opentelemetry.trace import SpanKind, StatusCode
 
         carrier = {
@@ -33,28 +33,28 @@ class Tracing:
             SPAN,
             context=self._propagator.extract(carrier),
             kind=SpanKind.SERVER,
-            attributes=_attributes(course, request_id, self._model),
-            start_time=course.started_ns,
+            attributes=_attributes(timings, request_id, self._model),
+            start_time=timings.started_ns,
         )
-        if course.reason == "error":
+        if timings.reason == "error":
             span.set_status(StatusCode.ERROR)
-        span.end(end_time=course.started_ns + int(course.whole_s * 1e9))
+        span.end(end_time=timings.started_ns + int(timings.whole_s * 1e9))
 
     def close(self) -> None:
-        """Sends what is left. Blocks while it does."""
+        """Sends the remaining spans. Blocks meanwhile."""
         self._provider.shutdown()
 
 
-def _attributes(course: RequestTimings, request_id: str, model_name: str) -> dict[str, Any]:
-    params = course.params
+def _attributes(timings: RequestTimings, request_id: str, model_name: str) -> dict[str, Any]:
+    params = timings.params
     optional = {
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.seed": params.seed,
-        "gen_ai.latency.time_to_first_token": course.first_token_s,
-        "gen_ai.latency.time_in_queue": course.queued_s,
-        "gen_ai.latency.time_in_model_prefill": course.prefill_s,
-        "gen_ai.latency.time_in_model_decode": course.decode_s,
-        "gen_ai.latency.time_in_model_inference": course.inference_s,
+        "gen_ai.latency.time_to_first_token": timings.first_token_s,
+        "gen_ai.latency.time_in_queue": timings.queued_s,
+        "gen_ai.latency.time_in_model_prefill": timings.prefill_s,
+        "gen_ai.latency.time_in_model_decode": timings.decode_s,
+        "gen_ai.latency.time_in_model_inference": timings.inference_s,
     }
     return {
         "gen_ai.request.id": request_id,
@@ -64,19 +64,19 @@ def _attributes(course: RequestTimings, request_id: str, model_name: str) -> dic
         "gen_ai.request.temperature": float(params.temperature),
         "gen_ai.request.top_p": float(params.top_p),
         "gen_ai.request.top_k": params.top_k,
-        "gen_ai.usage.prompt_tokens": course.num_prompt,
-        "gen_ai.usage.completion_tokens": course.num_generated,
-        "gen_ai.usage.input_tokens": course.num_prompt,
-        "gen_ai.usage.output_tokens": course.num_generated,
-        "gen_ai.usage.cache_read.input_tokens": course.num_cached,
-        "gen_ai.response.finish_reasons": [course.reason],
-        "gen_ai.latency.e2e": course.whole_s,
+        "gen_ai.usage.prompt_tokens": timings.num_prompt,
+        "gen_ai.usage.completion_tokens": timings.num_generated,
+        "gen_ai.usage.input_tokens": timings.num_prompt,
+        "gen_ai.usage.output_tokens": timings.num_generated,
+        "gen_ai.usage.cache_read.input_tokens": timings.num_cached,
+        "gen_ai.response.finish_reasons": [timings.reason],
+        "gen_ai.latency.e2e": timings.whole_s,
     } | {name: value for name, value in optional.items() if value is not None}
 
 
 def open_tracing(endpoint: str, model_name: str) -> Tracing:
-    """Sends spans to `endpoint` (OTLP over HTTP, as in http://localhost:4318/v1/traces), in batches and from a thread
-    of its own; when that can't keep up, they are dropped. Raises `ValueError`."""
+    """Sends spans to `endpoint` (OTLP over HTTP, as in http://localhost:4318/v1/traces) in batches from a separate
+    thread, and drops spans that exceed its queue. Raises `ValueError`."""
     if not endpoint.startswith(("http://", "https://")):
         raise ValueError(f"otlp_traces_endpoint={endpoint!r} must be a URL, as in http://localhost:4318/v1/traces")
     try:

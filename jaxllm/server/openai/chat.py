@@ -10,21 +10,21 @@ from jaxllm.outputs import CompletionOutput
 from jaxllm.server.http.errors import invalid, unsupported
 from jaxllm.server.http.exchange import DONE, Exchange
 from jaxllm.server.openai import prepare
-from jaxllm.server.openai.generation import TokenUsage, Update, Whole
+from jaxllm.server.openai.generation import MergedOutput, TokenUsage, Update
 from jaxllm.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from jaxllm.server.openai.parsing.choose import make_parser, thinks, tool_format
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
 from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.openai.response_format import ResponseFormat, chat_response_format
-from jaxllm.server.openai.schemas import ChatRequest, Tool, check_stream, wants_place
+from jaxllm.server.openai.schemas import ChatRequest, Tool, check_stream, wants_queue_position
 from jaxllm.server.server import Server
 
 
 class PreparedChat(NamedTuple):
-    """A conversation, ready for the engine."""
+    """A chat request, ready for the engine."""
 
     job: GenerationJob
-    tool_format: str | None  # of the calls that the answer may have
+    tool_format: str | None  # of tool calls in the answer; None: none
     has_thoughts: bool
 
     def parser(self) -> Parser:
@@ -37,18 +37,22 @@ async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> No
     check_chat(request)
     prepare.count_samples(1, request)
     with server.admit(1):
-        talk = await server.in_thread(prepare_chat, server, info, request)
+        prepared = await server.in_thread(prepare_chat, server, info, request)
         answer_id = f"chatcmpl-{exchange.request_id}"
-        result = ChatAnswer(request, talk, answer_id=answer_id)
+        result = ChatAnswer(request, prepared, answer_id=answer_id)
         run = server.run(
-            [talk.job], exchange, request_id=answer_id, priority=request.priority, tells_place=wants_place(request)
+            [prepared.job],
+            exchange,
+            request_id=answer_id,
+            priority=request.priority,
+            reports_position=wants_queue_position(request),
         )
-        async with aclosing(run) as news:
-            await (result.stream if request.stream else result.unary)(exchange, news)
+        async with aclosing(run) as updates:
+            await (result.stream if request.stream else result.unary)(exchange, updates)
 
 
 def check_chat(request: ChatRequest) -> None:
-    """Raises `APIError` for what can't be honoured."""
+    """Raises `APIError` for what this server does not support."""
     check_stream(request)
     if set(request.modalities or ()) - {"text"}:
         raise unsupported("modalities", "this server writes text only; leave modalities out")
@@ -81,25 +85,25 @@ def prepare_chat(server: Server, info: Any, request: ChatRequest) -> PreparedCha
         )
     has_thoughts = thinks(config.reasoning_parser, template)
 
-    def form_after(prompt: str) -> ResponseFormat | None:
+    def format_after(prompt: str) -> ResponseFormat | None:
         return chat_response_format(request, tools, prompt=prompt, calls=calls, has_thoughts=has_thoughts)
 
-    return PreparedChat(prepare.chat_job(model, info, request, tools, form_after), calls, has_thoughts)
+    return PreparedChat(prepare.chat_job(model, info, request, tools, format_after), calls, has_thoughts)
 
 
 class Choice:
-    """One answer while it is written."""
+    """One choice of the answer, while it is generated."""
 
-    def __init__(self, index: int, talk: PreparedChat, request: ChatRequest):
+    def __init__(self, index: int, prepared: PreparedChat, request: ChatRequest):
         self.index, self._request = index, request
-        self._parser = talk.parser()
+        self._parser = prepared.parser()
         self._call_ids: list[str] = []
         self._hidden_calls: set[int] = set()
         self._logprobs: list[dict[str, Any]] = []  # not sent yet
         self.num_reasoning_tokens = 0
 
     def take(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """The deltas that `completion`, itself a delta, gives; none if all of it waits for more."""
+        """The deltas of `completion`, itself a delta; empty while the parser waits for more text."""
         if completion.logprobs is not None:
             top = self._request.top_logprobs or 0
             self._logprobs += chat_logprobs(completion.token_ids, completion.logprobs, top)
@@ -130,45 +134,45 @@ class Choice:
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
     def logprobs(self) -> dict[str, Any] | None:
-        """Those of the tokens since the last call."""
+        """The log-probabilities of the tokens since the last call."""
         if not self._request.logprobs:
             return None
         content, self._logprobs = self._logprobs, []
         return {"content": content, "refusal": None}
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        is_named = isinstance(self._request.tool_choice, dict)  # OpenAI calls the end of such a call a stop
+        is_named = isinstance(self._request.tool_choice, dict)  # OpenAI reports "stop" after a named call
         called = self._call_ids and completion.finish_reason == "stop" and not is_named
         return "tool_calls" if called else completion.finish_reason
 
 
 class ChatAnswer:
-    """Puts what the engine says into OpenAI's words, as a whole or in chunks."""
+    """Formats the engine's output as OpenAI's chat completion, whole or in chunks."""
 
-    def __init__(self, request: ChatRequest, talk: PreparedChat, *, answer_id: str):
-        self.request, self._talk = request, talk
+    def __init__(self, request: ChatRequest, prepared: PreparedChat, *, answer_id: str):
+        self.request, self._prepared = request, prepared
         self._base = {"id": answer_id, "created": int(time.time()), "model": request.model}
-        self.usage = TokenUsage([talk.job])
+        self.usage = TokenUsage([prepared.job])
         self._choices: dict[int, Choice] = {}
 
     def _choice(self, index: int) -> tuple[Choice, bool]:
         """The choice, and whether it is new."""
         is_new = index not in self._choices
         if is_new:
-            self._choices[index] = Choice(index, self._talk, self.request)
+            self._choices[index] = Choice(index, self._prepared, self.request)
         return self._choices[index], is_new
 
-    async def unary(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
-        whole = Whole()
-        async for item in news:
-            self.usage.add(item)
-            whole.add(item.output)
-        choices = [self._message(completion) for completion in whole.completions]
+    async def unary(self, exchange: Exchange, updates: AsyncIterator[Update]) -> None:
+        merged = MergedOutput()
+        async for update in updates:
+            self.usage.add(update)
+            merged.add(update.output)
+        choices = [self._message(completion) for completion in merged.completions]
         answer = self._base | {"object": "chat.completion", "choices": choices, "usage": self._usage()}
         if self.request.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(whole.prompt_logprobs)
+            answer["prompt_logprobs"] = prompt_logprobs(merged.prompt_logprobs)
         if self.request.return_token_ids:
-            answer["prompt_token_ids"] = self._talk.job.token_ids
+            answer["prompt_token_ids"] = self._prepared.job.token_ids
         await exchange.json(answer)
 
     def _message(self, completion: CompletionOutput) -> dict[str, Any]:
@@ -183,15 +187,15 @@ class ChatAnswer:
         }
         return finished | ({"token_ids": completion.token_ids} if self.request.return_token_ids else {})
 
-    async def stream(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
+    async def stream(self, exchange: Exchange, updates: AsyncIterator[Update]) -> None:
         options = self.request.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         keeps_usage = wants_usage and bool(options.continuous_usage_stats)
         base = self._base | {"object": "chat.completion.chunk"}
         async with exchange.events():
-            async for item in news:
-                self.usage.add(item)
-                for completion in item.output.outputs:
+            async for update in updates:
+                self.usage.add(update)
+                for completion in update.output.outputs:
                     for part in self._parts(completion):
                         chunk = base | {"choices": [part]}
                         if wants_usage:
@@ -202,7 +206,7 @@ class ChatAnswer:
             await exchange.write(DONE)
 
     def _parts(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """Chunks' choices: the role first, then what is new, then how it ended."""
+        """The choices of chunks: the role first, then the deltas, then the finish reason."""
         choice, is_new = self._choice(completion.index)
         deltas = choice.take(completion)
         parts = [_part(choice.index, {"role": "assistant", "content": ""})] if is_new else []
@@ -224,7 +228,7 @@ def _part(index: int, delta: dict[str, Any], finish_reason: str | None = None) -
 
 
 def assemble(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The message that deltas add up to."""
+    """Merges deltas into a message."""
     content = "".join(delta.get("content", "") for delta in deltas)
     thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
     calls: list[dict[str, Any]] = []

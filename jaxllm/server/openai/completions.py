@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxllm.outputs import CompletionOutput
 from jaxllm.server.http.exchange import DONE, Exchange
-from jaxllm.server.openai.generation import TokenUsage, Update, Whole
+from jaxllm.server.openai.generation import MergedOutput, TokenUsage, Update
 from jaxllm.server.openai.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.openai.schemas import CompletionRequest
@@ -14,7 +14,7 @@ from jaxllm.server.served_model import ServedModel
 
 
 class CompletionAnswer:
-    """Puts what the engine says into OpenAI's words, as a whole or in chunks."""
+    """Formats the engine's output as OpenAI's text completion, whole or in chunks."""
 
     def __init__(
         self, request: CompletionRequest, jobs: Sequence[GenerationJob], *, answer_id: str, model: ServedModel
@@ -25,33 +25,33 @@ class CompletionAnswer:
         self.usage = TokenUsage(jobs, counts_output=not self._hides_output)
         self._n = request.n or 1
         self._logprobs = {index: CompletionLogprobs(request.logprobs or 0) for index in range(len(jobs) * self._n)}
-        self._scores: dict[int, Any] = {}  # of prompts, which the engine tells once
+        self._scores: dict[int, Any] = {}  # prompt log-probabilities, which the engine reports once
         self._echoed: set[int] = set()  # choices whose prompt was shown
 
-    async def unary(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
-        wholes = [Whole() for _ in self.jobs]
-        async for item in news:
-            self.usage.add(item)
-            wholes[item.index].add(item.output)
+    async def unary(self, exchange: Exchange, updates: AsyncIterator[Update]) -> None:
+        merged_outputs = [MergedOutput() for _ in self.jobs]
+        async for update in updates:
+            self.usage.add(update)
+            merged_outputs[update.index].add(update.output)
         choices = [
-            self._choice(index, completion, whole.prompt_logprobs, is_last=True)
-            for index, whole in enumerate(wholes)
-            for completion in whole.completions
+            self._choice(index, completion, merged.prompt_logprobs, is_last=True)
+            for index, merged in enumerate(merged_outputs)
+            for completion in merged.completions
         ]
         await exchange.json(self._base | {"choices": choices, "usage": self.usage.answer()})
 
-    async def stream(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
+    async def stream(self, exchange: Exchange, updates: AsyncIterator[Update]) -> None:
         options = self.request.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         keeps_usage = wants_usage and bool(options.continuous_usage_stats)
         async with exchange.events():
-            async for item in news:
-                self.usage.add(item)
-                scores = item.output.prompt_logprobs or self._scores.get(item.index)
-                self._scores[item.index] = scores
-                for completion in item.output.outputs:
+            async for update in updates:
+                self.usage.add(update)
+                scores = update.output.prompt_logprobs or self._scores.get(update.index)
+                self._scores[update.index] = scores
+                for completion in update.output.outputs:
                     is_last = completion.finish_reason is not None
-                    choice = self._choice(item.index, completion, scores, is_last=is_last)
+                    choice = self._choice(update.index, completion, scores, is_last=is_last)
                     chunk = self._base | {"choices": [choice]}
                     if wants_usage:
                         chunk["usage"] = self.usage.answer() if keeps_usage else None
@@ -61,7 +61,7 @@ class CompletionAnswer:
             await exchange.write(DONE)
 
     def _choice(self, prompt: int, completion: CompletionOutput, scores: Any, *, is_last: bool) -> dict[str, Any]:
-        """One choice, or what is new of it."""
+        """One choice, or its delta."""
         index, job = prompt * self._n + completion.index, self.jobs[prompt]
         is_first = index not in self._echoed
         self._echoed.add(index)
@@ -89,7 +89,7 @@ class CompletionAnswer:
         return choice
 
     def _first_text(self, job: GenerationJob) -> str:
-        """Of the token that has no log-probability, and so no text either."""
+        """The text of the first prompt token, which has no log-probability entry to take it from."""
         tokenizer = self._model.tokenizer
         return "" if tokenizer is None else tokenizer.token_text(job.token_ids[0])
 

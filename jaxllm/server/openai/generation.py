@@ -1,4 +1,4 @@
-"""Runs the prompts of a request, and tells what they were."""
+"""Runs the prompts of an HTTP request and yields their updates."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,18 +11,18 @@ from jaxllm.server.http.errors import APIError, internal, invalid
 from jaxllm.server.observe.metrics import Metrics, RequestObserver, RequestTimings
 from jaxllm.server.openai.prepare import GenerationJob
 
-Record = Callable[[RequestTimings, str], None]  # its id too
+Record = Callable[[RequestTimings, str], None]  # timings and request id
 
 
 class Update(NamedTuple):
-    """What is new of one prompt."""
+    """A delta of one prompt's output."""
 
     index: int  # of the prompt
     output: RequestOutput
 
 
 class TokenUsage:
-    """Tokens that an HTTP request has cost so far."""
+    """The tokens that an HTTP request has used so far."""
 
     def __init__(self, jobs: Sequence[GenerationJob], *, counts_output: bool = True):
         self._counts_output = counts_output
@@ -30,10 +30,10 @@ class TokenUsage:
         self.completion_tokens = self.reasoning_tokens = 0
         self._cached: dict[int, int] = {}
 
-    def add(self, news: Update) -> None:
+    def add(self, update: Update) -> None:
         if self._counts_output:
-            self.completion_tokens += sum(len(completion.token_ids) for completion in news.output.outputs)
-        self._cached[news.index] = news.output.num_cached_tokens
+            self.completion_tokens += sum(len(completion.token_ids) for completion in update.output.outputs)
+        self._cached[update.index] = update.output.num_cached_tokens
 
     @property
     def cached_tokens(self) -> int:
@@ -58,26 +58,26 @@ async def run(
     priority: int,
     record: Record | None = None,
 ) -> AsyncIterator[Update]:
-    """All jobs at once; their deltas as they come. Closing the iterator aborts what is left, and the end of one job
-    in an error is the end of all. `record` is told of each that is over. Raises `APIError`, `EngineDeadError`."""
+    """Runs all jobs at once and yields their updates. Closing the iterator aborts the unfinished jobs, and an error of
+    one job ends all. `record` is called with each finished job. Raises `APIError`, `EngineDeadError`."""
     streams = [_run_one(client, metrics, job, f"{request_id}-{i}", i, priority, record) for i, job in enumerate(jobs)]
     if len(streams) == 1:
         async with aclosing(streams[0]) as stream:
-            async for news in stream:
-                yield news
+            async for update in stream:
+                yield update
         return
     queue: asyncio.Queue[Update | BaseException | None] = asyncio.Queue(maxsize=len(jobs))
     tasks = [asyncio.create_task(_forward(stream, queue)) for stream in streams]
     try:
         left = len(tasks)
         while left:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
+            update = await queue.get()
+            if isinstance(update, BaseException):
+                raise update
+            if update is None:
                 left -= 1
             else:
-                yield item
+                yield update
     finally:
         for task in tasks:
             task.cancel()
@@ -87,10 +87,10 @@ async def run(
 async def _forward(stream: AsyncIterator[Update], queue: asyncio.Queue) -> None:
     async with aclosing(stream):
         try:
-            async for news in stream:
-                await queue.put(news)
+            async for update in stream:
+                await queue.put(update)
             await queue.put(None)
-        except Exception as error:  # noqa: BLE001 - raised again by whoever reads the queue
+        except Exception as error:  # noqa: BLE001 - the reader of the queue raises it
             await queue.put(error)
 
 
@@ -103,28 +103,28 @@ async def _run_one(
     priority: int,
     record: Record | None,
 ) -> AsyncIterator[Update]:
-    outcome = RequestObserver(metrics, job)
+    observer = RequestObserver(metrics, job)
     try:
         stream = client.generate(job.token_ids, job.params, request_id=request_id, priority=priority)
         async with aclosing(stream):
             async for output in stream:
-                outcome.saw(output)
+                observer.saw(output)
                 _check(output, request_id)
                 yield Update(index, output)
     except ValueError as error:
-        outcome.reason = "error"
+        observer.reason = "error"
         raise invalid(str(error)) from error
     except Exception:
-        outcome.reason = "error"
+        observer.reason = "error"
         raise
     finally:
-        course = outcome.end()
+        timings = observer.end()
         if record is not None:
-            record(course, request_id)
+            record(timings, request_id)
 
 
 def _check(output: RequestOutput, request_id: str) -> None:
-    """What ended in an error, or by an order that was not the client's, is no answer."""
+    """Raises `APIError` for an output that ended with an error or that the server aborted."""
     reasons = {completion.finish_reason for completion in output.outputs}
     if output.error is not None or "error" in reasons:
         raise internal(request_id)
@@ -138,8 +138,8 @@ def _check(output: RequestOutput, request_id: str) -> None:
         )
 
 
-class Whole:
-    """The deltas of one prompt put together."""
+class MergedOutput:
+    """The updates of one prompt, merged."""
 
     def __init__(self) -> None:
         self.output: RequestOutput | None = None

@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms that OpenAI's API has."""
+"""Log-probabilities in the formats of OpenAI's API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,19 +11,19 @@ def _text(token: int, entry: Logprob) -> str:
 
 
 def _top(entries: Mapping[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens; the one taken, which comes first in `entries`, need not be among them."""
+    """The most likely tokens; the sampled token, first in `entries`, need not be among them."""
     ranked = [(token, entry) for token, entry in entries.items() if entry.rank is not None and entry.rank <= count]
     return sorted(ranked, key=lambda item: item[1].rank)[:count]
 
 
 class CompletionLogprobs:
-    """Of one choice of a completion, whose text may come in parts."""
+    """The log-probabilities of one choice, in parts."""
 
     def __init__(self, num_top: int):
         self._num_top, self._offset = num_top, 0
 
     def part(self, token_ids: Sequence[int], logprobs: Logprobs, *, first: str = "") -> dict[str, Any]:
-        """What `token_ids` add. The first token of a prompt has no log-probability; `first` is its text."""
+        """The entries of `token_ids`. The first token of a prompt has no log-probability; `first` is its text."""
         part: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, entries in zip(token_ids, logprobs, strict=True):
             own = None if entries is None else entries[token]
@@ -46,7 +46,7 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def chat_logprobs(token_ids: Sequence[int], logprobs: Logprobs, num_top: int) -> list[dict[str, Any]]:
-    """The entries of `content`, one a token."""
+    """The entries of `content`, one per token."""
     return [
         _chat_entry(token, entries[token])
         | {"top_logprobs": [_chat_entry(other, entry) for other, entry in _top(entries, num_top)]}
@@ -56,12 +56,12 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Logprobs, num_top: int) ->
 
 def _chat_entry(token: int, entry: Logprob) -> dict[str, Any]:
     text = _text(token, entry)
-    is_whole = entry.decoded_token is not None and "\ufffd" not in text  # the bytes of a part are unknown here
+    is_whole = entry.decoded_token is not None and "\ufffd" not in text  # bytes of a part are unknown
     return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode()) if is_whole else None}
 
 
 def prompt_logprobs(logprobs: Logprobs | None) -> list[Any] | None:
-    """As vLLM has them: a dict by token id for each token but the first."""
+    """vLLM's format: a dict by token id for each token except the first."""
     if logprobs is None:
         return None
     return [

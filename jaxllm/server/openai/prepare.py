@@ -1,5 +1,5 @@
-"""From a request to what the engine takes: prompt ids and `SamplingParams`, checked against the model. One way for
-every route. Nothing here is asynchronous; it runs in threads, as templates and tokenizers take their time."""
+"""Converts requests to prompt ids and `SamplingParams`, checked against the model, for every route. The functions are
+synchronous and run in threads, because templates and tokenizers take time."""
 
 import dataclasses
 import hashlib
@@ -53,8 +53,8 @@ _PASSED = (
     "prompt_logprobs",
 )
 _FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) | {"logprobs"}
-_UNARY_INTERVAL = 16  # tokens between two deltas that nobody sees
-_MOST_CHARS_PER_TOKEN = 32  # a prompt that needs longer tokens than this on average isn't text
+_UNARY_INTERVAL = 16  # tokens between two updates of an answer that is not streamed
+_MOST_CHARS_PER_TOKEN = 32  # on average; no real text has longer tokens
 
 
 class GenerationJob(NamedTuple):
@@ -65,15 +65,15 @@ class GenerationJob(NamedTuple):
     text: str | None = None  # to echo
 
     def salted(self, tenant: bytes) -> "GenerationJob":
-        """The same with a part of the prefix cache that only this tenant reads: how soon an answer comes would tell
-        others what was asked before."""
+        """The same job in a part of the prefix cache that only this tenant uses, because cache hits are measurable and
+        would reveal other tenants' prompts."""
         own = (self.params.cache_salt or "").encode("utf-8", "surrogatepass")
-        salt = hashlib.sha256(tenant + own).hexdigest()  # of a digest, whose length is fixed
+        salt = hashlib.sha256(tenant + own).hexdigest()  # unambiguous, since the digest has a fixed length
         return self._replace(params=dataclasses.replace(self.params, cache_salt=salt))
 
 
 def count_prompts(request: CompletionRequest) -> int:
-    """Requests to the engine; cheap, so that it can be known before anything is worked on."""
+    """The number of prompts, from the request alone, so that it is known before any work is done."""
     prompt = request.prompt
     count = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
     count_samples(count, request)
@@ -98,7 +98,7 @@ def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionReq
         model,
         request,
         response_format_of(request),
-        max_tokens=request.max_tokens or (None if request.max_tokens is None else 1),  # 0: one that is not shown
+        max_tokens=request.max_tokens or (None if request.max_tokens is None else 1),  # 0: one, not shown
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if wants_scores else request.prompt_logprobs,
     )
@@ -135,7 +135,7 @@ def _decode(model: ServedModel, ids: list[int]) -> str:
 def encode(
     model: ServedModel, info: EngineInfo, text: str, param: str, *, add_special_tokens: bool = True
 ) -> list[int]:
-    """Token ids of a text that is not hopelessly long. Raises `APIError`."""
+    """Token ids of `text`, refused without tokenizing if it is far too long. Raises `APIError`."""
     most = info.config.max_model_len * _MOST_CHARS_PER_TOKEN
     if len(text) > most:
         raise too_long(
@@ -149,17 +149,16 @@ def encode(
 def sampling_params(
     model: ServedModel,
     request: Sampling,
-    form: ResponseFormat | None,
+    response_format: ResponseFormat | None,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """What a request wants of the sampler, over what the model recommends, for a text of some form. Raises
-    `APIError`."""
-    if form is not None:
-        with refusing(form.param):
-            model.grammars.check(form.wanted)
+    """The request's sampling parameters, with the model's recommendations as defaults. Raises `APIError`."""
+    if response_format is not None:
+        with refusing(response_format.param):
+            model.grammars.check(response_format.wanted)
     given = {name: value for name in _PASSED if (value := getattr(request, name)) is not None}
     defaults = {} if request.beam_width is not None else model.defaults
     if request.best_of:
@@ -174,7 +173,7 @@ def sampling_params(
             "output_kind": RequestOutputKind.DELTA,
             "stream_interval": 1 if request.stream else _UNARY_INTERVAL,
             "detokenize": model.tokenizer is not None,
-            "structured_outputs": None if form is None else form.wanted,
+            "structured_outputs": None if response_format is None else response_format.wanted,
         }
     )
     with refusing(None, _FIELDS):
@@ -182,7 +181,7 @@ def sampling_params(
 
 
 def check_job(model: ServedModel, info: EngineInfo, ids: list[int], params: SamplingParams, param: str) -> None:
-    """Raises `APIError` for what this engine can't serve: every token id, every length, every number of beams."""
+    """Raises `APIError` for token ids, lengths and beam widths that this engine can't serve."""
     if len(ids) >= info.config.max_model_len:
         raise _too_many(len(ids), info, param)
     with refusing(param, _FIELDS):
@@ -198,9 +197,6 @@ def _too_many(count: int, info: EngineInfo, param: str) -> APIError:
     )
 
 
-# ---- conversations
-
-
 def chat_text(
     model: ServedModel,
     messages: Sequence[Message],
@@ -210,7 +206,7 @@ def chat_text(
     continue_final_message: bool = False,
     variables: dict[str, Any] | None = None,
 ) -> str:
-    """The text that the chat template makes of a conversation. Raises `APIError`."""
+    """The conversation rendered by the chat template. Raises `APIError`."""
     tokenizer = model.need_tokenizer("messages")
     for tool in tools or ():
         check_depth(tool.function.parameters, "tools.function.parameters")
@@ -229,7 +225,7 @@ def chat_text(
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """As templates know it: no developers, refusals as text."""
+    """The message as templates expect it: developer becomes system, a refusal becomes text."""
     plain = msgspec.to_builtins(message)
     if message.role == "developer":
         plain["role"] = "system"
@@ -253,10 +249,10 @@ def chat_job(
     info: EngineInfo,
     request: ChatRequest,
     tools: Sequence[Tool] | None,
-    form_after: Callable[[str], ResponseFormat | None],
+    format_after: Callable[[str], ResponseFormat | None],
 ) -> GenerationJob:
-    """The one job of a conversation, with the rendered text as `text`; `form_after` tells the form of what follows it.
-    Raises `APIError`."""
+    """The job of a conversation, with its rendered prompt as `text`; `format_after` gives the response format from the
+    prompt. Raises `APIError`."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     variables = dict(request.chat_template_kwargs or {})
@@ -273,7 +269,7 @@ def chat_job(
     params = sampling_params(
         model,
         request,
-        form_after(text),
+        format_after(text),
         max_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,

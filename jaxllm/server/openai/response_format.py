@@ -1,4 +1,4 @@
-"""Where requests ask for text of a certain form: from what they say to the grammar that the engine follows."""
+"""Response formats: from the fields of a request to the grammar that the engine follows."""
 
 import dataclasses
 import json
@@ -23,29 +23,29 @@ _GAP = r"/\n{1,4}/"
 
 
 class ResponseFormat(NamedTuple):
-    """What a request wants, and which of its fields says so."""
+    """The format that a request asks for, and the field that asks for it."""
 
     wanted: StructuredOutputs
     param: str
 
 
 def response_format_of(request: Sampling) -> ResponseFormat | None:
-    """The form that a request asks for, None for plain text. Raises `APIError` 400 for one that can't be, or two."""
+    """The format that a request asks for, None for plain text. Raises `APIError` 400 for an invalid format or two."""
     if request.guided_decoding_backend is not None:
-        raise unsupported("guided_decoding_backend", "there is but one backend here; leave guided_decoding_backend out")
-    forms = [] if (form := _of_format(request.response_format)) is None else [form]
+        raise unsupported("guided_decoding_backend", "this server has one backend; leave guided_decoding_backend out")
+    formats = [] if (parsed := _parse_format(request.response_format)) is None else [parsed]
     if request.structured_outputs is not None:
-        forms.append(ResponseFormat(_structured(request.structured_outputs), "structured_outputs"))
+        formats.append(ResponseFormat(_structured(request.structured_outputs), "structured_outputs"))
     for name, kind in _OLD_NAMES.items():
         if (value := getattr(request, name)) is not None:
-            forms.append(_form(name, **{kind: value}))
-    if len(forms) > 1:
-        names = " and ".join(form.param for form in forms)
-        raise invalid(f"{names} exclude each other; leave all but one out", forms[1].param)
-    return forms[0] if forms else None
+            formats.append(_make(name, **{kind: value}))
+    if len(formats) > 1:
+        names = " and ".join(one.param for one in formats)
+        raise invalid(f"{names} exclude each other; leave all but one out", formats[1].param)
+    return formats[0] if formats else None
 
 
-def _form(param: str, **fields: Any) -> ResponseFormat:
+def _make(param: str, **fields: Any) -> ResponseFormat:
     with refusing(param):
         return ResponseFormat(StructuredOutputs(**fields), param)
 
@@ -55,43 +55,43 @@ def _structured(given: Any) -> StructuredOutputs:
     if not isinstance(given, dict) or not set(given) <= set(known):
         raise invalid(f"structured_outputs must be an object with some of {', '.join(known)}", "structured_outputs")
     fields = {name: value for name, value in given.items() if value is not None}
-    return _form("structured_outputs", **fields).wanted
+    return _make("structured_outputs", **fields).wanted
 
 
-def _of_format(response_format: dict[str, Any] | None, param: str = "response_format") -> ResponseFormat | None:
+def _parse_format(response_format: dict[str, Any] | None, param: str = "response_format") -> ResponseFormat | None:
     kind = None if response_format is None else response_format.get("type")
     if response_format is not None and kind not in _FORMATS:
         raise invalid(f"{param}.type must be one of {', '.join(_FORMATS)}, not {kind!r:.100}", f"{param}.type")
     if kind in (None, "text"):
         return None
     if kind == "json_object":
-        return _form(param, json_object=True)
+        return _make(param, json_object=True)
     described = response_format.get("json_schema")
     if not isinstance(described, dict):
         raise invalid(f"{param}.json_schema must be an object with name and schema", f"{param}.json_schema")
     schema = described.get("schema")
     if schema is None:
-        return _form(param, json_object=True)
+        return _make(param, json_object=True)
     if not isinstance(schema, dict):
         raise invalid(f"{param}.json_schema.schema must be a JSON schema, an object", f"{param}.json_schema.schema")
-    return _form(f"{param}.json_schema.schema", json=schema)
+    return _make(f"{param}.json_schema.schema", json=schema)
 
 
 def chat_response_format(
     request: ChatRequest, tools: Sequence[Tool] | None, *, prompt: str, calls: str | None, has_thoughts: bool
 ) -> ResponseFormat | None:
-    """The form of an answer to `prompt`: what the request says, or calls of `tools` (in the format `calls`) if it must
-    or may call some; after the model's thoughts, if it has any. None for plain text."""
-    form = response_format_of(request)
+    """The format of an answer to `prompt`: the request's format, or calls of `tools` (in the format `calls`) if the
+    request requires or allows them; reasoning may come first. None for plain text."""
+    response_format = response_format_of(request)
     must_call = bool(tools) and request.tool_choice not in (None, "none", "auto")
-    if form is None and not must_call:
+    if response_format is None and not must_call:
         return None
     if not has_thoughts and not (tools and calls):
-        return form
+        return response_format
     grammar = _GrammarBuilder()
     ways = []
-    if form is not None and not must_call:
-        ways.append(grammar.add(form.wanted))
+    if response_format is not None and not must_call:
+        ways.append(grammar.add(response_format.wanted))
     if tools and calls:
         name = request.tool_choice["function"]["name"] if isinstance(request.tool_choice, dict) else None
         chosen = [tool for tool in tools if name in (None, tool.function.name)]
@@ -99,27 +99,27 @@ def chat_response_format(
     start = " | ".join(ways)
     if has_thoughts:
         start = grammar.after_thoughts(start, is_open=prompt.rstrip().endswith(reasoning.OPEN))
-    param = "tools" if form is None or must_call else form.param
-    return _form(param, grammar=grammar.text(start))
+    param = "tools" if response_format is None or must_call else response_format.param
+    return _make(param, grammar=grammar.text(start))
 
 
 class _GrammarBuilder:
-    """One grammar put together from several."""
+    """Builds one grammar from several."""
 
     def __init__(self) -> None:
         self._rules: list[str] = []
         self._others: list[dict[str, Any]] = []
 
     def add(self, wanted: StructuredOutputs) -> str:
-        """The name by which a rule may use it."""
+        """Adds a grammar; returns the name by which rules refer to it."""
         with refusing(None):
             first, *others = json.loads(grammar_text(wanted))["grammars"]
-        name = wanted.grammar and first.get("name") or f"part{len(self._others)}"  # which it may refer to itself
+        name = wanted.grammar and first.get("name") or f"part{len(self._others)}"  # it may refer to itself by name
         self._others += [first | {"name": name}, *others]
         return f"@{name}"
 
     def add_calls(self, chosen: Sequence[Tool], calls: str, *, is_one: bool) -> str:
-        """Calls of some tools, one or (where the format knows more than one) several."""
+        """Adds a rule for calls of `chosen` tools: one, or several where the format allows it."""
         arguments = "parameters" if calls == "llama" else "arguments"
         ways = []
         for i, tool in enumerate(chosen):
@@ -136,7 +136,7 @@ class _GrammarBuilder:
         return "tagged_all"
 
     def after_thoughts(self, start: str, *, is_open: bool) -> str:
-        """`start` after thoughts that the prompt has begun, or that may come first."""
+        """`start` after reasoning that the prompt has begun (`is_open`) or that may come first."""
         close = reasoning.CLOSE.replace("/", r"\/")
         self._rules.append(f"thoughts[lazy]: /(.|\\n)*{close}/")
         self._rules.append(f"answer: {start}")

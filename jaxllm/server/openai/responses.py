@@ -1,4 +1,4 @@
-"""POST /v1/responses, without a memory: each request brings its whole conversation."""
+"""POST /v1/responses, stateless: each request contains its whole conversation."""
 
 import secrets
 import time
@@ -27,20 +27,20 @@ async def answer(server: Server, request: ResponsesRequest, exchange: Exchange) 
     check_chat(chat)
     prepare.count_samples(1, chat)
     with server.admit(1):
-        talk = await server.in_thread(prepare_chat, server, info, chat)
-        response = Response(request, talk, f"resp_{exchange.request_id.removeprefix('req_')}")
-        async with aclosing(server.run([talk.job], exchange, request_id=response.id, priority=0)) as news:
-            await (response.stream if request.stream else response.unary)(exchange, news)
+        prepared = await server.in_thread(prepare_chat, server, info, chat)
+        response = Response(request, prepared, f"resp_{exchange.request_id.removeprefix('req_')}")
+        async with aclosing(server.run([prepared.job], exchange, request_id=response.id, priority=0)) as updates:
+            await (response.stream if request.stream else response.unary)(exchange, updates)
 
 
 class Response:
-    """Items of the output, one after the other, and the events that tell of them."""
+    """Builds the output items in order, and the events of a stream."""
 
-    def __init__(self, request: ResponsesRequest, talk: PreparedChat, response_id: str):
-        self.id, self._request, self._talk = response_id, request, talk
+    def __init__(self, request: ResponsesRequest, prepared: PreparedChat, response_id: str):
+        self.id, self._request, self._prepared = response_id, request, prepared
         self._created = int(time.time())
-        self._usage = TokenUsage([talk.job])
-        self._parser = talk.parser()
+        self._usage = TokenUsage([prepared.job])
+        self._parser = prepared.parser()
         self._output: list[dict[str, Any]] = []
         self._is_open = False  # the last item
         self._num_hidden_calls = 0
@@ -48,20 +48,20 @@ class Response:
         self._sequence = 0
         self._finish_reason: str | None = None
 
-    async def unary(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
-        async for item in news:
-            for completion in item.output.outputs:
-                self._take(item, completion)
+    async def unary(self, exchange: Exchange, updates: AsyncIterator[Update]) -> None:
+        async for update in updates:
+            for completion in update.output.outputs:
+                self._take(update, completion)
         await exchange.json(self._whole(self._status))
 
-    async def stream(self, exchange: Exchange, news: AsyncIterator[Update]) -> None:
+    async def stream(self, exchange: Exchange, updates: AsyncIterator[Update]) -> None:
         async with exchange.events():
             for kind in ("response.created", "response.in_progress"):
                 await self._send(exchange, [self._event(kind, response=self._whole("in_progress"))])
             exchange.error_events = self._failure
-            async for item in news:
-                for completion in item.output.outputs:
-                    await self._send(exchange, self._take(item, completion))
+            async for update in updates:
+                for completion in update.output.outputs:
+                    await self._send(exchange, self._take(update, completion))
             kind = f"response.{self._status}"
             await self._send(exchange, [self._event(kind, response=self._whole(self._status))])
 
@@ -105,11 +105,9 @@ class Response:
             },
         }
 
-    # ---- what comes in
-
-    def _take(self, item: Update, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """The events that a delta gives."""
-        self._usage.add(item)
+    def _take(self, update: Update, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """The events of an update."""
+        self._usage.add(update)
         if completion.logprobs is not None:
             top = self._request.top_logprobs or 0
             self._logprobs += chat_logprobs(completion.token_ids, completion.logprobs, top)
@@ -182,7 +180,7 @@ class Response:
         return [self._event("response.output_item.added", output_index=len(self._output) - 1, item=shown)]
 
     def _close(self) -> list[dict[str, Any]]:
-        """The last item is done."""
+        """Completes the last item."""
         if not self._is_open:
             return []
         self._is_open = False

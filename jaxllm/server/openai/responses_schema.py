@@ -1,4 +1,4 @@
-"""What POST /v1/responses takes, and how it reads as a conversation."""
+"""The request of POST /v1/responses, and its conversion to a chat request."""
 
 from typing import Annotated, Any
 
@@ -25,7 +25,7 @@ from jaxllm.server.openai.schemas import (
 
 
 class FlatTool(Struct, kw_only=True):
-    """A function, its fields beside its type."""
+    """A function tool whose fields are at the top level."""
 
     type: str
     name: FunctionName | None = None
@@ -35,7 +35,7 @@ class FlatTool(Struct, kw_only=True):
 
 
 class InputItem(Struct, kw_only=True):
-    """An item of the input: a message, or a call of a tool, or what that returned."""
+    """An item of the input: a message, a tool call, or a tool's result."""
 
     type: str = "message"
     role: str | None = None
@@ -83,7 +83,7 @@ _ROLES = {"user", "assistant", "system", "developer"}
 
 
 def check_stateless(request: ResponsesRequest) -> None:
-    """Raises `APIError` for what needs a memory, or a tool of OpenAI's own."""
+    """Raises `APIError` for what needs stored state, and for OpenAI's built-in tools."""
     for name in ("previous_response_id", "conversation", "background"):
         if getattr(request, name):
             raise unsupported(name, f"{name} is not supported: {_STATE}")
@@ -97,7 +97,7 @@ def check_stateless(request: ResponsesRequest) -> None:
 
 
 def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
-    """The same as a chat request. Raises `APIError`."""
+    """The equivalent chat request. Raises `APIError`."""
     check_stateless(request)
     messages = [] if request.instructions is None else [Message(role="system", content=request.instructions)]
     if isinstance(request.input, str):
@@ -131,11 +131,12 @@ def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
 
 
 def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
-    """`text.format`, whose schema lies one level higher."""
-    form = None if request.text is None else request.text.format
-    if form is None or form.get("type") != "json_schema":
-        return form
-    return {"type": "json_schema", "json_schema": {name: form[name] for name in ("name", "schema") if name in form}}
+    """`text.format` as `response_format`, whose schema is one level deeper."""
+    text_format = None if request.text is None else request.text.format
+    if text_format is None or text_format.get("type") != "json_schema":
+        return text_format
+    json_schema = {name: text_format[name] for name in ("name", "schema") if name in text_format}
+    return {"type": "json_schema", "json_schema": json_schema}
 
 
 def _add_item(messages: list[Message], item: InputItem, param: str) -> None:
@@ -154,13 +155,13 @@ def _add_item(messages: list[Message], item: InputItem, param: str) -> None:
         case "function_call_output":
             messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output or ""))
         case "reasoning":
-            pass  # templates leave the thoughts of earlier turns out
+            pass  # templates leave out the reasoning of earlier turns
         case _:
             raise unsupported(f"{param}.type", f"items of type {item.type!r:.50} are not supported")
 
 
 def echo(request: ResponsesRequest) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """The fields of the request that a response repeats."""
     return {
         "instructions": request.instructions,
         "metadata": request.metadata or {},

@@ -1,4 +1,4 @@
-"""What requests may say: names, types and ranges. Unknown fields are ignored, as OpenAI's clients send many."""
+"""The requests' fields, types and ranges. Unknown fields are ignored, because OpenAI's clients send many."""
 
 import logging
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,7 +19,7 @@ MAX_SEQUENCES = 2048  # of one HTTP request: prompts times samples
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_NAME_LEN = 256
-MAX_STOP_CHARS = 1024  # they are looked for at each token
+MAX_STOP_CHARS = 1024  # each token searches for the stop strings
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -33,12 +33,12 @@ FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-
 class StreamOptions(Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    queue_position: bool | None = None  # comments in the stream while it waits: `: queue N`, N requests before it
+    queue_position: bool | None = None  # stream comments while waiting: `: queue N`, N requests before this one
 
 
 class Sampling(Struct, kw_only=True):
-    """What completions and chats have in common; None: not given. Those of the engine's own parameters have its names
-    (`SamplingParams`)."""
+    """The fields that completions and chats share; None: not given. Sampling parameters have the names of
+    `SamplingParams`."""
 
     model: Name
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -70,7 +70,7 @@ class Sampling(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    # What asks for a grammar; see grammar.py.
+    # Response formats; see response_format.py.
     response_format: dict[str, Any] | None = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -80,7 +80,7 @@ class Sampling(Struct, kw_only=True):
     guided_decoding_backend: Any = None
     grammar: Any = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LEN)] | None = None
-    # What is refused rather than ignored.
+    # Refused rather than ignored.
     kv_transfer_params: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
@@ -193,7 +193,7 @@ Request = TypeVar("Request", bound=Struct)
 
 
 def decode(kind: type[Request], body: bytes) -> Request:
-    """The request in a body of JSON. Raises `APIError` 400 with the path of the field that is wrong."""
+    """Decodes a JSON body. Raises `APIError` 400 with the path of the wrong field."""
     try:
         request = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
@@ -217,7 +217,7 @@ def _decoder(kind: type) -> msgspec.json.Decoder:
 
 
 def _explain(message: str) -> APIError:
-    """msgspec says "Expected `int` <= 128 - at `$.n`"."""
+    """Rewrites a message of msgspec, such as "Expected `int` <= 128 - at `$.n`"."""
     what, _, path = message.partition(" - at `$")
     param = path.rstrip("`").lstrip(".") or None
     if what.startswith("Object missing required field `"):
@@ -232,12 +232,12 @@ def check_stream(request: Sampling) -> None:
         raise invalid("stream_options is for streams; set stream: true, or leave it out", "stream_options")
 
 
-def wants_place(request: Sampling) -> bool:
+def wants_queue_position(request: Sampling) -> bool:
     return request.stream_options is not None and bool(request.stream_options.queue_position)
 
 
 def check_depth(value: Any, param: str) -> None:
-    """Raises `APIError` 400 if `value` nests deeper than anyone writes by hand."""
+    """Raises `APIError` 400 if `value` nests deeper than `MAX_DEPTH`."""
     if nests_deeper(value, MAX_DEPTH):
         raise invalid(f"{param} is nested more than {MAX_DEPTH} levels deep; flatten it", param)
 

@@ -1,4 +1,4 @@
-"""The page at `/`: one document, put together from the files of this folder, that loads nothing from anywhere."""
+"""The page at `/`: one self-contained document, built from the files of this folder."""
 
 import base64
 import hashlib
@@ -11,7 +11,7 @@ _SCRIPTS = ("common.js", "markdown.js", "highlight.js", "store.js", "api.js", "c
 
 
 class Page(NamedTuple):
-    """The document, and the headers that belong to it."""
+    """The document and its headers."""
 
     body: bytes
     headers: dict[str, str]
@@ -19,7 +19,7 @@ class Page(NamedTuple):
 
 @cache
 def page() -> Page:
-    """The browser may run this script and no other, ask this server and no other, and never takes text for HTML."""
+    """The policy lets the browser run this script only, contact this server only, and never parse text as HTML."""
     style = (_FOLDER / "page.css").read_text()
     script = '"use strict";\n' + "\n".join((_FOLDER / name).read_text() for name in _SCRIPTS)
     body = (_FOLDER / "index.html").read_text().replace("{{style}}", style, 1).replace("{{script}}", script, 1)

@@ -26,7 +26,7 @@ def held():
 
 def gone(web) -> None:
     web.wait(lambda: len(web.client.aborted) == len(web.client.seen) and not web.client.running)
-    web.wait(lambda: web.server.admission.num_admitted == 0)
+    web.wait(lambda: web.server.limit.num_admitted == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -60,7 +60,7 @@ def test_half_closing_aborts(held):
 
 
 def test_a_storm_of_clients_that_go(held):
-    held.server.admission.max_queued = 500
+    held.server.limit.max_queued = 500
     for _ in range(4):
         connections = [held.open_stream() for _ in range(25)]
         held.wait(lambda: len(held.client.running) == 25)
@@ -176,4 +176,4 @@ def test_many_streams_at_once():
 
         texts = asyncio.run(all_of_them())
         assert texts == [("Hello, world" * 3)[: 10 + i % 20] for i in range(256)]
-        assert web.server.admission.num_admitted == 0 and not client.running
+        assert web.server.limit.num_admitted == 0 and not client.running

@@ -347,7 +347,7 @@ def test_a_model_that_is_being_loaded():
 
 def test_a_server_that_shuts_down():
     with running() as web:
-        web.server.admission.is_draining = True
+        web.server.limit.is_draining = True
         retryable(web.complete(), "server_is_overloaded")
         retryable(web.post("/tokenize", {"prompt": "x"}), "server_is_overloaded")
         assert web.send("GET", "/ready").status == 503 and web.send("GET", "/health").status == 200
@@ -365,7 +365,7 @@ def test_a_deadline(by_header):
         assert answer.status == 200
         assert json.loads(answer.data[-1])["error"]["code"] == "deadline_exceeded"
         web.wait(lambda: not client.running)
-        assert len(client.aborted) == 2 and web.server.admission.num_admitted == 0
+        assert len(client.aborted) == 2 and web.server.limit.num_admitted == 0
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "soon", ""])

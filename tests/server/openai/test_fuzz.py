@@ -23,7 +23,7 @@ LEAKS = re.compile(r"0x[0-9a-f]{6,}|Traceback|\.py\b")
 def web():
     with running(served_model_names=("fake", "gpt-5.4")) as web:
         yield web
-        assert web.server.admission.num_admitted == 0 and not web.client.running
+        assert web.server.limit.num_admitted == 0 and not web.client.running
 
 
 @pytest.mark.slow

@@ -223,15 +223,15 @@ def test_a_bug_is_not_tried_again(ask):
 def test_a_full_queue_is_tried_again(ask):
     client = FakeClient()
     with running(client) as web:
-        admission = web.server.admission
-        real, admission.max_running, admission.max_queued = admission.max_running, 0, 1
-        web.server.admission.num_admitted = 1
+        limit = web.server.limit
+        real, limit.max_running, limit.max_queued = limit.max_running, 0, 1
+        web.server.limit.num_admitted = 1
         tries = []
         rejected = web.server.metrics.rejected
 
         def count() -> None:
             tries.append(1)
-            admission.num_admitted, admission.max_running = 0, real
+            limit.num_admitted, limit.max_running = 0, real
             rejected()
 
         web.server.metrics.rejected = count

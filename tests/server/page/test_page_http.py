@@ -119,7 +119,7 @@ def test_the_line():
         assert last.ahead(0) == 0 and last.ahead(100) == 3
         first.leave()
         assert third.ahead(3) == 1 and first.ahead(3) == 0
-    assert not line.places
+    assert not line.positions
 
 
 def test_a_waiting_stream_is_told_its_place():
@@ -145,7 +145,7 @@ def test_a_waiting_stream_is_told_its_place():
             seen += last.recv(1 << 12)
         for stream in streams:
             stream.close()
-        assert not web.server.line.places
+        assert not web.server.arrivals.positions
 
 
 def _open(web, body) -> socket.socket:

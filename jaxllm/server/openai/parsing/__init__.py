@@ -1,1 +1,1 @@
-"""From a model's text to thoughts, content and tool calls, as it comes in."""
+"""Incremental parsing of a model's text into reasoning, content and tool calls."""

@@ -1,5 +1,4 @@
-"""One tool call in JSON, {"name": ..., "arguments": {...}}, read character by character: linear in its length, and
-nothing is read twice."""
+"""Scans one tool call in JSON, {"name": ..., "arguments": {...}}, character by character, in linear time."""
 
 import enum
 import json
@@ -23,16 +22,16 @@ class ScanState(enum.Enum):
 
 
 class CallScanner:
-    """Tells a call's start when its name is known, then its arguments as they come. `is_broken`: this is no call."""
+    """Emits a call's start once its name is known, then its arguments as they arrive. `is_broken`: not a call."""
 
     def __init__(self, index: int, argument_keys: Sequence[str]):
         self.index, self._argument_keys = index, argument_keys
         self.state = ScanState.START
         self.name: str | None = None
         self._key = ""
-        self._token: list[str] = []  # of the string, or of the value that is kept
+        self._token: list[str] = []  # characters of the current string or value
         self._depth, self._in_string, self._escaped = 0, False, False
-        self._arguments: list[str] = []  # that came before the name, or are not told yet
+        self._arguments: list[str] = []  # not emitted yet, for example because the name comes later
         self._has_arguments = False
         self._num_held = 0
 
@@ -45,12 +44,12 @@ class CallScanner:
         return self.state is ScanState.BROKEN
 
     @property
-    def is_told(self) -> bool:
-        """Whether its start was told, so that it can't be taken back."""
+    def has_started(self) -> bool:
+        """Whether the call's start was emitted, so that it cannot be taken back."""
         return self.name is not None
 
     def push(self, text: str) -> tuple[list[Event], int]:
-        """What `text` adds, and how many of its characters belong to the call."""
+        """The events of `text`, and how many of its characters belong to the call."""
         events: list[Event] = []
         used = 0
         for char in text:
@@ -107,7 +106,7 @@ class CallScanner:
             self.state = ScanState.COLON if isinstance(self._key, str) else ScanState.BROKEN
 
     def _string_ends(self, char: str) -> bool:
-        """Follows a string; whether `char` closes it."""
+        """Advances inside a string; returns whether `char` closes it."""
         if self._escaped:
             self._escaped = False
         elif char == "\\":

@@ -1,4 +1,4 @@
-"""Which parsers a model's answers need: what its chat template shows, unless someone says."""
+"""Chooses the parsers for a model's answers, from its chat template unless configured."""
 
 from jaxllm.server.openai.parsing import reasoning, tools
 from jaxllm.server.openai.parsing.events import Parser, Plain
@@ -6,7 +6,7 @@ from jaxllm.server.openai.parsing.reasoning import ThinkParser
 
 
 def tool_format(wanted: str, template: str) -> str | None:
-    """A name in `tools.PARSERS`; None if the model calls none, as far as its template says."""
+    """A name in `tools.PARSERS`; None if the template shows no known format of tool calls."""
     if wanted != "auto":
         return None if wanted == "none" else wanted
     if tools.OPEN in template:
@@ -21,7 +21,7 @@ def thinks(wanted: str, template: str) -> bool:
 
 
 def make_parser(prompt: str, *, has_tools: str | None, has_thoughts: bool) -> Parser:
-    """For one answer to `prompt`. `has_tools`: the format of its calls, None if there can be none."""
+    """The parser for one answer to `prompt`. `has_tools`: the format of its tool calls, None for none."""
     inner = Plain() if has_tools is None else tools.PARSERS[has_tools]()
     if not has_thoughts:
         return inner

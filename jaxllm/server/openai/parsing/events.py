@@ -1,4 +1,4 @@
-"""What parsers of a model's text tell, in the order in which it comes."""
+"""The events that parsers of a model's text emit, in text order."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -26,16 +26,16 @@ Event = Reasoning | Content | CallStart | CallArguments
 
 @runtime_checkable
 class Parser(Protocol):
-    """Takes a text in parts of any size; what it tells does not depend on where they end, but for how it is cut."""
+    """Takes a text in parts of any size. Where parts end changes only how events are split, not what they contain."""
 
     def push(self, text: str) -> list[Event]: ...
 
     def finish(self) -> list[Event]:
-        """No more text comes: what was withheld is told."""
+        """Ends the text: emits what was withheld."""
 
 
 class Plain:
-    """A parser for text that is nothing but content."""
+    """A parser for text that is content only."""
 
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []

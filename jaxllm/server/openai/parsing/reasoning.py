@@ -1,4 +1,4 @@
-"""Thoughts: what stands between <think> and </think> before the answer."""
+"""Reasoning: the text between <think> and </think> before the answer."""
 
 from jaxllm.server.openai.parsing.events import Event, Parser, Reasoning
 from jaxllm.text.overlap import overlap_start
@@ -7,14 +7,14 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ThinkParser:
-    """Splits thoughts off, and lets `inner` parse what follows them. A text thinks if it begins with <think>, or if its
-    prompt ended with that (`is_open`); everything else is the answer."""
+    """Splits reasoning off and lets `inner` parse the rest. A text has reasoning if it begins with <think>, or if its
+    prompt ended with <think> (`is_open`)."""
 
     def __init__(self, inner: Parser, *, is_open: bool):
         self._inner = inner
         self._state = "thinking" if is_open else "start"
-        self._held = ""  # perhaps the beginning of a mark
-        self._trims = True  # the newlines around thoughts are not part of them
+        self._held = ""  # may be the beginning of a mark
+        self._trims = True  # newlines around the reasoning are not part of it
         self.was_reasoning = is_open
 
     def push(self, text: str) -> list[Event]:
@@ -49,7 +49,7 @@ class ThinkParser:
             self._held, self._state = rest, "after"
             thought = thought.rstrip("\n")
         else:
-            # What may be the beginning of the mark, and the newlines before it, wait.
+            # Withhold what may be the beginning of the mark, and the newlines before it.
             thought = thought[: overlap_start(thought, CLOSE)].rstrip("\n")
             self._held = self._held[len(thought) :]
         return [Reasoning(thought)] if thought else []

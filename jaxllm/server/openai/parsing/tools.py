@@ -1,4 +1,4 @@
-"""How models call tools: Hermes and Qwen in <tool_call> tags, Llama 3 in bare JSON."""
+"""Parsers of tool calls: Hermes and Qwen use <tool_call> tags, Llama 3 bare JSON."""
 
 from jaxllm.server.openai.parsing.calls import CallScanner
 from jaxllm.server.openai.parsing.events import Content, Event
@@ -9,11 +9,11 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class HermesParser:
-    """Content with calls in tags. What is in tags and no call is content, with them."""
+    """Content with calls in tags. Text in tags that is not a call is content, tags included."""
 
     def __init__(self) -> None:
-        self._held = ""  # content that may begin with a tag
-        self._raw: list[str] = []  # of the call, while it can be taken back
+        self._held = ""  # content that may be the beginning of a tag
+        self._raw: list[str] = []  # text of the call, until the call has started
         self._scanner: CallScanner | None = None
         self._num_calls = 0
         self._is_closing = False  # after a call, before its closing tag
@@ -30,7 +30,7 @@ class HermesParser:
         return events
 
     def _content(self, text: str, events: list[Event]) -> str:
-        """Whitespace before a call, and between calls, is not content; so it waits, as what may begin a tag does."""
+        """Withholds whitespace, which is no content before and between calls, and what may begin a tag."""
         before, tag, rest = (self._held + text).partition(OPEN)
         shown = before[: None if tag else overlap_start(before, OPEN)].rstrip()
         events += _content(shown)
@@ -41,11 +41,11 @@ class HermesParser:
 
     def _call(self, text: str, events: list[Event]) -> str:
         scanner = self._scanner
-        told, used = scanner.push(text)
-        events += told
-        if not scanner.is_told:
+        call_events, used = scanner.push(text)
+        events += call_events
+        if not scanner.has_started:
             self._raw.append(text[:used])
-        if scanner.is_broken and not scanner.is_told:
+        if scanner.is_broken and not scanner.has_started:
             events += _content("".join(self._raw))
             self._scanner = None
         elif scanner.is_over:
@@ -53,29 +53,29 @@ class HermesParser:
         return text[used:]
 
     def _close(self, text: str) -> str:
-        """Drops what is up to the closing tag."""
+        """Drops the text up to the closing tag."""
         whole = self._held + text
         before, tag, rest = whole.partition(CLOSE)
         if tag:
             self._held, self._is_closing = "", False
             return rest
         if before.strip() and not CLOSE.startswith(before.strip()) and not before.strip().startswith(CLOSE):
-            self._held, self._is_closing = "", False  # the tag was forgotten
+            self._held, self._is_closing = "", False  # the model left the tag out
             return before
         self._held = before
         return ""
 
     def finish(self) -> list[Event]:
         scanner, self._scanner = self._scanner, None
-        if scanner is not None and not scanner.is_told:
+        if scanner is not None and not scanner.has_started:
             return _content("".join(self._raw))
         held, self._held = self._held, ""
         return [] if self._is_closing or self._num_calls and not held.strip() else _content(held)
 
 
 class LlamaParser:
-    """A text that is calls from its beginning, one after the other with ; or nothing between them, or no calls at all:
-    {"name": ..., "parameters": {...}}."""
+    """A text that begins with calls, {"name": ..., "parameters": {...}}, separated by ; or nothing; any other text is
+    content."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -108,11 +108,11 @@ class LlamaParser:
 
     def _call(self, text: str, events: list[Event]) -> str:
         scanner = self._scanner
-        told, used = scanner.push(text)
-        events += told
-        if not scanner.is_told:
+        call_events, used = scanner.push(text)
+        events += call_events
+        if not scanner.has_started:
             self._raw.append(text[:used])
-        if scanner.is_broken and not scanner.is_told:
+        if scanner.is_broken and not scanner.has_started:
             self._scanner, self._is_content = None, True
             return "".join(self._raw) + text[used:]
         if scanner.is_over:
@@ -123,7 +123,7 @@ class LlamaParser:
     def finish(self) -> list[Event]:
         scanner, self._scanner = self._scanner, None
         if scanner is not None:
-            return [] if scanner.is_told else _content("".join(self._raw))
+            return [] if scanner.has_started else _content("".join(self._raw))
         held, self._held = self._held, ""
         return [] if self._num_calls else _content(held)
 
