@@ -1,4 +1,4 @@
-"""A model with random parameters, made on the devices from nothing but its `config.json`."""
+"""Makes a model with random parameters on the devices, from its `config.json` alone."""
 
 import math
 from pathlib import Path
@@ -24,9 +24,9 @@ STD = 0.02  # as models are usually initialised: activations stay finite in any 
 
 
 def dummy_model(path: Path, dtype: str, mesh: Mesh) -> tuple[Any, Params]:
-    """Configuration and random parameters of the model whose `config.json`, or the directory of it, is `path`.
+    """Configuration and random parameters of the model at `path`, a `config.json` or its directory.
 
-    `dtype` is a name or "auto". Each device makes its own part, and nothing beside it. Raises `ModelFormatError`,
+    `dtype` is a name or "auto". Each device makes its own shards only. Raises `ModelFormatError`,
     `MeshError`, `OutOfMemoryError`, or `ValueError` for a file of another name.
     """
     if path.is_file():
@@ -38,8 +38,8 @@ def dummy_model(path: Path, dtype: str, mesh: Mesh) -> tuple[Any, Params]:
 
 
 def random_params(spec: ModelSpec, mesh: Mesh) -> Params:
-    """Parameters split over `mesh`: matrices uniform of standard deviation `STD`, vectors (the scales of norms, say)
-    as the model's constructor makes them."""
+    """Parameters split over `mesh`: matrices are uniform with standard deviation `STD`, vectors (such as scales of
+    norms) have the constructor's values."""
     abstract = abstract_params(spec)
     check_mesh(abstract, mesh)
     variables, treedef = jax.tree.flatten(abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
@@ -48,7 +48,7 @@ def random_params(spec: ModelSpec, mesh: Mesh) -> Params:
 
     @jax.jit(out_shardings=shardings)
     def make() -> list[jax.Array]:
-        model = spec.module.Model(spec.cfg, rngs=nnx.Rngs(params=jax.random.key(0)))  # its matrices are never computed
+        model = spec.module.Model(spec.cfg, rngs=nnx.Rngs(params=jax.random.key(0)))  # XLA drops its unused matrices
         values = jax.tree.leaves(nnx.state(model, nnx.Param))
         return [x if x.ndim < 2 else _uniform(x.shape, x.dtype, salt) for salt, x in enumerate(values)]
 

@@ -1,7 +1,7 @@
-"""How long a caller waits: for the first token, between two, and for all, a batch of equal requests at a time.
+"""Latency: time to the first token, between tokens, and to the last, for a batch of equal requests.
 
-The requests of a batch are handed in together, and time counts from then on. Each repeat runs the same ids; the prefix
-cache is emptied before each, so that the first token includes the whole prompt.
+The requests of a batch are submitted together, which starts the clock. Each repeat runs the same ids; the prefix cache
+is emptied before it, so that the first token includes the whole prompt.
 """
 
 import time
@@ -22,7 +22,7 @@ _QUANTILES = (("median", 50), ("p90", 90), ("p99", 99))
 
 
 class Times(NamedTuple):
-    """Seconds of one batch, or of several: an entry a request, or a pause."""
+    """Seconds of one or several batches: one entry per request, or per pause."""
 
     first: list[float]
     pauses: list[float]  # between two updates of a request
@@ -65,7 +65,7 @@ def run(
 def stream_once(
     llm: Any, prompts: list[list[int]], output_len: int, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
-    """Streams one batch, greedily and without text."""
+    """Streams one batch, greedy and without detokenizing."""
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     arrivals: list[list[float]] = [[] for _ in prompts]
     num_tokens = [0] * len(prompts)
@@ -90,7 +90,7 @@ def stream_once(
 
 
 def summary(times: Times) -> dict[str, Any]:
-    """Median, p90 and p99 in ms of each list, interpolated; None for an empty one, as of a single token's pauses."""
+    """Median, p90 and p99 in ms of each list, interpolated; None for an empty list."""
     return {name: _quantiles(seconds) for (name, _), seconds in zip(_ROWS, times, strict=True)}
 
 

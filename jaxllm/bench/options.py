@@ -1,4 +1,4 @@
-"""What the measurements of a model have in common: options, their checks, and the engine made from them."""
+"""Shared by the measurements of a model: options, their checks, and the engine made from them."""
 
 import argparse
 from pathlib import Path
@@ -15,14 +15,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dummy-weights",
         action="store_true",
-        help="random parameters: --model needs no more than its config.json, and may be that file",
+        help="use random parameters: --model needs only a config.json, and may be that file",
     )
 
 
 def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `open_llm`. Raises `ValueError` for those that can't be, before jax is imported."""
+    """The keyword arguments of `open_llm`. Raises `ValueError` for invalid ones, before jax is imported."""
     if arguments.dummy_weights and arguments.model is None:
-        raise ValueError("--dummy-weights needs a model to resemble; give its directory or config.json with --model")
+        raise ValueError("--dummy-weights needs a model configuration; give its directory or config.json with --model")
     return {"dummy_weights": arguments.dummy_weights, **engine_kwargs(arguments)}
 
 
@@ -33,7 +33,7 @@ def check_at_least(least: int, **options: Any) -> None:
 
 
 def open_llm(*, dummy_weights: bool, **engine: Any) -> Any:
-    """An `LLM` that can already serve. `engine` are its keyword arguments."""
+    """An `LLM` that is ready to serve. `engine` are its keyword arguments."""
     from jaxllm.llm import LLM
 
     if not dummy_weights:

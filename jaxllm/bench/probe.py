@@ -1,4 +1,4 @@
-"""The process that `startup` measures: does what `jaxllm.generate` does, and tells how far it is."""
+"""The process that `startup` measures: does the same as `jaxllm.generate`, and prints its progress."""
 
 import json
 import sys
@@ -11,13 +11,13 @@ from jaxllm.bench.options import open_llm
 from jaxllm.cli.common import run_command, setup_compilation_cache, setup_device_memory
 from jaxllm.sampling_params import SamplingParams
 
-EVENTS = ("imported", "ready", "first_token", "compiled")  # a line each
-REPORT = "report"  # the first word of the line that holds `report.about` in JSON
+EVENTS = ("imported", "ready", "first_token", "compiled")  # printed one per line
+REPORT = "report"  # the first word of the line with `report.about` in JSON
 PROMPT = "def fibonacci(n):"  # for models with a tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The one argument holds those of `open_llm`, in JSON."""
+    """The one argument is the JSON object of `open_llm`'s arguments."""
     (options,) = sys.argv[1:] if argv is None else argv
     return run_command(lambda: _start(json.loads(options)))
 

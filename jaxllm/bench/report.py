@@ -1,4 +1,4 @@
-"""What was measured on what: the part of a report that all measurements share."""
+"""The part of a report that all measurements share: machine, model, engine."""
 
 import dataclasses
 import datetime
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def about(llm: Any, *, model: str | None, dummy_weights: bool) -> dict[str, Any]:
-    """Date, machine, model and engine, ready for JSON. `model` is what the user gave; only its name is told."""
+    """Date, machine, model and engine, ready for JSON. `model` is the user's argument; only its name is reported."""
     import jax
 
     runner = llm.engine.runner
@@ -47,7 +47,7 @@ def machine() -> dict[str, Any]:
 
 
 def heading(report: dict[str, Any]) -> str:
-    """One line over a table."""
+    """The line above a table."""
     model, where = report["model"], report["machine"]
     weights = "dummy weights, " if model["dummy_weights"] else ""
     return (
@@ -63,7 +63,7 @@ def _name(path: Path) -> str:
 
 
 def _cpu() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The processor's name, as far as the system reports it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,5 +1,5 @@
-"""What a server does under load: streams over HTTP from a `python -m jaxllm.serve` of its own, its latencies, its
-memory, and whether anything is left behind. With `compare`, beside the same work by `LLM.generate`."""
+"""Measures a server under load: streams over HTTP from its own `python -m jaxllm.serve`, with latencies, memory and
+leaks. `compare` does the same work through `LLM.generate` too."""
 
 import asyncio
 import datetime
@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_IDS = range(5, 250)  # of prompts: no model has fewer tokens
-_SETTLE_S = 15.0  # for blocks and connections to be given back
+_IDS = range(5, 250)  # token ids of prompts: every model has as many
+_SETTLE_S = 15.0  # for blocks and connections to be released
 _STOP_S = 60.0
 
 
@@ -32,12 +32,12 @@ class Sample(NamedTuple):
 
     @property
     def per_token_s(self) -> float:
-        """After the first."""
+        """Mean time per token after the first."""
         return (self.whole_s - self.first_s) / max(1, self.num_tokens - 1)
 
 
 class ServerProcess:
-    """A server in a process of its own, on a free port of this machine."""
+    """A server in a separate process, on a free port of this machine."""
 
     def __init__(self, options: Sequence[str]):
         command = [sys.executable, "-m", "jaxllm.serve", "--port", "0", "--served-model-name", "bench", *options]
@@ -53,11 +53,11 @@ class ServerProcess:
             raise RuntimeError(f"the server did not start:\n{''.join(self.log)}")
         self.port = int(found[1])
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
-        self._reader.start()  # or its log would fill the pipe
+        self._reader.start()  # keeps the log from filling the pipe
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the server and its engine."""
+        """The process ids of the server and its engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         engines = [pid for pid in children if "engine_process" in Path(f"/proc/{pid}/cmdline").read_text()]
         return {"server": self.process.pid, "engine": int(engines[0])}
@@ -83,7 +83,7 @@ class ServerProcess:
 
 
 def server_options(engine: dict[str, Any]) -> list[str]:
-    """Keyword arguments of an engine as options of the command."""
+    """The command's options for an engine's keyword arguments."""
     given = dict(engine)
     options = [] if given.pop("enable_prefix_caching", True) else ["--no-prefix-caching"]
     return [*options, *(part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value)))]
@@ -147,40 +147,40 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 async def _load(
-    child: ServerProcess, *, streams: int, seconds: float, input_len: int, output_len: int, seed: int
+    server: ServerProcess, *, streams: int, seconds: float, input_len: int, output_len: int, seed: int
 ) -> Any:
-    """Each client sends one request after the other. Returns the samples, and the memory at start, middle and end."""
+    """Each client sends one request after another. Returns the samples, and memory at start, middle and end."""
     given = prompts(streams, input_len, seed)
     end = time.monotonic() + seconds
 
     async def client(i: int) -> list[Sample]:
         samples, draw = [], random.Random(seed * 1_000_003 + i)
         while time.monotonic() < end:
-            samples.append(await stream(child.port, draw.sample(given[i], input_len), output_len))
+            samples.append(await stream(server.port, draw.sample(given[i], input_len), output_len))
             if samples[-1].error is not None:
-                await asyncio.sleep(0.1)  # as any client does that was refused
+                await asyncio.sleep(0.1)  # back off like a real client after a refusal
         return samples
 
-    memory = {"start": child.rss_mb()}
+    memory = {"start": server.rss_mb()}
 
     async def watch() -> None:
         await asyncio.sleep(seconds / 2)
-        memory["middle"] = child.rss_mb()
+        memory["middle"] = server.rss_mb()
 
     watching = asyncio.create_task(watch())
     samples = await at_once(streams, client)
     await watching
-    memory["end"] = child.rss_mb()
+    memory["end"] = server.rss_mb()
     return samples, memory
 
 
-async def _settled(child: ServerProcess, fds: dict[str, int]) -> dict[str, Any]:
-    """What is left, once it no longer gets less."""
+async def _settled(server: ServerProcess, fds: dict[str, int]) -> dict[str, Any]:
+    """The KV blocks and file descriptors in use once they are released, or after a timeout."""
     end = time.monotonic() + _SETTLE_S
     while True:
-        text = await get(child.port, "/metrics")
+        text = await get(server.port, "/metrics")
         used = float(re.search(r"^jaxllm:kv_cache_usage_perc\{.*\} (\S+)", text, re.M)[1])
-        more = {name: count - fds[name] for name, count in child.num_fds().items()}
+        more = {name: count - fds[name] for name, count in server.num_fds().items()}
         if (not used and max(more.values()) <= 0) or time.monotonic() > end:
             return {"kv_cache_usage": used, "more_fds": more}
         await asyncio.sleep(0.2)
@@ -188,20 +188,20 @@ async def _settled(child: ServerProcess, fds: dict[str, int]) -> dict[str, Any]:
 
 def run(engine: dict[str, Any], *, streams: int, seconds: float, input_len: int, output_len: int, seed: int) -> dict:
     """A report, ready for JSON."""
-    child = ServerProcess(["--max-queued-requests", str(streams), *server_options(engine)])
+    server = ServerProcess(["--max-queued-requests", str(streams), *server_options(engine)])
     sizes = dict(input_len=input_len, output_len=output_len, seed=seed)
 
     async def main() -> tuple[Any, ...]:
-        await at_once(streams, lambda i: _few(child.port, [prompts(streams, input_len, seed + 1)[i]], output_len))
-        fds = child.num_fds()
+        await at_once(streams, lambda i: _few(server.port, [prompts(streams, input_len, seed + 1)[i]], output_len))
+        fds = server.num_fds()
         start = time.monotonic()
-        samples, memory = await _load(child, streams=streams, seconds=seconds, **sizes)
-        return samples, memory, time.monotonic() - start, await _settled(child, fds)
+        samples, memory = await _load(server, streams=streams, seconds=seconds, **sizes)
+        return samples, memory, time.monotonic() - start, await _settled(server, fds)
 
     try:
         samples, memory, elapsed_s, left = asyncio.run(main())
     finally:
-        status = child.stop()
+        status = server.stop()
     good = [sample for sample in samples if sample.error is None]
     return {
         "date": datetime.date.today().isoformat(),
@@ -217,7 +217,7 @@ def run(engine: dict[str, Any], *, streams: int, seconds: float, input_len: int,
         "rss_mb": memory,
         "left": left,
         "exit_status": status,
-        "last_log": [line.strip() for line in child.log[-3:]],
+        "last_log": [line.strip() for line in server.log[-3:]],
     }
 
 
@@ -233,10 +233,10 @@ def _percentiles(values: list[float]) -> dict[str, float] | None:
 
 
 def compare(engine: dict[str, Any], *, streams: int, input_len: int, output_len: int, repeats: int, seed: int) -> dict:
-    """Tokens a second of the same requests, all at once: over HTTP and by the library, in turns."""
+    """Tokens per second of the same requests, all at once, over HTTP and through the library, alternating."""
     from jaxllm import LLM, SamplingParams
 
-    child = ServerProcess(server_options(engine))
+    server = ServerProcess(server_options(engine))
     llm = LLM(**engine)
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
     rates: dict[str, list[float]] = {"http": [], "library": []}
@@ -244,7 +244,7 @@ def compare(engine: dict[str, Any], *, streams: int, input_len: int, output_len:
         for i in range(repeats + 1):
             given = prompts(streams, input_len, seed + i)
             start = time.monotonic()
-            samples = asyncio.run(at_once(streams, lambda k, given=given: _few(child.port, [given[k]], output_len)))
+            samples = asyncio.run(at_once(streams, lambda k, given=given: _few(server.port, [given[k]], output_len)))
             over_http_s = time.monotonic() - start
             wrong = [sample.error for sample in samples if sample.error is not None]
             if wrong:
@@ -256,7 +256,7 @@ def compare(engine: dict[str, Any], *, streams: int, input_len: int, output_len:
                 rates["http"].append(streams * output_len / over_http_s)
                 rates["library"].append(streams * output_len / by_library_s)
     finally:
-        child.stop()
+        server.stop()
         llm.close()
     ratios = [http / library for http, library in zip(rates["http"], rates["library"], strict=True)]
     return {

@@ -1,8 +1,8 @@
-"""From the command to the first token, in fresh processes: with an empty compilation cache, then with a full one.
+"""Time from the command to the first token, in fresh processes, with an empty and a filled compilation cache.
 
-Each repeat has a cache directory of its own. Its first process (cold) finds it empty and leaves it with every
-executable; its second (warm) finds that. The clock is this process's: it starts before the other does, and is read
-when the other tells how far it is. Files of Python packages and of the model may be in the system's memory both times.
+Each repeat has its own cache directory. The first process (cold) finds it empty and fills it; the second (warm) uses
+it. This process keeps the time: from before it starts the other until the other prints its progress. Files of Python
+packages and of the model may be in the system's page cache both times.
 """
 
 import json
@@ -48,9 +48,9 @@ def run(model: dict[str, Any], *, repeats: int, probe: Sequence[str] = PROBE) ->
 
 
 def start_once(command: list[str], cache: str) -> StartupTimes:
-    """Starts `command` with `cache` as its compilation cache, and waits for its end.
+    """Runs `command` with `cache` as its compilation cache.
 
-    Raises `ValueError` with its message if it ended as for bad input, `JaxLLMError` if it failed otherwise.
+    Raises `ValueError` with its message if it reported bad input, and `JaxLLMError` if it failed otherwise.
     """
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
     seconds: dict[str, float] = {}
@@ -73,7 +73,7 @@ def start_once(command: list[str], cache: str) -> StartupTimes:
         _check_end(process.returncode, stderr.read().strip())
     missing = [event for event in EVENTS if event not in seconds] + [REPORT] * (not about)
     if missing:
-        raise JaxLLMError(f"the measured process ended without a word about {', '.join(missing)}")
+        raise JaxLLMError(f"the measured process ended without reporting {', '.join(missing)}")
     return StartupTimes(seconds, about)
 
 

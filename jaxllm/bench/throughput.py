@@ -1,9 +1,8 @@
-"""Output tokens a second over whole workloads, all requests handed in at once.
+"""Output tokens per second over whole workloads whose requests are submitted at once.
 
-Each repeat runs the same ids, on an engine that has run a workload of another seed to warm up. The prefix cache is
-emptied before each run, so that a repeat finds nothing of the one before: what is cached comes from the run itself, a
-beginning that its requests share, or the prompt of a request for several completions. `--no-prefix-caching` leaves out
-that as well.
+Each repeat runs the same ids, on an engine warmed up with a workload of another seed. The prefix cache is emptied
+before each run, so that hits come from the run itself: prefixes that its requests share, and prompts of requests for
+several completions. `--no-prefix-caching` disables these too.
 """
 
 import time
@@ -37,7 +36,7 @@ class MeasuredRun(NamedTuple):
     """One run of a workload."""
 
     wall_s: float
-    cached_tokens: int  # of prompts, each completion's counted
+    cached_tokens: int  # of prompts, counted for each completion
     preemptions: int
 
 
@@ -54,8 +53,8 @@ def run(
             for kind in kinds
             for s in (seed, seed + WARM_UP_SEED)
         }
-        for (kind, _), items in work.items():
-            _check_fits(llm, kind, items)
+        for (kind, _), requests in work.requests():
+            _check_fits(llm, kind, requests)
         llm.wait_compiled()
         with tqdm(total=len(kinds) * (1 + repeats), desc="measuring", unit="run", disable=None, leave=False) as bar:
             results = [
@@ -78,7 +77,7 @@ def run(
 def measure(
     llm: Any,
     kind: str,
-    items: Sequence[WorkloadRequest],
+    requests: Sequence[WorkloadRequest],
     warm_up: Sequence[WorkloadRequest],
     repeats: int,
     *,
@@ -90,15 +89,15 @@ def measure(
     tick()
     runs = []
     for _ in range(repeats):
-        runs.append(_run_once(llm, items, clock))
+        runs.append(_run_once(llm, requests, clock))
         tick()
     runs.sort()
     median, best = runs[len(runs) // 2], runs[0]
-    prompt_tokens = sum(len(item.prompt_token_ids) for item in items)
-    output_tokens = sum(item.max_tokens * item.n for item in items)
+    prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+    output_tokens = sum(request.max_tokens * request.n for request in requests)
     return {
         "kind": kind,
-        "requests": len(items),
+        "requests": len(requests),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "wall_s": median.wall_s,
@@ -111,19 +110,19 @@ def measure(
     }
 
 
-def _run_once(llm: Any, items: Sequence[WorkloadRequest], clock: Callable[[], float]) -> MeasuredRun:
-    prompts = [{"prompt_token_ids": item.prompt_token_ids} for item in items]
+def _run_once(llm: Any, requests: Sequence[WorkloadRequest], clock: Callable[[], float]) -> MeasuredRun:
+    prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
     params = [
         SamplingParams(
-            n=item.n,
-            temperature=1.0 if item.n > 1 or item.is_apart else 0.0,
-            max_tokens=item.max_tokens,
+            n=request.n,
+            temperature=1.0 if request.n > 1 or request.is_apart else 0.0,
+            max_tokens=request.max_tokens,
             ignore_eos=True,
             detokenize=False,
-            beam_width=item.beam_width,
-            skip_reading_prefix_cache=item.is_apart or None,
+            beam_width=request.beam_width,
+            skip_reading_prefix_cache=request.is_apart or None,
         )
-        for item in items
+        for request in requests
     ]
     llm.engine.scheduler.pool.forget_keys()
     before = llm.stats()
@@ -131,8 +130,8 @@ def _run_once(llm: Any, items: Sequence[WorkloadRequest], clock: Callable[[], fl
     outputs = llm.generate(prompts, params, use_tqdm=False)
     wall_s = clock() - start
     after = llm.stats()
-    for item, output in zip(items, outputs, strict=True):
-        check_lengths_made([output], item.max_tokens, item.n)
+    for request, output in zip(requests, outputs, strict=True):
+        check_lengths_made([output], request.max_tokens, request.n)
     return MeasuredRun(
         wall_s, after.num_cached_tokens - before.num_cached_tokens, after.num_preemptions - before.num_preemptions
     )
@@ -146,8 +145,8 @@ def check_lengths_made(outputs: Sequence[Any], num_tokens: int, n: int = 1) -> N
             raise JaxLLMError(f"a request for {n} x {num_tokens} tokens made {lengths}: {output.error}")
 
 
-def _check_fits(llm: Any, kind: str, items: Sequence[WorkloadRequest]) -> None:
-    longest = max(items, key=lambda item: len(item.prompt_token_ids) + item.max_tokens)
+def _check_fits(llm: Any, kind: str, requests: Sequence[WorkloadRequest]) -> None:
+    longest = max(requests, key=lambda request: len(request.prompt_token_ids) + request.max_tokens)
     prompt_len = len(longest.prompt_token_ids)
     workload.check_lengths(f"workload {kind}", prompt_len, longest.max_tokens, llm.engine.config.max_model_len)
 

@@ -1,16 +1,15 @@
-"""Seeded workloads of token ids, the same for every engine that is compared.
+"""Seeded workloads of token ids, the same for every engine.
 
-Only the kind, the seed, the scale and the vocabulary decide what a workload is. End of sequence is to be ignored, so
-that each engine does the same work; requests for one completion are greedy, others sampled at temperature 1 or
-searched with beams.
+A workload depends on kind, seed, scale and vocabulary only. Engines ignore the end of sequence, so that each does the
+same work. Requests for one completion are greedy; others sample at temperature 1 or search with beams.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-FIRST_ID = 10  # those below are often special tokens
-MAX_VOCAB = 8000  # the default, which most models have; another makes other ids
+FIRST_ID = 10  # lower ids are often special tokens
+MAX_VOCAB = 8000  # the default; most models have as many tokens. Another value gives other ids
 
 
 class WorkloadRequest(NamedTuple):
@@ -19,12 +18,12 @@ class WorkloadRequest(NamedTuple):
     prompt_token_ids: list[int]
     max_tokens: int
     n: int = 1  # completions
-    beam_width: int | None = None  # of a search for the best one
-    is_apart: bool = False  # sampled, and shares nothing with other requests
+    beam_width: int | None = None  # beam search for the best completion
+    is_apart: bool = False  # sampled, without sharing prefixes
 
 
 class _Draw:
-    """What the kinds are made from: random ids and lengths, and scaled counts."""
+    """Draws random ids and lengths, and scales counts."""
 
     def __init__(self, name: str, vocab: int, scale: float):
         self._rng, self._vocab, self._scale = random.Random(name), vocab, scale
@@ -37,7 +36,7 @@ class _Draw:
         return range(max(1, round(n * self._scale)))
 
     def skewed(self, mean_log: float, most: int) -> int:
-        """A log-normal length: many are short, a few very long."""
+        """A log-normal length: many short, few very long."""
         return min(most, int(self._rng.lognormvariate(mean_log, 1.0)) + 4)
 
 
@@ -71,7 +70,7 @@ def _n3(draw: _Draw) -> list[WorkloadRequest]:
 
 
 def _n3apart(draw: _Draw) -> list[WorkloadRequest]:
-    return [item._replace(n=1, is_apart=True) for item in _n3(draw) for _ in range(item.n)]
+    return [request._replace(n=1, is_apart=True) for request in _n3(draw) for _ in range(request.n)]
 
 
 def _beam4(draw: _Draw) -> list[WorkloadRequest]:
@@ -117,7 +116,7 @@ def check_lengths(name: str, prompt_len: int, output_len: int, max_model_len: in
 def make(kind: str, *, vocab: int = MAX_VOCAB, seed: int = 0, scale: float = 1.0) -> list[WorkloadRequest]:
     """The workload `kind` with token ids in [10, vocab); `scale` multiplies the number of requests."""
     check_kinds([kind])
-    name = kind.removesuffix("apart")  # whose ids are the same
+    name = kind.removesuffix("apart")  # both have the same ids
     return _MAKERS[kind][0](_Draw(f"{name}-{seed}", vocab, scale))
 
 

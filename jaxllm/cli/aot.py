@@ -1,4 +1,4 @@
-"""`jaxllm aot`: what a model takes on TPUs and GPUs that are not here."""
+"""`jaxllm aot`: compiles a model for TPUs and GPUs without having one, and reports what it needs there."""
 
 import argparse
 import json
@@ -14,13 +14,13 @@ CONTEXT = 4096  # tokens of each sequence of the decode step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 2 for what can't be compiled."""
+    """Returns the exit code: 2 for a model or target that can't be compiled."""
     arguments = _parser().parse_args(argv)
     return run_command(lambda: _compile(arguments))
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    # XLA's own lines say nothing about the program; and no device is to be looked for.
+    # Silences XLA's log, and keeps JAX from looking for devices.
     for name, value in {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2", "TPU_STDERR_LOG_LEVEL": "3"}.items():
         os.environ.setdefault(name, value)
     from jaxllm.aot.chips import parse_target
@@ -50,23 +50,23 @@ def _compile(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program("aot"),
-        description="Compiles the engine's executables for TPUs and GPUs that are not there, and prints what they "
-        "take: memory, compile time, kernels, and the bytes that a decode step moves over the fewest it could.",
+        description="Compiles the engine's executables for TPUs and GPUs without having one, and prints memory, "
+        "compile time, kernels, and the bytes that a decode step moves relative to the fewest possible.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model-config", required=True, help="a config.json, a directory with one, or a bundled model's name")
-    add("--target", required=True, help=f"chip of {', '.join(CHIPS)}, and number of devices as JAX counts them: v6e-8")
-    add("--mesh", help="axes of the mesh, such as tensor=8 or data=2,tensor=8; all devices on 'tensor' if not given")
-    add("--batch", type=int, help="sequences that the decode step runs; 64 or as many as fit if not given")
-    add("--context", type=int, default=CONTEXT, help="tokens of each of them (%(default)s)")
-    add("--dtype", default="auto", help="of parameters and KV pool (bfloat16)")
-    add("--block-size", type=int, default=BLOCK_SIZE, help="tokens of a KV block (%(default)s)")
-    add("--num-blocks", type=int, help="KV blocks; what fits if not given")
-    add("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="sequences running at once (%(default)s)")
+    add("--target", required=True, help=f"chip ({', '.join(CHIPS)}) and number of devices as JAX counts them: v6e-8")
+    add("--mesh", help="axes of the mesh, such as tensor=8 (default: all devices on 'tensor')")
+    add("--batch", type=int, help="sequences of the decode step (default: 64, or as many as fit)")
+    add("--context", type=int, default=CONTEXT, help="tokens of each of them (default: %(default)s)")
+    add("--dtype", default="auto", help="of parameters and KV pool (default: bfloat16)")
+    add("--block-size", type=int, default=BLOCK_SIZE, help="tokens of a KV block (default: %(default)s)")
+    add("--num-blocks", type=int, help="KV blocks (default: as many as fit)")
+    add("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="sequences running at once (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS, help="tokens of a step (%(default)s)")
-    add("--max-model-len", type=int, help="tokens of a sequence; what model and pool allow if not given")
-    add("--steps-only", action="store_true", help="compile the decode step and the largest step, not the whole plan")
-    add("--top", type=int, default=0, help="also list so many instructions that move most bytes")
-    add("--json", action="store_true", help="for machines")
+    add("--max-model-len", type=int, help="tokens of a sequence (default: what model and pool allow)")
+    add("--steps-only", action="store_true", help="compile only the decode step and the largest step")
+    add("--top", type=int, default=0, help="also list this many instructions that move the most bytes")
+    add("--json", action="store_true", help="print one JSON object")
     return parser

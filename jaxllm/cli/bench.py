@@ -1,4 +1,4 @@
-"""`python -m jaxllm.bench`: measurements of the engine, as text or JSON."""
+"""`python -m jaxllm.bench`: measures the engine and prints text or JSON."""
 
 import argparse
 import json
@@ -28,14 +28,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_throughput(commands)
     _add_latency(commands)
-    text = "seconds from the command to the first token, with an empty and with a full compilation cache"
+    text = "seconds from the command to the first token, with an empty and with a filled compilation cache"
     add_model_arguments(commands.add_parser("startup", help=text, description=text, allow_abbrev=False))
     _add_serve(commands)
     return parser
 
 
 def _add_throughput(commands: Any) -> None:
-    text = "tokens a second over whole workloads of random ids"
+    text = "tokens per second over whole workloads of random token ids"
     parser = commands.add_parser("throughput", help=text, description=text, allow_abbrev=False)
     meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items())
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND", help=f"{meanings} (default: all)")
@@ -48,7 +48,7 @@ def _add_throughput(commands: Any) -> None:
 
 
 def _add_latency(commands: Any) -> None:
-    text = "time to the first token, between tokens, and for all of them"
+    text = "time to the first token, between tokens, and to the last"
     parser = commands.add_parser("latency", help=text, description=text, allow_abbrev=False)
     for name, default, what in (
         ("--batch-size", 1, "requests at a time"),
@@ -61,18 +61,18 @@ def _add_latency(commands: Any) -> None:
 
 
 def _add_serve(commands: Any) -> None:
-    text = "a server under load: streams over HTTP, latencies, memory, and what is left behind"
+    text = "a server under load: streams over HTTP, latencies, memory, leaks"
     parser = commands.add_parser("serve", help=text, description=text, allow_abbrev=False)
     for name, kind, default, what in (
         ("--streams", int, 256, "clients at once"),
-        ("--seconds", float, 60.0, "that they go on for"),
+        ("--seconds", float, 60.0, "duration of the load"),
         ("--input-len", int, 16, "tokens of each prompt"),
         ("--output-len", int, 32, "tokens of each output"),
         ("--seed", int, 0, "of the prompts"),
     ):
         parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
     parser.add_argument(
-        "--compare", action="store_true", help="instead: one request for each client, over HTTP and by LLM.generate"
+        "--compare", action="store_true", help="instead: one request per client, over HTTP and through LLM.generate"
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds of --compare (default: 3)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -113,7 +113,7 @@ def _latency(arguments: argparse.Namespace) -> int:
 def _startup(arguments: argparse.Namespace) -> int:
     check_at_least(1, repeats=arguments.repeats)
     model = model_options(arguments)
-    from jaxllm.bench import startup  # which leaves jax to the processes that it starts
+    from jaxllm.bench import startup  # only the processes that it starts import jax
 
     return _print(startup.run(model, repeats=arguments.repeats), startup.table, arguments)
 

@@ -1,4 +1,4 @@
-"""`python -m jaxllm.chat`: a conversation in the terminal, with the model in this process."""
+"""`python -m jaxllm.chat`: a conversation in the terminal with a model in this process."""
 
 import argparse
 import secrets
@@ -25,12 +25,12 @@ from jaxllm.sampling_params import SamplingParams
 
 MAX_TOKENS = 512  # of an answer
 HELP = """\
-/system TEXT   begin the conversation with TEXT, or without any
-/set NAME X    a sampling parameter, as in /set temperature 0.2; alone, shows them
-/retry         another answer to the last message
-/reset         a new conversation
-/save FILE     write it as JSON messages
-/quit          leave, as does Ctrl-D
+/system TEXT   set the system prompt; without TEXT, remove it
+/set NAME X    set a sampling parameter, as in /set temperature 0.2; alone, list them
+/retry         generate another answer to the last message
+/reset         begin a new conversation
+/save FILE     write the conversation as JSON messages
+/quit          leave; Ctrl-D does the same
 Ctrl-C stops an answer. A message of several lines begins and ends with \"\"\"."""
 _ONE_ANSWER = ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "logprob_token_ids")
 
@@ -62,10 +62,10 @@ def _run(arguments: argparse.Namespace) -> int:
         if name in fields:
             raise ValueError(f"--{name.replace('_', '-')} is not for a conversation; use jaxllm.generate --chat")
     fields = with_defaults({"max_tokens": MAX_TOKENS} | fields)
-    SamplingParams(**fields)  # a bad option is told before the model is loaded
+    SamplingParams(**fields)  # reports a bad option before the model is loaded
     setup_device_memory(arguments.gpu_memory_utilization)
     setup_compilation_cache()
-    from jaxllm.llm import LLM  # imports jax, which --help need not wait for
+    from jaxllm.llm import LLM  # imports jax, which --help does not need
 
     with LLM(**engine_kwargs(arguments), seed=secrets.randbits(63)) as llm, LineInput() as lines:
         conversation = Conversation(
@@ -79,12 +79,12 @@ def _run(arguments: argparse.Namespace) -> int:
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
         chat = ChatSession(llm, conversation, fields, lines, quiet=arguments.quiet)
         if lines.is_terminal and not arguments.quiet:
-            print(f"{Path(arguments.model or 'the embedded model').name}. /help tells what can be said besides.")
+            print(f"{Path(arguments.model or 'the embedded model').name}. /help lists the commands.")
         return chat.run()
 
 
 class ChatSession:
-    """Reads, answers, and does what commands say, until the input ends."""
+    """Reads messages and commands and answers them, until the input ends."""
 
     def __init__(self, llm: Any, conversation: Conversation, fields: dict[str, Any], lines: LineInput, *, quiet: bool):
         self._llm, self._conversation, self._fields, self._lines, self._quiet = llm, conversation, fields, lines, quiet
@@ -98,7 +98,7 @@ class ChatSession:
             except KeyboardInterrupt:
                 if was_interrupted or not self._lines.is_terminal:
                     return EXIT_INTERRUPTED
-                print("\nCtrl-C again, Ctrl-D or /quit leaves.")
+                print("\nPress Ctrl-C again or Ctrl-D to leave, or type /quit.")
                 was_interrupted = True
                 continue
             was_interrupted = False
@@ -124,7 +124,7 @@ class ChatSession:
                 print(HELP)
             case "/system":
                 self._conversation.system = rest or None
-                self._note("The conversation begins with that." if rest else "There is no system prompt.")
+                self._note("The system prompt is set." if rest else "The system prompt is removed.")
             case "/set":
                 self._set(rest)
             case "/retry":
@@ -135,9 +135,9 @@ class ChatSession:
                 self._note("A new conversation.")
             case "/save":
                 self._conversation.save(rest)
-                self._note(f"{rest} is written.")
+                self._note(f"Wrote {rest}.")
             case _:
-                raise ValueError(f"there is no {name}; /help lists what there is")
+                raise ValueError(f"{name} is not a command; /help lists the commands")
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
@@ -153,11 +153,11 @@ class ChatSession:
             print(text)
 
     def _answer(self) -> None:
-        """Writes the answer as it grows, and keeps it, or what there was when Ctrl-C stopped it. A message that can't
-        be answered is taken back."""
+        """Writes the answer as it grows and adds it to the conversation; an answer that Ctrl-C stopped is kept.
+        A message that can't be answered is removed."""
         prompt, num_dropped = self._conversation.prompt()
         if num_dropped:
-            self._note(f"[the first {num_dropped} messages are forgotten: the model's context is full]")
+            self._note(f"[the first {num_dropped} messages were dropped: the model's context is full]")
         text, meter = "", Meter()
         try:
             with closing(self._llm.stream([prompt], SamplingParams(**self._fields))) as updates:

@@ -1,4 +1,4 @@
-"""What the commands share: engine options, exit codes, and the compilation cache."""
+"""Shared by the commands: engine options, exit codes, and the compilation cache."""
 
 import argparse
 import logging
@@ -37,51 +37,51 @@ EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (2, 130, 141)  # the last 
 
 
 def program(name: str) -> str:
-    """What a command calls itself: by how it was started."""
+    """The command's name in its messages, according to how it was started."""
     return f"jaxllm {name}" if Path(sys.argv[0]).name in ("jaxllm", "jaxllm.exe") else f"python -m jaxllm.{name}"
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of an engine; each left out means the engine's own default."""
+    """Adds the engine's options. An option that is not given leaves the engine's default."""
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--model", metavar="DIR", help="model in Hugging Face format (default: the embedded one)")
+    add("--model", metavar="DIR", help="model directory in Hugging Face format (default: the embedded model)")
     add("--dtype", help="of weights and KV cache: bfloat16, float16, float32 or auto (default: auto)")
-    add("--mesh", metavar="SPEC", help="devices for each axis, e.g. tensor=4 (default: one device)")
-    add("--max-model-len", type=int, metavar="N", help="most tokens of a sequence, prompt included")
-    add("--max-num-seqs", type=int, metavar="N", help="most sequences that run at once")
-    add("--max-num-batched-tokens", type=int, metavar="N", help="most tokens of a step")
+    add("--mesh", metavar="SPEC", help="devices per axis, e.g. tensor=4 (default: one device)")
+    add("--max-model-len", type=int, metavar="N", help="maximum tokens of a sequence, prompt included")
+    add("--max-num-seqs", type=int, metavar="N", help="maximum number of sequences that run at once")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="maximum tokens of a step")
     add("--block-size", type=int, metavar="N", help="tokens of a KV block")
     add("--num-blocks", type=int, metavar="N", help="KV blocks (default: as many as fit)")
-    add("--tensor-parallel-size", type=int, metavar="N", help="the same as --mesh tensor=N")
+    add("--tensor-parallel-size", type=int, metavar="N", help="same as --mesh tensor=N")
     add("--gpu-memory-utilization", type=float, metavar="X", help="share of each device's memory (default: 0.92)")
-    add("--preemption", choices=PREEMPTIONS, help="of the last requests, when KV blocks run out (default: auto)")
-    add("--swap-space", type=float, metavar="GIB", help="host memory for the blocks of preempted requests (default: 4)")
-    add("--no-prefix-caching", action="store_true", help="compute beginnings that prompts share each time")
+    add("--preemption", choices=PREEMPTIONS, help="how sequences are preempted when KV blocks run out (default: auto)")
+    add("--swap-space", type=float, metavar="GIB", help="host memory for swapped KV blocks (default: 4)")
+    add("--no-prefix-caching", action="store_true", help="compute every prompt in full")
 
 
 def engine_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments for `LLM` that were given on the command line."""
+    """The keyword arguments of `LLM` given on the command line."""
     given = {name: getattr(arguments, name) for name in _ENGINE_OPTIONS}
     given["enable_prefix_caching"] = False if arguments.no_prefix_caching else None
     return {name: value for name, value in given.items() if value is not None}
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Runs `command` and returns its exit code; errors that are not bugs become a line, not a traceback."""
+    """Runs `command` and returns its exit code; expected errors print one line instead of a traceback."""
     try:
         with _no_lost_interrupt():
             code = command()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever read our output has gone. Python would complain when it flushes the rest at exit.
+        # The reader of the output has gone. Without this, Python reports an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_CLOSED_PIPE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except ImportError as error:
-        # A Ctrl-C while an extension module starts comes out as this.
+        # Ctrl-C during the import of an extension module raises ImportError.
         if not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             raise
         return EXIT_INTERRUPTED
@@ -93,12 +93,11 @@ def run_command(command: Callable[[], int]) -> int:
 
 @contextmanager
 def _no_lost_interrupt() -> Iterator[None]:
-    """Python drops a Ctrl-C that arrives in a finalizer, or in the garbage-collection hook that jax has: this
-    repeats it a moment later."""
+    """Repeats a Ctrl-C that Python drops because it arrives in a finalizer or in jax's garbage-collection hook."""
 
     def hook(dropped: Any) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            # Not at once, or it would end in this hook. A signal, unlike an exception, wakes a sleeping call.
+            # Delayed, so that it does not arrive in this hook. Unlike an exception, a signal wakes a sleeping call.
             main_thread = threading.main_thread().ident
             threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
         else:
@@ -112,8 +111,8 @@ def _no_lost_interrupt() -> Iterator[None]:
 
 
 def setup_device_memory(gpu_memory_utilization: float | None) -> None:
-    """Lets JAX allocate that share of each GPU (None: the default), to be called before it starts. What the environment
-    says stays. Raises `ValueError` for a share that can't be."""
+    """Sets the share of each GPU that JAX preallocates (None: the default). Call it before jax starts. A share set in
+    the environment takes precedence. Raises `ValueError` for a share out of range."""
     share = GPU_MEMORY_UTILIZATION if gpu_memory_utilization is None else gpu_memory_utilization
     check_float("gpu_memory_utilization", share, 0.01, 1.0)
     if not any(os.environ.get(name) for name in MEM_FRACTION_VARIABLES):
@@ -121,23 +120,24 @@ def setup_device_memory(gpu_memory_utilization: float | None) -> None:
 
 
 def setup_compilation_cache() -> None:
-    """Keeps compiled executables across runs, up to 2 GiB. JAX options set in the environment stay.
+    """Enables the persistent compilation cache, up to 2 GiB. JAX options set in the environment take precedence.
 
-    For commands only: the options are the whole process's. Raises `ValueError` if others can write there.
+    For commands only, because the options apply to the whole process. Raises `ValueError` if other users can write to
+    the cache.
     """
     import jax
 
     options: dict[str, Any] = {
         "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,  # no limit, and none that the file system chooses
+        "jax_persistent_cache_min_entry_size_bytes": -1,  # no limit, not even the file system's default
     }
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         try:
             options["jax_compilation_cache_dir"] = str(cache_dir())
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-            log.warning("there is no compilation cache, so each start compiles anew: %s", error)
+            log.warning("the compilation cache is unavailable, so that each start compiles everything: %s", error)
             return
-        # The limit deletes files, so it goes with a directory that is ours alone.
+        # The limit deletes files, so it is set only for a directory of jaxllm alone.
         options["jax_compilation_cache_max_size"] = CACHE_BYTES
     for name, value in options.items():
         if name.upper() not in os.environ:
@@ -145,8 +145,8 @@ def setup_compilation_cache() -> None:
 
 
 def cache_dir() -> Path:
-    """The directory of compiled executables, made if need be. Raises `ValueError` if it is not private."""
-    # As the XDG specification says, a relative path counts as none.
+    """The directory of compiled executables, created if missing. Raises `ValueError` if it is not private."""
+    # The XDG specification ignores relative paths.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     home = (base if base.is_absolute() else Path.home() / ".cache") / "jaxllm"
     for folder in (home, home / "xla"):
@@ -156,7 +156,7 @@ def cache_dir() -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """Whoever can write compiled code there can run code as this user."""
+    """Raises `ValueError` if others can write to `folder`: they could run code as this user."""
     status = folder.stat()
     if status.st_uid != os.getuid():
         trouble = f"belongs to user {status.st_uid}, not to you (user {os.getuid()})"
@@ -165,6 +165,6 @@ def _check_private(folder: Path) -> None:
     else:
         return
     raise ValueError(
-        f"the compilation cache {folder} {trouble}, but what it holds runs as you. Remove it, or set "
+        f"the compilation cache {folder} {trouble}, but the code in it runs as you. Remove it, or set "
         "JAX_COMPILATION_CACHE_DIR to a directory of your own"
     )

@@ -1,4 +1,4 @@
-"""A conversation that is held in a terminal: its messages, and the prompt that they make."""
+"""A terminal conversation: its messages, and the prompt made of them."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Conversation:
-    """`render` makes a prompt of messages (`LLM.chat_prompt`); `most_tokens` is the model's context."""
+    """`render` converts messages to a prompt (`LLM.chat_prompt`); `most_tokens` is the model's context."""
 
     def __init__(
         self, render: Callable[..., Any], *, most_tokens: int, system: str | None = None, chat_template: Any = None
@@ -30,28 +30,28 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
     def take_back(self) -> None:
-        """The last answer. Raises `ValueError` if there is no message to answer."""
+        """Removes the last answer. Raises `ValueError` if there is no message to answer."""
         if self.messages and self.messages[-1]["role"] == "assistant":
             self.messages.pop()
         if not self.messages:
-            raise ValueError("there is no message yet; say something first")
+            raise ValueError("there is no message yet; write one first")
 
     def reset(self) -> None:
         self.messages.clear()
 
     def prompt(self) -> tuple[Any, int]:
-        """Of all messages, or of the last ones that leave the answer a quarter of the context; the others are
-        forgotten, and counted. Raises `ValueError`, and takes the last message back, if that alone is too long."""
+        """The prompt, and the number of dropped messages: the oldest ones are dropped until a quarter of the context is
+        left for the answer. Raises `ValueError`, and removes the last message, if that alone is too long."""
         room, dropped = self._most_tokens - self._most_tokens // 4, 0
         try:
             made = self._make(self.messages)
             while len(made["prompt_token_ids"]) > room and len(self.messages) > 2:
-                del self.messages[:2]  # what was said, and its answer
+                del self.messages[:2]  # a message and its answer
                 dropped += 2
                 made = self._make(self.messages)
             if len(made["prompt_token_ids"]) >= self._most_tokens:
                 raise ValueError(
-                    f"the message makes {len(made['prompt_token_ids'])} tokens, but the model's context is "
+                    f"the prompt has {len(made['prompt_token_ids'])} tokens, but the model's context is "
                     f"{self._most_tokens}; shorten it"
                 )
         except ValueError:
@@ -64,8 +64,8 @@ class Conversation:
         return self._render([*system, *messages], chat_template=self._chat_template)
 
     def save(self, file: str) -> None:
-        """Writes the messages, as requests to a server have them. Raises `ValueError`, `OSError`."""
+        """Writes the messages as JSON, in the format of chat requests. Raises `ValueError`, `OSError`."""
         if not file:
-            raise ValueError("name the file, as in: /save talk.json")
+            raise ValueError("name a file, as in: /save chat.json")
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         Path(file).write_text(json.dumps([*system, *self.messages], ensure_ascii=False, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""`python -m jaxllm.convert`: a checkpoint with pickled weights or a slow tokenizer into one that the engine loads."""
+"""`python -m jaxllm.convert`: converts a checkpoint with pickled weights or a slow tokenizer."""
 
 import argparse
 import re
@@ -21,15 +21,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program("convert"),
         description="Writes SRC, a Hugging Face directory with pytorch_model*.bin or a slow tokenizer, to OUT with "
-        "safetensors and tokenizer.json. Files are read in a process of their own, and no code in them is run.",
+        "safetensors and tokenizer.json. Files are read in a separate process, and no code in them runs.",
         epilog="Needs the extra: pip install 'jaxllm[convert]'",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("src", type=Path, metavar="SRC", help="the directory to read")
-    add("out", type=Path, metavar="OUT", help="the directory to make; it appears when it is complete")
-    add("--dtype", choices=_DTYPES, default="auto", help="of floating weights (default: auto, as they are stored)")
-    add("--max-shard-size", type=_num_bytes, default="5GB", metavar="SIZE", help="most of a file (default: 5GB)")
+    add("out", type=Path, metavar="OUT", help="the directory to create; it appears when it is complete")
+    add("--dtype", choices=_DTYPES, default="auto", help="of floating-point weights (default: auto, as stored)")
+    add("--max-shard-size", type=_num_bytes, default="5GB", metavar="SIZE", help="largest file (default: 5GB)")
     return parser
 
 
@@ -41,7 +41,7 @@ def _num_bytes(text: str) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from jaxllm.convert.directory import convert  # imports jax, which --help need not wait for
+    from jaxllm.convert.directory import convert  # imports tokenizers and numpy, which --help does not need
 
     print(convert(arguments.src, arguments.out, dtype=arguments.dtype, max_shard_bytes=arguments.max_shard_size))
     return 0

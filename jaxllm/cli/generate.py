@@ -1,4 +1,4 @@
-"""`python -m jaxllm.generate`: completes prompts in the terminal token by token, or a file of them in JSON lines."""
+"""`python -m jaxllm.generate`: completes prompts in the terminal, or a file of requests in JSON lines."""
 
 import argparse
 import secrets
@@ -32,58 +32,58 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program("generate"),
-        description="Completes prompts. Without any, standard input is the prompt.",
+        description="Completes prompts. Without a prompt, reads it from standard input.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="a text to complete")
-    add("--file", metavar="FILE", help="a file that is one prompt, but for a newline at its end; - is standard input")
-    add("--json", action="store_true", help="an object a line for each prompt, instead of text as it grows")
-    add("--token-ids", action="store_true", help="token ids in JSON")
-    add("--no-echo", action="store_true", help="leave out the prompt before its completion")
-    add("--quiet", action="store_true", help="leave out progress, and the closing line with speed and memory")
+    add("--file", metavar="FILE", help="read one prompt from a file, less a newline at its end; - is standard input")
+    add("--json", action="store_true", help="print one JSON object per prompt and line when it has finished")
+    add("--token-ids", action="store_true", help="include token ids in JSON")
+    add("--no-echo", action="store_true", help="do not print the prompt before its completion")
+    add("--quiet", action="store_true", help="do not print progress and the closing line with speed and memory")
     add = parser.add_argument_group("chat").add_argument
-    add("--chat", action="store_true", help="prompts are what a user says, in the model's chat template")
+    add("--chat", action="store_true", help="treat prompts as user messages and apply the model's chat template")
     add("--system", metavar="TEXT", help="what the conversation begins with")
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
-    _add_batch_arguments(parser)
+    _add_jsonl_arguments(parser)
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
     return parser
 
 
-def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_jsonl_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group(
-        "batches",
-        "A line of the input is a string, or an object with prompt, prompt_token_ids or messages, perhaps an id, and "
-        "sampling parameters of its own. Results are written as they finish; each names its line.",
+        "JSON lines",
+        "Each line of the input is a string, or an object with prompt, prompt_token_ids or messages, and optionally an "
+        "id and sampling parameters. Results are written as they finish and contain the number of their line.",
     ).add_argument
-    add("--input", metavar="FILE", help="requests in JSON lines; - is standard input")
-    add("--output", metavar="FILE", help="their results, likewise (default: standard output)")
-    add("--resume", action="store_true", help="go on after the results that the output has")
-    add("--skip-invalid", action="store_true", help="lines that can't be run get an error as their result")
+    add("--input", metavar="FILE", help="read requests in JSON lines; - is standard input")
+    add("--output", metavar="FILE", help="write results in JSON lines (default: standard output)")
+    add("--resume", action="store_true", help="skip requests whose results are in the output")
+    add("--skip-invalid", action="store_true", help="write an error as the result of invalid lines instead of stopping")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.input is not None:
-        return _run_batch(arguments)
+        return _run_jsonl(arguments)
     for name in ("output", "resume", "skip_invalid"):
         if getattr(arguments, name):
-            raise ValueError(f"--{name.replace('_', '-')} is for batches; give the requests with --input")
+            raise ValueError(f"--{name.replace('_', '-')} is for JSON lines; give the requests with --input")
     for name in ("system", "chat_template"):
         if getattr(arguments, name) is not None and not arguments.chat:
             raise ValueError(f"--{name.replace('_', '-')} is for conversations; add --chat")
     return _generate(arguments)
 
 
-def _run_batch(arguments: argparse.Namespace) -> int:
+def _run_jsonl(arguments: argparse.Namespace) -> int:
     from jaxllm.cli.jsonl.requests import Settings
-    from jaxllm.cli.jsonl.run import JsonlOptions, run_job
+    from jaxllm.cli.jsonl.run import JsonlOptions, run_jsonl
 
     if arguments.prompts or arguments.file:
-        raise ValueError("there is a prompt beside --input; put it into the input, or leave --input out")
+        raise ValueError("there is a prompt beside --input; add it to the input, or leave --input out")
     if arguments.resume and arguments.output is None:
-        raise ValueError("--resume needs to know the results so far; give their file with --output")
+        raise ValueError("--resume needs the results so far; give their file with --output")
     settings = Settings(
         fields=sampling_fields(arguments),
         chat=arguments.chat,
@@ -91,8 +91,8 @@ def _run_batch(arguments: argparse.Namespace) -> int:
         chat_template=arguments.chat_template,
         model=Path(arguments.model or "").name,
     )
-    SamplingParams(**with_defaults(settings.fields))  # a bad option is no line's fault
-    job = JsonlOptions(
+    SamplingParams(**with_defaults(settings.fields))  # reports a bad option before any line
+    options = JsonlOptions(
         input=None if arguments.input == "-" else Path(arguments.input),
         output=None if arguments.output in (None, "-") else Path(arguments.output),
         settings=settings,
@@ -101,7 +101,7 @@ def _run_batch(arguments: argparse.Namespace) -> int:
         token_ids=arguments.token_ids,
         quiet=arguments.quiet,
     )
-    return run_job(job, lambda: _open_llm(arguments))
+    return run_jsonl(options, lambda: _open_llm(arguments))
 
 
 def _read_prompts(arguments: argparse.Namespace) -> list[str]:
@@ -123,15 +123,15 @@ def _decode(data: bytes, source: str) -> str:
         raise ValueError(f"{source} is not UTF-8 text ({error}); convert it") from error
     if not text:
         raise ValueError(f"there is no prompt: {source} is empty; give a text to complete")
-    return text.removesuffix("\n")  # editors and echo add it, and it would end the sentence to complete
+    return text.removesuffix("\n")  # editors and echo add it; it would end the text to complete
 
 
 def _open_llm(arguments: argparse.Namespace) -> Any:
     setup_device_memory(arguments.gpu_memory_utilization)
     setup_compilation_cache()
-    from jaxllm.llm import LLM  # imports jax, which --help need not wait for
+    from jaxllm.llm import LLM  # imports jax, which --help does not need
 
-    # Requests without a seed get another text each time.
+    # A random seed: requests without one give a different text each time.
     return LLM(**engine_kwargs(arguments), seed=secrets.randbits(63))
 
 
@@ -160,12 +160,12 @@ def _printer(arguments: argparse.Namespace, prompts: list[str], n: int) -> Print
     if arguments.json:
         return JsonPrinter(prompts, token_ids=arguments.token_ids, out=sys.stdout)
     if arguments.chat:
-        prompts = [f"{prompt}\n" for prompt in prompts]  # the answer is no continuation of the line
+        prompts = [f"{prompt}\n" for prompt in prompts]  # the answer begins on a line of its own
     return Printer(prompts, n, echo=not arguments.no_echo, out=sys.stdout)
 
 
 def _stream(llm: Any, requests: list, params: SamplingParams, printer: Printer | JsonPrinter, meter: Meter) -> bool:
-    """Shows completions as they come in. Returns whether Ctrl-C ended them; no request is left running."""
+    """Prints completions as they grow. Returns whether Ctrl-C stopped them; no request keeps running."""
     try:
         with closing(llm.stream(requests, params)) as updates:
             printer.start()

@@ -1,4 +1,4 @@
-"""`jaxllm COMMAND`: the modules' commands under one name."""
+"""`jaxllm COMMAND`: dispatches to the commands of this folder."""
 
 import sys
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from importlib import import_module
 import jaxllm
 
 COMMANDS = {  # modules of this folder
-    "serve": "OpenAI's API over HTTP, and a page to chat on",
-    "chat": "a conversation in the terminal",
-    "generate": "completes prompts, or a file of them",
+    "serve": "serves OpenAI's API over HTTP, and a chat page",
+    "chat": "holds a conversation in the terminal",
+    "generate": "completes prompts, or a file of requests",
     "bench": "measures the engine",
-    "convert": "makes other checkpoints loadable",
-    "aot": "compiles for chips that are not here, and says what a model takes there",
+    "convert": "converts pickled weights and slow tokenizers",
+    "aot": "compiles for TPUs and GPUs without having one, and reports what a model needs there",
 }
 _HELP, _VERSION = ("-h", "--help", "help"), ("-V", "--version", "version")
 
@@ -28,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in _HELP:
         print(_usage())
         return 0
-    print(f"error: there is no command {name!r}\n\n{_usage()}" if name else _usage(), file=sys.stderr)
+    print(f"error: {name!r} is not a command\n\n{_usage()}" if name else _usage(), file=sys.stderr)
     return 2
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
-    return f"usage: jaxllm COMMAND [OPTIONS]\n\n{commands}\n\njaxllm COMMAND --help tells more; jaxllm --version"
+    return f"usage: jaxllm COMMAND [OPTIONS]\n\n{commands}\n\njaxllm COMMAND --help lists its options; jaxllm --version"

@@ -1,4 +1,4 @@
-"""The commands' sampling options: tables from which come the arguments, their help, and the fields they set."""
+"""The commands' sampling options: tables that define the arguments, their help, and the fields that they set."""
 
 import argparse
 import dataclasses
@@ -8,21 +8,21 @@ from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
 
-DEFAULTS = {"temperature": 0.8, "max_tokens": 128}  # what reads well in a terminal
+DEFAULTS = {"temperature": 0.8, "max_tokens": 128}  # better suited to a terminal than the library's
 _NUMBERS = (
     ("n", int, "completions of each prompt"),
-    ("best_of", int, "sample this many, and show the --n with the highest log-probability per token"),
-    ("temperature", float, "randomness; 0 takes the likeliest token"),
-    ("top_k", int, "choose among this many of the likeliest tokens; 0: all"),
-    ("top_p", float, "choose among the likeliest tokens of this probability together"),
-    ("min_p", float, "leave out tokens below this part of the likeliest one's probability"),
-    ("presence_penalty", float, "makes tokens less likely that the output has; -2 to 2"),
-    ("frequency_penalty", float, "likewise, for each time that it has them; -2 to 2"),
-    ("repetition_penalty", float, "above 1 makes tokens of prompt and output less likely"),
-    ("seed", int, "an integer that gives the same text every time"),
-    ("max_tokens", int, "most tokens to generate"),
-    ("min_tokens", int, "no end before this many tokens"),
-    ("logprobs", int, "log-probabilities of each token and of this many of the likeliest; 0 to 20, for JSON"),
+    ("best_of", int, "sample this many and show the --n with the highest log-probability per token"),
+    ("temperature", float, "randomness; 0 takes the most likely token"),
+    ("top_k", int, "sample from this many most likely tokens; 0: all"),
+    ("top_p", float, "sample from the most likely tokens whose probabilities add up to this"),
+    ("min_p", float, "exclude tokens less likely than this fraction of the most likely one"),
+    ("presence_penalty", float, "makes tokens that are in the output less likely; -2 to 2"),
+    ("frequency_penalty", float, "likewise, for each occurrence in the output; -2 to 2"),
+    ("repetition_penalty", float, "above 1, makes tokens of prompt and output less likely"),
+    ("seed", int, "reproduces the same text"),
+    ("max_tokens", int, "maximum number of tokens to generate"),
+    ("min_tokens", int, "minimum number of tokens before an end"),
+    ("logprobs", int, "log-probabilities of each token and of this many most likely ones; 0 to 20, for JSON"),
     ("prompt_logprobs", int, "likewise, of the prompt's tokens"),
 )
 _BEAMS = (
@@ -34,23 +34,23 @@ _LISTS = (  # each may be given more than once
     ("stop", str, "TEXT", "end before this text"),
     ("stop_token_ids", int, "ID", "end at this token"),
     ("bad_words", str, "TEXT", "never generate this text"),
-    ("allowed_token_ids", int, "ID", "generate no tokens but these"),
+    ("allowed_token_ids", int, "ID", "generate only these tokens"),
     ("logprob_token_ids", int, "ID", "log-probability of this token at each step, for JSON"),
 )
 _FLAGS = (
-    ("ignore_eos", "go on after the end of sequence"),
-    ("include_stop_str_in_output", "keep the stop text, or the stop token's, at the end"),
+    ("ignore_eos", "continue after the end of sequence"),
+    ("include_stop_str_in_output", "keep the stop text, or the stop token's text, at the end"),
     ("skip_reading_prefix_cache", "compute the whole prompt"),
 )
 _NEGATIONS = (  # of fields that are true by default
     ("skip_special_tokens", "show special tokens"),
-    ("spaces_between_special_tokens", "no spaces between special tokens, for tokenizers that put some"),
-    ("detokenize", "token ids only, for JSON"),
+    ("spaces_between_special_tokens", "put no spaces between special tokens, for slow tokenizers"),
+    ("detokenize", "return token ids only, for JSON"),
 )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options left out are None, and say nothing."""
+    """Adds the options; those not given are None."""
     add = parser.add_argument_group("sampling").add_argument
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | DEFAULTS
     _add_numbers(add, _NUMBERS, fields)
@@ -65,9 +65,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--structured-outputs",
-        type=_form,
+        type=_json_object,
         metavar="JSON",
-        help="the form of the text: json (a schema), regex, choice, grammar or json_object, as in "
+        help="the format of the text: json (a schema), regex, choice, grammar or json_object, as in "
         """'{"choice": ["yes", "no"]}'""",
     )
     for name, text in _FLAGS:
@@ -76,15 +76,15 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         add(_option(f"no_{name}"), action="store_const", const=False, dest=name, help=text)
     add = parser.add_argument_group(
         "beam search",
-        "Looks for the likeliest completions, without --temperature, and shows them when all have finished.",
+        "Searches for the most likely completions, without --temperature, and shows them when all have finished.",
     ).add_argument
     _add_numbers(add, _BEAMS, fields)
     add(
         "--early-stopping",
         choices=tuple(_EARLY_STOPPING),
         metavar="WHEN",
-        help="end when as many as the beam width have finished (true), when no better completion is likely (false) or "
-        "possible (never) (default: false)",
+        help="end when as many completions as the beam width have finished (true), or when a better one is unlikely "
+        "(false) or impossible (never) (default: false)",
     )
 
 
@@ -95,7 +95,7 @@ def _add_numbers(add: Callable, table: tuple, fields: Mapping[str, Any]) -> None
 
 
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `SamplingParams` that the command line gives."""
+    """The fields of `SamplingParams` given on the command line."""
     tables = (_NUMBERS, _BEAMS, _LISTS, _FLAGS, _NEGATIONS)
     given = {row[0]: getattr(arguments, row[0]) for table in tables for row in table}
     given["early_stopping"] = _EARLY_STOPPING.get(arguments.early_stopping)
@@ -106,10 +106,10 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_field(name: str, value: str, *, forbidden: Sequence[str] = ()) -> dict[str, Any]:
-    """One field of `SamplingParams` that is a number, from text; an empty one is the default. Raises `ValueError`."""
+    """Parses one numeric field of `SamplingParams`; empty text gives the default. Raises `ValueError`."""
     kinds = {row[0]: row[1] for row in _NUMBERS if row[0] not in forbidden}
     if name not in kinds:
-        raise ValueError(f"there is no {name!r} to set; there are {', '.join(kinds)}")
+        raise ValueError(f"{name!r} is not a parameter to set; there are {', '.join(kinds)}")
     if not value:
         defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | DEFAULTS
         return {name: defaults[name]}
@@ -121,7 +121,7 @@ def parse_field(name: str, value: str, *, forbidden: Sequence[str] = ()) -> dict
 
 
 def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` of `SamplingParams`, and the commands' defaults for others. Beam search has no use for a temperature."""
+    """`fields` of `SamplingParams` with the commands' defaults; beam search has temperature 0."""
     is_search = fields.get("beam_width") is not None
     return DEFAULTS | ({"temperature": 0.0} if is_search else {}) | fields
 
@@ -130,13 +130,13 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _form(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r:.100} is not a JSON object, such as one with regex")
+        raise argparse.ArgumentTypeError(f'{text!r:.100} is not a JSON object, such as {{"regex": ...}}')
     return value
 
 

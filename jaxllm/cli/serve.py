@@ -29,21 +29,21 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
-    add("--served-model-name", nargs="+", metavar="NAME", help="what requests call the model (default: as its folder)")
+    add("--served-model-name", nargs="+", metavar="NAME", help="model name in requests (default: its folder's name)")
     add(
         "--api-key",
         action="append",
         metavar="KEY",
-        help=f"what requests must show; may be given more than once (default: ${KEY_VARIABLE}, none if that is unset)",
+        help=f"key that requests must have; may be given more than once (default: ${KEY_VARIABLE}, or none if unset)",
     )
     add(
         "--prefix-cache-isolation",
         choices=("per-key", "none"),
         default="per-key",
-        help="whether requests with different keys share cached prompts, which lets each find out by time what another "
-        "has asked (none) or not (per-key) (default: per-key)",
+        help="per-key: requests with different API keys do not share cached prompts, whose shorter response time would "
+        "reveal other users' prompts; none: they do (default: per-key)",
     )
-    add("--max-queued-requests", type=int, default=256, metavar="N", help="that wait for a place (default: 256)")
+    add("--max-queued-requests", type=int, default=256, metavar="N", help="most waiting requests (default: 256)")
     add("--request-timeout", type=float, default=600.0, metavar="S", help="most seconds for a request (default: 600)")
     add(
         "--shutdown-timeout",
@@ -54,13 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
     add("--tool-call-parser", choices=TOOL_PARSERS, default="auto", help="how the model calls tools")
-    add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how it marks its thoughts")
+    add("--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how the model marks its reasoning")
     add(
         "--otlp-traces-endpoint",
         metavar="URL",
-        help="where OpenTelemetry spans go, as in http://localhost:4318/v1/traces (extra: otel)",
+        help="send OpenTelemetry spans to this URL, as in http://localhost:4318/v1/traces (extra: otel)",
     )
-    add("--vllm-metric-names", action="store_true", help="metrics under vLLM's names too")
+    add("--vllm-metric-names", action="store_true", help="also publish metrics under vLLM's names")
     add_engine_arguments(parser)
     return parser
 
@@ -83,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
         vllm_metric_names=arguments.vllm_metric_names,
     )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    # Requests without a seed get another text each time.
+    # A random seed: requests without one give a different text each time.
     options = engine_kwargs(arguments) | {"seed": secrets.randbits(63)}
     return asyncio.run(_serve(config, arguments.model, options, arguments.otlp_traces_endpoint))
 
@@ -98,8 +98,8 @@ async def _serve(config: Any, model_dir: str | None, options: dict[str, Any], tr
 
     if not config.is_loopback and not config.api_keys:
         print(
-            f"warning: {config.host} can be reached from other machines, and there is no --api-key: anyone there can "
-            "use this server",
+            f"warning: {config.host} can be reached from other machines, and without --api-key anyone there can use "
+            "this server",
             file=sys.stderr,
         )
     tracing = None
@@ -107,7 +107,7 @@ async def _serve(config: Any, model_dir: str | None, options: dict[str, Any], tr
         from jaxllm.server.observe.tracing import open_tracing
 
         tracing = open_tracing(traces, config.served_model_names[0])
-    prometheus_client.disable_created_metrics()  # a third of the page, that nobody reads
+    prometheus_client.disable_created_metrics()  # they are a third of the metrics, and unused
     listener = run.bind(config)
     model = read_model(config, model_dir, created=int(time.time()))
     return await run.serve(Server(config, ProcessClient(options), model, tracing=tracing), listener)

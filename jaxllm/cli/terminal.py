@@ -1,4 +1,4 @@
-"""What the terminal shows of completions: text as it grows, or JSON, and a closing line with numbers."""
+"""Prints completions in the terminal: text as it grows or JSON, and a closing line with figures."""
 
 import json
 import os
@@ -12,17 +12,17 @@ from jaxllm.cli.jsonl.results import output_fields
 from jaxllm.outputs import CompletionOutput, RequestOutput
 
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
-# A model can write escape sequences, and a terminal would obey them.
+# A model can write escape sequences, which a terminal would execute.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def clean(text: str) -> str:
-    """What a terminal may be shown of a model's text."""
+    """A model's text with control characters replaced, safe for a terminal."""
     return _CONTROL.sub("\ufffd", text)
 
 
 class Printer:
-    """Writes completions in order: the first unfinished one as it grows, later ones when it is their turn."""
+    """Writes completions in order: the first unfinished one as it grows, later ones in their turn."""
 
     def __init__(self, prompts: Sequence[str], n: int, *, echo: bool, out: TextIOBase):
         self._prompts, self._n, self._echo, self._out = prompts, n, echo, out
@@ -46,7 +46,7 @@ class Printer:
         self._out.flush()
 
     def interrupt(self) -> None:
-        """Ends the line that was being written."""
+        """Ends the current line."""
         if self._turn < len(self._turns):
             self._out.write("\n")
             self._out.flush()
@@ -63,7 +63,7 @@ class Printer:
             self._out.write(f"{_DIM}{text}{_RESET}" if self._dims else text)
 
     def _show(self, completion: CompletionOutput | None) -> bool:
-        """Writes what is new; returns whether nothing more will come."""
+        """Writes the new text; returns whether the completion has finished."""
         if completion is None:
             return False
         self._out.write(self._clean(completion.text[self._num_shown :]))
@@ -77,7 +77,7 @@ class Printer:
 
 
 class JsonPrinter:
-    """Writes an object a line for each prompt when it has finished, in order."""
+    """Writes one JSON object per prompt and line, in order, once it has finished."""
 
     def __init__(self, prompts: Sequence[str], *, token_ids: bool, out: TextIOBase):
         self._prompts, self._token_ids, self._out = prompts, token_ids, out
@@ -95,7 +95,7 @@ class JsonPrinter:
             self._turn += 1
 
     def interrupt(self) -> None:
-        """Writes what finished out of turn."""
+        """Writes the prompts that have finished out of order."""
         for index in sorted(self._finished):
             self._write(index)
 
@@ -106,13 +106,13 @@ class JsonPrinter:
 
 
 class Meter:
-    """Counts tokens and time from its creation on, and remembers which prompts failed."""
+    """Counts tokens and time since its creation, and remembers which prompts failed."""
 
     def __init__(self) -> None:
         self.errors: dict[int, str] = {}  # by prompt
         self._num_tokens: dict[int, int] = {}  # by prompt
         self._start_s = time.perf_counter()
-        self._first: tuple[float, int] | None = None  # when tokens came first, and how many
+        self._first: tuple[float, int] | None = None  # time and number of the first tokens
         self._last: tuple[float, int] | None = None
 
     def update(self, index: int, output: RequestOutput) -> None:
@@ -134,11 +134,11 @@ class Meter:
         return parts
 
     def speed(self) -> str:
-        """One line."""
+        """The speed, on one line."""
         return f"[{', '.join(self._speed())}]"
 
     def summary(self, stats: Any) -> str:
-        """One line; `stats` are the engine's (`EngineStats`)."""
+        """Speed, memory and compilation on one line; `stats` is an `EngineStats`."""
         parts = self._speed()
         share = stats.peak_blocks_used / stats.num_blocks
         parts.append(f"KV peak {stats.peak_blocks_used} of {stats.num_blocks} blocks ({share:.1%})")

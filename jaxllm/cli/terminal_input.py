@@ -1,4 +1,4 @@
-"""Messages from standard input: lines with editing and history in a terminal, plain ones from a pipe."""
+"""Reads messages from standard input: lines with editing and history in a terminal, plain lines from a pipe."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ _MAX_LINES = 1000  # of the history
 
 
 class LineInput:
-    """Between `with` and its end the terminal's history is that of earlier conversations."""
+    """Reads lines. As a context manager it loads and saves the history of conversations."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
@@ -23,7 +23,7 @@ class LineInput:
 
     def __enter__(self) -> "LineInput":
         if self.is_terminal:
-            with contextlib.suppress(ImportError):  # a Python without it has lines without editing
+            with contextlib.suppress(ImportError):  # a Python without readline has no editing
                 self._open_history()
         return self
 
@@ -35,7 +35,7 @@ class LineInput:
                 readline.set_history_length(_MAX_LINES)
                 readline.write_history_file(self._history)
             except OSError as error:
-                log.warning("the history is not kept: %s", error)
+                log.warning("the chat history could not be saved: %s", error)
 
     def _open_history(self) -> None:
         import readline
@@ -48,13 +48,13 @@ class LineInput:
             file.touch(mode=0o600)
             readline.read_history_file(file)
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-            log.warning("there is no history: %s", error)
+            log.warning("the chat history could not be read: %s", error)
         else:
             self._history = file
 
     def read(self) -> str | None:
-        """The next message, several lines of it between triple quotes; None at the end. Raises `ValueError` for what
-        is not UTF-8."""
+        """The next message, which may have several lines between triple quotes; None at the end. Raises `ValueError`
+        for input that is not UTF-8."""
         line = self._line(PROMPT)
         if line is None or not line.lstrip().startswith(_QUOTES):
             return line

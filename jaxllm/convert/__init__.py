@@ -1,5 +1,5 @@
-"""Model directories that the loader does not take (pickled weights, slow tokenizers) into ones that it does.
+"""Converts model directories that the loader does not read: pickled weights, slow tokenizers.
 
-The parent process reads JSON and copies files. Whatever parses weights or vocabularies runs in `worker.py`, a process
-of its own, as such files may be hostile.
+The parent process reads JSON and copies files. Code that parses weights or vocabularies runs in a separate process,
+`worker.py`, because such files may be hostile.
 """

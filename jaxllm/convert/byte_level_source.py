@@ -1,4 +1,4 @@
-"""GPT-2's byte-level BPE (`vocab.json` and `merges.txt`): the fast tokenizer, and its definition in plain Python."""
+"""GPT-2's byte-level BPE (`vocab.json` and `merges.txt`): the fast tokenizer, and its rules in plain Python."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ DEFAULT_TOKEN = "<|endoftext|>"
 
 
 class ByteLevelSource:
-    """A `Source`. Raises `ValueError` for damaged files."""
+    """A `TokenizerSource`. Raises `ValueError` for damaged files."""
 
     has_ties = False
     own_added: tuple[AddedToken, ...] = ()
@@ -48,7 +48,7 @@ class ByteLevelSource:
         return [self._vocabulary.get(part, self._unknown) for word in words for part in self._merge(list(word))]
 
     def _merge(self, parts: list[str]) -> list[str]:
-        """Merges the pair that comes first in the list of merges, wherever it is, until there is none."""
+        """Applies the highest-ranked merge repeatedly, until none applies."""
         while len(parts) > 1:
             best = min(zip(parts, parts[1:], strict=False), key=lambda pair: self._ranks.get(pair, len(self._ranks)))
             if best not in self._ranks:
@@ -70,7 +70,7 @@ class ByteLevelSource:
 
 
 def _letters() -> dict[int, str]:
-    """The letter that stands for each byte: printable ones for themselves, the rest from U+0100 on."""
+    """The character of each byte: printable bytes stand for themselves, the others map to U+0100 and up."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     rest = iter(range(256, 512))
     return {byte: chr(byte if byte in printable else next(rest)) for byte in range(256)}
@@ -91,7 +91,7 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
 
 def _read_merges(file: Path) -> list[tuple[str, str]]:
     lines = file.read_text(encoding="utf-8").split("\n")
-    if lines[0].startswith("#version"):  # other lines may well begin with "#"
+    if lines[0].startswith("#version"):  # other lines may begin with "#" too
         del lines[0]
     merges = [tuple(line.split(" ")) for line in lines if line]
     if not all(len(merge) == 2 and all(merge) for merge in merges):

@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to one that the loader takes: what is there, and what becomes of it."""
+"""Converts a Hugging Face directory to one that the loader reads."""
 
 import json
 import os
@@ -26,8 +26,8 @@ _MAX_INDEX_BYTES = 100_000_000
 def convert(src: Path, out: Path, *, dtype: str = "auto", max_shard_bytes: int = 5 * 10**9) -> str:
     """Writes the model directory `src` to `out`: safetensors, `tokenizer.json`, configuration. Returns a summary.
 
-    `out` appears when it is complete. `dtype` is that of the weights, "auto" the stored one. Raises `ValueError` for
-    directories that cannot be used, `ModelFormatError` for damaged or hostile files, and `JaxLLMError` if a package is
+    `out` appears when it is complete. `dtype` is the weights' new dtype, "auto" keeps it. Raises `ValueError`
+    for unusable directories, `ModelFormatError` for damaged or hostile files, and `JaxLLMError` if a package is
     missing or the worker died.
     """
     _check_directories(src, out)
@@ -54,7 +54,7 @@ def _check_directories(src: Path, out: Path) -> None:
 
 
 def _find_weights(src: Path) -> tuple[list[Path], dict[str, list[str]]]:
-    """The files with weights, and which tensors the index places in each."""
+    """The files with weights, and the tensors that the index places in each."""
     if (src / WEIGHTS).is_file() or (src / WEIGHTS_INDEX).is_file():
         return sorted({tensor.file for tensor in find_tensors(src).values()}), {}
     if (src / _PICKLE).is_file():
@@ -73,7 +73,7 @@ def _find_weights(src: Path) -> tuple[list[Path], dict[str, list[str]]]:
 
 @contextmanager
 def _whole(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` if all goes well, and else is removed."""
+    """A temporary directory that is renamed to `out` on success and removed on failure."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -98,9 +98,9 @@ def _link(src: Path, folder: Path, weights: list[Path]) -> str:
     for file in (*weights, *index):
         try:
             os.link(file.resolve(), folder / file.name)
-        except OSError:  # another file system, or one without links
+        except OSError:  # another file system, or no support for links
             shutil.copyfile(file, folder / file.name)
-    return f"{_size(sum(file.stat().st_size for file in weights))} of weights as they were"
+    return f"{_size(sum(file.stat().st_size for file in weights))} of weights, unchanged"
 
 
 def _rewrite(
@@ -124,7 +124,7 @@ def _rewrite(
         "max_shard_bytes": max_shard_bytes,
     }
     with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        # Tensors that share memory in the source are written, and counted, more than once.
+        # Tensors that share memory in the source are written and counted more than once.
         result = run(job, lambda count: bar.update(min(count, total - bar.n)))
     num_files = len(result["files"])
     return (

@@ -1,6 +1,6 @@
-"""A fast `tokenizer.json` from a SentencePiece model or from vocabulary and merges. Runs in the worker.
+"""Builds a fast `tokenizer.json` from a SentencePiece model or from vocabulary and merges. Runs in the worker.
 
-Beside it come probes: texts with the ids that the source format's own rules give, for the parent to compare.
+It also returns probes, texts with the ids that the source format's own rules give, which the parent compares.
 """
 
 import re
@@ -33,21 +33,21 @@ _NUM_VOCABULARY_TEXTS, _PIECES_IN_TEXT, _NUM_SPECIAL_TEXTS = 16, 64, 64
 
 @runtime_checkable
 class TokenizerSource(Protocol):
-    """A source format: the fast tokenizer that it becomes, and what it says itself of texts."""
+    """A source format: builds the fast tokenizer, and encodes and decodes by its own rules for comparison."""
 
     special_names: dict[str, str]  # its defaults: {"bos_token": "<s>"}
-    own_added: Sequence[AddedToken]  # pieces of the vocabulary that are found before any others
-    pieces: Sequence[str]  # the texts of the others
+    own_added: Sequence[AddedToken]  # vocabulary pieces that are matched before any others
+    pieces: Sequence[str]  # texts of the other pieces
     has_ties: bool  # whether two ways to cut a text can be equally good
 
     def backend(self) -> Tokenizer: ...
 
     def encode(self, segment: str, is_first: bool) -> list[int]:
-        """Ids of a text (or a part of one) that holds no added tokens."""
+        """Ids of a text, or a part of one, without added tokens."""
         ...
 
     def decode(self, ids: list[int]) -> str | None:
-        """None if the format has no opinion."""
+        """The text; None if the format does not define it."""
         ...
 
 
@@ -67,7 +67,7 @@ def convert(job: Mapping[str, Any]) -> dict[str, Any]:
     if before or after:
         backend.post_processor = _template(before, after)
     backend.save(job["out"])
-    # The source itself finds its own pieces in a text, but not its special tokens.
+    # The source finds its own pieces in a text, but not its special tokens.
     cut = [token for token in own if token.special] + added
     reference = _Reference(source, backend, cut, before, after)
     probes = [reference.probe(text) for text in _probe_texts(source.pieces, [*added, *own])]
@@ -88,7 +88,7 @@ def _source(job: Mapping[str, Any]) -> TokenizerSource:
 
 
 def _added_tokens(names: Mapping[str, str], job: Mapping[str, Any]) -> list[AddedToken]:
-    """What the directory's JSON files add to the vocabulary, in the order of their ids, or call special."""
+    """The tokens that the directory's JSON files add, by id, and those that they only call special."""
     special = dict.fromkeys([*names.values(), *job["additional_special_tokens"]])
     added = {
         token["content"]: AddedToken(
@@ -133,7 +133,7 @@ def _template(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> Te
 
 
 class _Reference:
-    """What the source says of texts with added tokens: cut at those, what is between as the format has it."""
+    """Encodes texts with added tokens by the source's rules: splits at them, and encodes the parts between."""
 
     def __init__(self, source: TokenizerSource, backend: Tokenizer, cut: list[AddedToken], before: list, after: list):
         longest_first = sorted(cut, key=lambda token: -len(token.content))
@@ -162,7 +162,7 @@ def _pattern(token: AddedToken) -> str:
 
 
 def _is_tie(ids: list[int], other: list[int]) -> bool:
-    """Whether both say the same but for the order, and so are equally good."""
+    """Whether both have the same ids in another order, which scores equally."""
     return ids != other and sorted(ids) == sorted(other)
 
 

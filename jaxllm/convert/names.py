@@ -1,4 +1,4 @@
-"""What old checkpoints call their tensors -> the names that transformers writes today, which the loader knows."""
+"""Maps tensor names of old checkpoints to the names that transformers writes today, which the loader knows."""
 
 import re
 from collections.abc import Mapping
@@ -6,13 +6,13 @@ from typing import Any
 
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("model.embed_tokens.weight", "model.decoder.embed_tokens.weight")
-_DROPPED = re.compile(r".*\.rotary_emb\.inv_freq|(model\.)?decoder\.version")  # computed, or a version number
+_DROPPED = re.compile(r".*\.rotary_emb\.inv_freq|(model\.)?decoder\.version")  # computed values and version numbers
 _UNPREFIXED = ("embed_tokens.", "layers.", "norm.", "decoder.")  # saved from the model without its head
 _TIED_UNLESS_SAID = {"gemma", "gemma2", "gemma3_text", "gpt2", "opt"}  # of `model_type`
 
 
 def canonical(name: str, hf: Mapping[str, Any]) -> str | None:
-    """Today's name of the tensor `name` in a checkpoint whose `config.json` is `hf`; None if it is not needed."""
+    """Today's name of tensor `name` in a checkpoint with `config.json` `hf`; None if it is not needed."""
     if _DROPPED.fullmatch(name):
         return None
     architectures = hf.get("architectures")

@@ -1,4 +1,4 @@
-"""Runs `worker.py` apart from this process: isolated, without our environment, and ended with us."""
+"""Runs `worker.py` in an isolated process, without this one's environment, and ends it with this process."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ _ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "
 
 
 def require(*modules: str) -> None:
-    """Raises `JaxLLMError` unless all are installed. Nothing is imported but their parent packages."""
+    """Raises `JaxLLMError` unless all are installed. Imports only their parent packages."""
     for name in modules:
         try:
             is_there = importlib.util.find_spec(name) is not None
@@ -35,10 +35,10 @@ def require(*modules: str) -> None:
 
 
 def run(job: dict[str, Any], on_bytes: Callable[[int], None] = lambda count: None) -> Any:
-    """The result of `job`; `on_bytes` is told the progress. Raises `ModelFormatError` for what the worker refuses.
+    """The result of `job`; `on_bytes` gets the progress. Raises `ModelFormatError` for input that the worker refuses.
 
-    `-I` keeps modules of the current directory out, and the environment may hold secrets. An interrupt ends the
-    worker too: it has a session of its own, so that a Ctrl-C reaches this process alone.
+    `-I` keeps modules of the current directory out, and the environment, which may have secrets, is not passed on. The
+    worker has its own session, so that Ctrl-C reaches this process alone, which then ends the worker.
     """
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     with tempfile.TemporaryFile() as errors:
@@ -73,11 +73,11 @@ def _send(worker: subprocess.Popen, job: dict[str, Any]) -> None:
         with worker.stdin:
             worker.stdin.write(json.dumps(job) + "\n")
     except BrokenPipeError:
-        pass  # it has died already, and its end tells why
+        pass  # it has died; its exit status says why
 
 
 def _search_path() -> list[str]:
-    """Where this process finds packages, but for its current directory."""
+    """The import path of this process without its current directory."""
     here = os.path.realpath(os.getcwd())
     return [_ROOT, *(path for path in sys.path if path and os.path.realpath(path) != here and path != _ROOT)]
 

@@ -1,4 +1,4 @@
-"""SentencePiece models (`tokenizer.model`): the fast tokenizer that does the same, and the library's own word."""
+"""SentencePiece models (`tokenizer.model`): builds the equivalent fast tokenizer; the library is the reference."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # of a piece
 _UNIGRAM, _BPE = 1, 2  # of a model
-_UNKNOWN_PENALTY = 10  # SentencePiece's, below the worst score
+_UNKNOWN_PENALTY = 10  # SentencePiece's own, below the worst score
 _NOT_CUT = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _SPACE = "▁"
 
 
 class SentencePieceSource:
-    """A `Source`. `is_legacy`: each part of a text between special tokens begins with a space, not only the first."""
+    """A `TokenizerSource`. `is_legacy`: each text part between special tokens begins with a space."""
 
     def __init__(self, file: Path, *, is_legacy: bool):
         try:
@@ -48,7 +48,7 @@ class SentencePieceSource:
 
     def _added(self, piece) -> AddedToken:
         if piece.type == _USER_DEFINED:
-            # These are found in the normalised text. A dummy prefix would be put before each of them as well.
+            # They are matched in the normalised text. A dummy prefix would be added before each of them too.
             return AddedToken(piece.piece, normalized=not self._prefixes, special=False)
         return AddedToken(piece.piece, normalized=False, special=True)
 
@@ -70,9 +70,9 @@ class SentencePieceSource:
         return models.BPE(vocabulary, self._merges(), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
 
     def _merges(self) -> list[tuple[str, str]]:
-        """All ways to put ordinary pieces together, best score first.
+        """All merges of two pieces into an ordinary piece, best score first.
 
-        SentencePiece takes the leftmost of equals; a longer left part is that in a run of one letter.
+        Of equal scores SentencePiece takes the leftmost; in a run of one letter that is the longer left part.
         """
         scores = {piece.piece: piece.score for piece in self._proto.pieces if piece.type == _NORMAL}
         merges = [
@@ -86,7 +86,7 @@ class SentencePieceSource:
     def _unigram(self) -> models.Unigram:
         pieces = self._proto.pieces
         worst = min(piece.score for piece in pieces if piece.type == _NORMAL)
-        # Bytes and the like are never found in a text, so anything else must score higher than their names do.
+        # Byte pieces must never match a text, so their names score below everything else.
         longest = max(len(piece.piece) for piece in pieces)
         never = longest * (worst - _UNKNOWN_PENALTY)
         scores = [(piece.piece, piece.score if piece.type == _NORMAL else never) for piece in pieces]
@@ -113,5 +113,5 @@ class SentencePieceSource:
 
 def _load(proto) -> sentencepiece.SentencePieceProcessor:
     processor = sentencepiece.SentencePieceProcessor()
-    processor.LoadFromSerializedProto(proto.SerializeToString())  # the constructor would take an empty one for none
+    processor.LoadFromSerializedProto(proto.SerializeToString())  # the constructor treats an empty model as none
     return processor

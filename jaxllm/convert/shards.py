@@ -1,4 +1,4 @@
-"""Writes safetensors files of bounded size, piece by piece, so that memory holds little of them at a time."""
+"""Writes safetensors files of bounded size in small pieces, with little memory."""
 
 import json
 from collections.abc import Callable
@@ -71,10 +71,10 @@ class ShardWriter:
         return {"files": files, "bytes": self._num_bytes, "dtypes": sorted(self._dtypes)}
 
     def _part(self, i: int) -> Path:
-        return self._out / f"part-{i}"  # how many there will be is known at the end
+        return self._out / f"part-{i}"  # the number of shards is known only at the end
 
     def _flush(self) -> None:
-        # Wide elements first: then each lies at a multiple of its own size.
+        # Wide elements first, so that each tensor is aligned to its element size.
         tensors = sorted(self._pending, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0

@@ -1,4 +1,4 @@
-"""A directory's tokenizer: copied if it is fast, and else converted by the worker and compared with its source."""
+"""Copies a directory's fast tokenizer, or has the worker convert a slow one and compares it with its source."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from jaxllm.text.tokenizer import CONFIG, FILE, MAX_FILE_BYTES, Tokenizer
 _MAP, _ADDED = "special_tokens_map.json", "added_tokens.json"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MAX_ID = 2**24
-# They name other files or classes, or are told by tokenizer.json.
+# They name other files or classes, or repeat what tokenizer.json contains.
 _LEFT_OUT = (
     "auto_map",
     "tokenizer_file",
@@ -28,17 +28,17 @@ _LEFT_OUT = (
 )
 
 
-class _Format(NamedTuple):
+class _SourceFormat(NamedTuple):
     kind: str
     files: tuple[str, ...]
     packages: tuple[str, ...]
 
 
 _FORMATS = (
-    _Format("sentencepiece", ("tokenizer.model",), ("sentencepiece", "google.protobuf")),
-    _Format("byte_level", ("vocab.json", "merges.txt"), ("regex",)),
+    _SourceFormat("sentencepiece", ("tokenizer.model",), ("sentencepiece", "google.protobuf")),
+    _SourceFormat("byte_level", ("vocab.json", "merges.txt"), ("regex",)),
 )
-# A class's format, and whether its texts begin with the first token unless the configuration says.
+# The format of a class, and whether its texts begin with BOS unless the configuration says otherwise.
 _CLASSES = {
     "LlamaTokenizer": ("sentencepiece", True),
     "CodeLlamaTokenizer": ("sentencepiece", True),
@@ -59,12 +59,12 @@ _CLASS_OF_MODEL = {
 
 
 def write_tokenizer(src: Path, out: Path, hf: Mapping[str, Any]) -> str:
-    """Writes the tokenizer of the model directory `src`, whose `config.json` is `hf`, to `out`; returns what that was.
+    """Writes the tokenizer of the model directory `src`, whose `config.json` is `hf`, to `out`; describes it.
 
-    Raises `ModelFormatError` for a tokenizer that is damaged, unknown, or not the same when it is fast.
+    Raises `ModelFormatError` for a tokenizer that is damaged, unknown, or has no equivalent fast one.
     """
     is_fast = (src / FILE).is_file()
-    found = [form for form in _FORMATS if all((src / name).is_file() for name in form.files)]
+    found = [source_format for source_format in _FORMATS if all((src / name).is_file() for name in source_format.files)]
     for name in (_MAP, TEMPLATE_FILE, OLD_TEMPLATE_FILE, *((FILE, CONFIG, _ADDED) if is_fast else ())):
         if (src / name).is_file():
             shutil.copyfile(src / name, out / name)
@@ -80,20 +80,20 @@ def write_tokenizer(src: Path, out: Path, hf: Mapping[str, Any]) -> str:
     return f"{FILE} from {' and '.join(found[0].files)}"
 
 
-def _convert(src: Path, out: Path, hf: Mapping[str, Any], form: _Format) -> None:
-    require(*form.packages)
+def _convert(src: Path, out: Path, hf: Mapping[str, Any], source_format: _SourceFormat) -> None:
+    require(*source_format.packages)
     config, special = (read_json(src / name) if (src / name).is_file() else {} for name in (CONFIG, _MAP))
-    begins = _begins_with_bos(src / CONFIG, config, hf, form)
+    begins = _begins_with_bos(src / CONFIG, config, hf, source_format)
     ends = config.get("add_eos_token") is True
-    if config.get("add_prefix_space") not in ((None, True) if form.kind == "sentencepiece" else (None, False)):
+    if config.get("add_prefix_space") not in ((None, True) if source_format.kind == "sentencepiece" else (None, False)):
         raise ModelFormatError(f"{src / CONFIG}: add_prefix_space={config['add_prefix_space']!r:.20} is not supported")
-    files = [src / name for name in form.files]
+    files = [src / name for name in source_format.files]
     for file in files:
         if file.stat().st_size > MAX_FILE_BYTES:
             raise ModelFormatError(f"{file} is larger than {MAX_FILE_BYTES} bytes; download it again")
     job = {
         "task": "tokenizer",
-        "kind": form.kind,
+        "kind": source_format.kind,
         "files": [str(file.absolute()) for file in files],
         "out": str((out / FILE).absolute()),
         "names": _special_names(src, config, special),
@@ -110,14 +110,16 @@ def _convert(src: Path, out: Path, hf: Mapping[str, Any], form: _Format) -> None
     compare(files[0], Tokenizer.from_dir(out), result["probes"])
 
 
-def _begins_with_bos(path: Path, config: Mapping[str, Any], hf: Mapping[str, Any], form: _Format) -> bool:
+def _begins_with_bos(
+    path: Path, config: Mapping[str, Any], hf: Mapping[str, Any], source_format: _SourceFormat
+) -> bool:
     given = config.get("tokenizer_class") or hf.get("tokenizer_class") or _CLASS_OF_MODEL.get(str(hf.get("model_type")))
     kind, default = _CLASSES.get(str(given).removesuffix("Fast"), (None, False))
-    if kind != form.kind:
-        fitting = [name for name, (known, _) in _CLASSES.items() if known == form.kind]
+    if kind != source_format.kind:
+        fitting = [name for name, (known, _) in _CLASSES.items() if known == source_format.kind]
         raise ModelFormatError(
-            f"{path}: {' and '.join(form.files)} with tokenizer_class={given!r:.100} is not a combination that is "
-            f"converted; if it behaves as one of {fitting}, put that there"
+            f"{path}: {' and '.join(source_format.files)} with tokenizer_class={given!r:.100} is not a combination "
+            f"that is converted; if it behaves like one of {fitting}, put that there"
         )
     stated = config.get("add_bos_token")
     return bool(default or hf.get("model_type") == "opt") if stated is None else stated is True
@@ -165,12 +167,12 @@ def _added_token(path: Path, token: Any, content: str, described: Any = None) ->
 def _content(path: Path, key: str, token: Any) -> str:
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
-        raise ModelFormatError(f"{path}: {key} has {token!r:.100}, which is no token's text; download it again")
+        raise ModelFormatError(f"{path}: {key} has {token!r:.100}, which is not a token's text; download it again")
     return content
 
 
 def compare(source: Path, tokenizer: Tokenizer, probes: Sequence[Sequence[Any]]) -> None:
-    """Raises `ModelFormatError` unless `tokenizer` does what each probe, (text, ids, decoded), says."""
+    """Raises `ModelFormatError` unless `tokenizer` agrees with each probe, (text, ids, decoded)."""
     for text, ids, decoded in probes:
         got = tokenizer.encode(text)
         if got != ids:

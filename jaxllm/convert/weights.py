@@ -1,4 +1,4 @@
-"""Tensors of pickled or safetensors files into new safetensors files. Runs in the worker, where torch may be."""
+"""Converts pickled or safetensors files to new safetensors files. Runs in the worker, the only user of torch."""
 
 import os
 import re
@@ -14,14 +14,14 @@ from torch import Tensor
 from jaxllm.convert.names import EMBEDDINGS, HEAD, canonical
 from jaxllm.convert.shards import ShardWriter
 
-Report = Callable[[int], None]  # told how many more source bytes are done
+Report = Callable[[int], None]  # called with the number of source bytes done since the last call
 
-OLDEST_TORCH = (2, 10)  # before, crafted files could corrupt memory in spite of weights_only (CVE-2026-24747)
+OLDEST_TORCH = (2, 10)  # older ones: crafted files corrupt memory despite weights_only (CVE-2026-24747)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def convert(job: Mapping[str, Any], report: Report) -> dict[str, Any]:
-    """Writes the tensors of `job["files"]` to `job["out"]`, one source file open at a time (plus one shard's rest).
+    """Writes the tensors of `job["files"]` to `job["out"]`, with one source file open at a time.
 
     Returns {"files": [names], "bytes": n, "dtypes": [names]}. Raises `ValueError` saying which file is bad.
     """
@@ -64,7 +64,7 @@ def _renamed(job: Mapping[str, Any], report: Report) -> Iterator[tuple[str, Tens
 
 
 def _untied(tensors: Iterator[tuple[str, Tensor]], is_tied: bool, report: Report) -> Iterator[tuple[str, Tensor]]:
-    """`tensors` without an output layer that only repeats the input embeddings that it is tied to."""
+    """`tensors` without an output layer that is tied to the input embeddings and equal to them."""
     head = embedding = None
     for name, tensor in tensors:
         if name == HEAD and is_tied:
@@ -95,19 +95,19 @@ def _read_safetensors(file: str) -> dict[str, Tensor]:
 
 
 def read_pickle(file: str) -> dict[str, Tensor]:
-    """The tensors of a file of `torch.save`, mapped where the format allows. Nothing in it is run."""
+    """The tensors of a file of `torch.save`, mapped where the format allows. No code in it runs."""
     is_zip = _check_zip(file)
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except MemoryError:
         raise
-    except Exception as error:  # whatever the unpickler trips over
+    except Exception as error:  # the unpickler raises many kinds
         raise ValueError(_refusal(file, str(error))) from error
     if not isinstance(tensors, dict):
         raise ValueError(f"{file} holds a {type(tensors).__name__}, not tensors by name; take the model's state_dict")
     for name, tensor in tensors.items():
         _check_tensor(file, name, tensor)
-    # A crafted view can claim more than there is. Tied tensors honestly count twice.
+    # A crafted view can claim more bytes than the file has. Tied tensors legitimately count twice.
     claimed, size = sum(tensor.nbytes for tensor in tensors.values()), os.path.getsize(file)
     if claimed > 2 * size:
         raise ValueError(f"{file} has {size} bytes, but its tensors claim {claimed}; it is damaged or hostile")
@@ -115,7 +115,7 @@ def read_pickle(file: str) -> dict[str, Tensor]:
 
 
 def _check_zip(file: str) -> bool:
-    """Whether it is today's format, an archive, and not the one before torch 1.6."""
+    """Whether the file is an archive, the format since torch 1.6."""
     with open(file, "rb") as stream:
         if stream.read(4) != b"PK\x03\x04":
             return False

@@ -1,6 +1,6 @@
-"""The process that parses untrusted files. It talks to its parent in lines of JSON, and has no other output.
+"""The process that parses untrusted files. Its only output is JSON lines to its parent.
 
-No module that it imports may import jax, which is slow to start and not needed.
+Nothing that it imports may import jax, which starts slowly and is not needed.
 """
 
 import json
@@ -12,10 +12,10 @@ from typing import Any
 def main(job: dict[str, Any]) -> None:
     """Does `job` ({"task": ..., ...}) and writes {"bytes": n} for progress, then {"result": ...} or {"error": ...}.
 
-    What is wrong with the input is an error; anything else is a bug, and ends in a traceback.
+    Invalid input gives an error; anything else is a bug and ends with a traceback.
     """
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's chatter is no message
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps the output of libraries out of the messages
 
     def send(**message: Any) -> None:
         print(json.dumps(message), file=channel, flush=True)

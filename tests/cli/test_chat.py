@@ -88,9 +88,9 @@ def test_sampling_parameters_are_set(llm, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/nothing", "there is no /nothing; /help"),
-        ("/set n 2", "there is no 'n' to set"),
-        ("/save", "name the file"),
+        ("/nothing", "/nothing is not a command; /help"),
+        ("/set n 2", "'n' is not a parameter to set"),
+        ("/save", "name a file"),
         ("/set temperature hot", "temperature='hot' must be a number"),
         ("/set temperature 9", "temperature=9"),
         ("/retry", "there is no message yet"),
@@ -204,7 +204,7 @@ def test_usage(capsys):
     shown = capsys.readouterr().out
     assert all(name in shown for name in main.COMMANDS)
     assert main.main([]) == 2 and main.main(["fly"]) == 2
-    assert "there is no command 'fly'" in capsys.readouterr().err
+    assert "'fly' is not a command" in capsys.readouterr().err
 
 
 def test_every_command_is_there():

@@ -77,4 +77,4 @@ def test_without_a_place_for_the_cache_the_command_runs_without(options, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     cli.setup_compilation_cache()
     assert not options
-    assert "each start compiles anew" in caplog.text
+    assert "each start compiles everything" in caplog.text

@@ -1,4 +1,4 @@
-"""Requests in JSON lines: what a line may hold, checked before anything runs. Nothing of jax is in here."""
+"""Parses and validates requests in JSON lines, before anything runs and without jax."""
 
 import dataclasses
 import json
@@ -15,24 +15,24 @@ MAX_LINE_BYTES = 2**26
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _IDS = ("id", "custom_id")
 _CHAT_FIELDS = ("tools", "chat_template_kwargs")
-NOT_SAMPLING = {"output_kind", "stream_interval", "cache_salt"}  # of streams, and of servers with several users
+NOT_SAMPLING = {"output_kind", "stream_interval", "cache_salt"}  # for streams, and for servers with several users
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams) if field.init} - NOT_SAMPLING
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the command line says of all lines. A line's own sampling fields come before `fields`, the defaults of the
-    command line after them."""
+    """The command line's settings for all lines. A line's own sampling fields take precedence over `fields`, and these
+    over the commands' defaults."""
 
     fields: dict[str, Any]
-    chat: bool = False  # a prompt is what a user says
-    system: str | None = None  # begins the conversations that begin otherwise
+    chat: bool = False  # prompts are user messages
+    system: str | None = None  # for conversations without a system message
     chat_template: str | None = None
-    model: str = ""  # a name, so that results of two models aren't mixed
+    model: str = ""  # part of the digest, so that results of two models are not mixed
 
 
 class JsonlRequest(NamedTuple):
-    """A request. `given` is what identifies it in the results: its id if there is one, and its prompt as it was."""
+    """A valid line. `given` identifies it in the results: its id, if any, and its prompt as given."""
 
     number: int  # from 1
     given: dict[str, Any]
@@ -40,7 +40,7 @@ class JsonlRequest(NamedTuple):
     messages: list[dict[str, Any]] | None
     chat_options: dict[str, Any]  # of `LLM.chat_prompt`
     params: SamplingParams
-    digest: str  # of everything that decides the results
+    digest: str  # of everything that determines the result
 
 
 class BadJsonlLine(NamedTuple):
@@ -51,7 +51,7 @@ class BadJsonlLine(NamedTuple):
 
 
 def read_lines(stream: BufferedIOBase, settings: Settings) -> Iterator[JsonlRequest | BadJsonlLine]:
-    """Each line of `stream` that is not blank."""
+    """Parses each line of `stream` that is not blank."""
     number = 0
     while raw := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -68,7 +68,7 @@ def _parse(number: int, raw: bytes, digest: str, settings: Settings) -> JsonlReq
     given: dict[str, Any] = {}
     try:
         value = _load(raw)
-        _canonical(value)  # whatever is wrong with it as JSON or text
+        _canonical(value)  # raises for values that JSON or UTF-8 can't represent
         if isinstance(value, str):
             value = {"prompt": value}
         if not isinstance(value, dict):
@@ -128,7 +128,7 @@ def _request(number: int, value: dict[str, Any], given: dict[str, Any], settings
 
 
 def _messages(kind: str, value: Any, settings: Settings) -> list[dict[str, Any]] | None:
-    """The conversation that the line asks for, if it is one."""
+    """The conversation of the line; None for a prompt."""
     if kind == "prompt_token_ids":
         if not isinstance(value, list) or not all(type(token) is int for token in value):
             raise ValueError("prompt_token_ids must be a list of integers")
@@ -141,7 +141,7 @@ def _messages(kind: str, value: Any, settings: Settings) -> list[dict[str, Any]]
 
 
 def conversation(value: Any, system: str | None) -> list[dict[str, Any]]:
-    """`value` is what the user says, or messages. Raises `ValueError`."""
+    """Messages from `value`, a user message or messages. Raises `ValueError`."""
     messages = parse_messages([{"role": "user", "content": value}] if isinstance(value, str) else value)
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})

@@ -1,4 +1,4 @@
-"""The results of a batch: a JSON object a line, each written whole or not at all, and found again on --resume."""
+"""The results of a JSON lines job: one object per line, written completely or not at all, and read by --resume."""
 
 import fcntl
 import json
@@ -17,7 +17,7 @@ MAX_LINES = 2**30  # of the input
 
 
 def output_fields(output: RequestOutput, *, token_ids: bool) -> dict[str, Any]:
-    """What a request gave, for JSON. Token ids are there if they are wanted, or needed to read log-probabilities."""
+    """A request's output for JSON. Token ids are included on request, and where log-probabilities need them."""
     fields: dict[str, Any] = {
         "outputs": [_completion(completion, token_ids=token_ids) for completion in output.outputs],
         "num_prompt_tokens": len(output.prompt_token_ids),
@@ -56,13 +56,13 @@ def _logprobs(logprobs: Logprobs) -> list[dict[str, Any] | None]:
 
 
 class Results:
-    """Where results go: a file, or standard output for None. Raises `OSError` if it can't be written, and `ValueError`
-    if it holds what would be mixed up. `resume` keeps what is there."""
+    """Writes results to a file, or to standard output for None. Raises `OSError` if the file can't be written, and
+    `ValueError` if it has results already, unless `resume` keeps them."""
 
     def __init__(self, path: Path | None, *, resume: bool = False):
         self.path = path
         self.num_done = 0
-        self.last_line = 0  # of the input, that has a result here
+        self.last_line = 0  # last input line with a result
         self._done = array("Q")  # digest of each line's result, 0 for none
         if path is None:
             self._fd, self._size = None, None
@@ -77,7 +77,7 @@ class Results:
     def _open(self, path: Path, resume: bool) -> None:
         status = os.fstat(self._fd)
         is_file = stat.S_ISREG(status.st_mode)
-        self._size: int | None = status.st_size if is_file else None  # up to where all is whole
+        self._size: int | None = status.st_size if is_file else None  # end of the last complete line
         if not is_file:
             return
         try:
@@ -87,15 +87,15 @@ class Results:
         if resume:
             self._find_done(path)
         elif self._size:
-            raise ValueError(f"{path} has results already; add --resume to go on after them, or give another --output")
+            raise ValueError(f"{path} has results already; add --resume to continue, or give another --output")
 
     def _find_done(self, path: Path) -> None:
-        """Reads what is there, and cuts a last line that a crash left torn."""
+        """Reads the existing results and removes an incomplete last line, which a crash may leave."""
         size = 0
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if not raw.endswith(b"\n"):
-                    print(f"{path}: the last line is torn, and its request runs again", file=sys.stderr)
+                    print(f"{path}: the last line is incomplete, so that its request runs again", file=sys.stderr)
                     os.ftruncate(self._fd, size)
                     break
                 size += len(raw)
@@ -106,7 +106,7 @@ class Results:
         try:
             record = json.loads(raw)
             line, digest = record["line"], int(record["digest"], 16)
-            # What failed runs again; what could not be run, and has no outputs, could not be again.
+            # A failed request runs again; an invalid one, which has no outputs, stays invalid.
             is_settled = record["error"] is None or not record["outputs"]
             if not 0 < line <= MAX_LINES or not 0 <= digest < 2**64:
                 raise ValueError(f"line={line!r:.50}")
@@ -121,7 +121,7 @@ class Results:
             self._done[line - 1] = digest or 1
 
     def done(self, line: JsonlRequest | BadJsonlLine) -> bool:
-        """Whether the line has its result. Raises `ValueError` if the result is another request's."""
+        """Whether the line has a result. Raises `ValueError` if the result belongs to another request."""
         digest = self._done[line.number - 1] if line.number <= len(self._done) else 0
         if digest and digest != (int(line.digest, 16) or 1):
             raise ValueError(
@@ -143,7 +143,7 @@ class Results:
                 num_written += os.write(self._fd, data[num_written:])
         except OSError as error:
             if self._size is not None:
-                os.ftruncate(self._fd, self._size)  # a full disk took half of the line
+                os.ftruncate(self._fd, self._size)  # a full disk wrote part of the line
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         if self._size is not None:
             self._size += len(data)

@@ -109,7 +109,7 @@ def test_of_many_broken_lines_some_are_shown_and_all_are_counted(llm, folder, ca
     folder.write(*[b"{"] * 30)
     assert folder.run() == 2
     told = capsys.readouterr().err
-    assert told.count("not JSON") == 20 and "... and 10 lines more" in told and "30 of 30 lines" in told
+    assert told.count("not JSON") == 20 and "... and 10 more lines" in told and "30 of 30 lines" in told
 
 
 def test_a_line_that_is_too_long(llm, folder, monkeypatch):
@@ -145,7 +145,7 @@ def test_what_the_engine_refuses_ends_the_batch_after_what_runs(llm, folder, cap
     assert folder.texts() == {1: "A"}
     told = capsys.readouterr().err
     assert "in.jsonl, line 2: too many tokens\n" in told
-    assert "go on with --resume after correcting the line, or with --skip-invalid\n" in told
+    assert "continue with --resume after correcting the line, or with --skip-invalid\n" in told
     assert folder.run("--resume", "--skip-invalid") == 1
     assert sorted(result["line"] for result in folder.results()) == [1, 2, 3, 4, 5]
 
@@ -184,12 +184,12 @@ def test_a_model_that_cannot_chat_is_no_lines_fault(llm, folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--output", "x"], "--output is for batches"),
-        (["--resume"], "--resume is for batches"),
-        (["--skip-invalid"], "--skip-invalid is for batches"),
+        (["--output", "x"], "--output is for JSON lines"),
+        (["--resume"], "--resume is for JSON lines"),
+        (["--skip-invalid"], "--skip-invalid is for JSON lines"),
         (["--input", "x", "a prompt"], "there is a prompt beside --input"),
         (["--input", "x", "--file", "y"], "there is a prompt beside --input"),
-        (["--input", "x", "--resume"], "--resume needs to know the results so far"),
+        (["--input", "x", "--resume"], "--resume needs the results so far"),
         (["--input", "x", "--top-p", "2"], "^error: top_p=2.0 must be"),
         (["--input", "no/such/file"], "No such file or directory: 'no/such/file'"),
         (["--input", "."], "Is a directory"),

@@ -51,7 +51,7 @@ def test_a_crash_is_resumed_where_it_was(llm, folder, capsys):
         assert folder.output.read_bytes().startswith(whole[:size].rpartition(b"\n")[0])
         assert len(llm.made.params) == 9 - num_lines
         torn = size > 0 and not whole[:size].endswith(b"\n")
-        assert ("the last line is torn" in capsys.readouterr().err) == torn
+        assert ("the last line is incomplete" in capsys.readouterr().err) == torn
     assert num_lines == 8
 
 
@@ -114,7 +114,7 @@ def test_an_output_that_is_not_ours_is_left_alone(llm, folder, capsys, line):
     assert folder.run("--resume") == 2
     assert "out.jsonl, line 1, is not a result of this command" in capsys.readouterr().err
     assert folder.run() == 2
-    assert "has results already; add --resume to go on after them, or give another --output" in capsys.readouterr().err
+    assert "has results already; add --resume to continue, or give another --output" in capsys.readouterr().err
     assert folder.output.read_bytes() == line + b"\n" and llm.made is None
 
 
@@ -170,7 +170,7 @@ def test_an_interrupt_waits_for_what_has_finished(llm, folder, monkeypatch, capf
     assert folder.texts() == {1: "A", 2: "B", 3: "INTERRUPT", 4: "D"}
     told = capfd.readouterr().err
     assert "stopping after this step; interrupt once more to stop at once" in told
-    assert f"ended early: what has finished is in {folder.output}; go on with --resume\n" in told
+    assert f"ended early: what has finished is in {folder.output}; continue with --resume\n" in told
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert not llm.made.is_open
     assert folder.run("--resume") == 0
@@ -235,7 +235,7 @@ def test_ctrl_c_in_a_process_and_the_rest_later(folder):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         told = process.communicate()[1]
-    assert process.returncode == 130 and told.endswith("go on with --resume\n")
+    assert process.returncode == 130 and told.endswith("continue with --resume\n")
     done = folder.texts()
     assert 5 < len(done) < 150 and f"[{len(done)} requests," in told
     with start("--input", str(folder.input), "--output", str(folder.output), "--resume") as process:
