@@ -1,6 +1,6 @@
-"""Ragged paged attention: KV layout, KV write and attention, owned together.
+"""Ragged paged attention: the KV layout, the KV write and attention, for every platform.
 
-Callers import from here; nobody else asks which platform this is.
+Callers import from here; only this module chooses by platform.
 """
 
 import functools
@@ -10,20 +10,21 @@ from types import ModuleType
 from typing import Any
 
 import jax
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from jaxllm.pallas_kernels import dispatch
 from jaxllm.pallas_kernels.paged_attention.reference import is_quantised
 
 log = logging.getLogger(__name__)
 
-IMPLEMENTATIONS = ("reference", "cpu", "native", "tpu", "gpu")  # modules; imported if chosen, as Pallas takes a while
-# Platform -> implementations; the first whose `supports`, if it has limits, takes the call.
+IMPLEMENTATIONS = ("reference", "cpu", "native", "tpu", "gpu")  # modules, imported when chosen: Pallas is slow
+# Platform -> implementations; the first one without `supports`, or whose `supports` accepts the call, serves.
 PREFERRED = {"cpu": ("native", "cpu"), "tpu": ("tpu",), "gpu": ("gpu",)}
 
-# Logical axes of a layer's pool. Head-major inside a block: a block's keys of one head are contiguous, so
-# that a block is a matrix operand as it lies there (on a CPU ten times faster than token-major blocks).
+# Logical axes of a layer's pool. Blocks are head-major: the keys of one head are contiguous, so that a block is a
+# matrix operand in place (on a CPU ten times faster than token-major blocks).
 KV_AXES = (None, None, "kv_heads", None, None)
-TPU_LANES = 128  # a row of a TPU's memory tile, which the last axis fills whether it holds anything or not
+TPU_LANES = 128  # a row of a TPU's memory tile; the last axis is padded to it
 
 
 def kv_shape(num_blocks: int, block_size: int, kv_heads: int, head_dim: int, *, platform: str) -> tuple[int, ...]:
@@ -33,22 +34,45 @@ def kv_shape(num_blocks: int, block_size: int, kv_heads: int, head_dim: int, *, 
     return (num_blocks, 2, kv_heads, block_size, -(-head_dim // lanes) * lanes)
 
 
-def ragged_paged_attention(*args: Any, implementation: str = "auto", platform: str | None = None, **kwargs: Any):
-    """Writes the step's K and V into the pool and attends; see `reference.ragged_paged_attention`.
+def ragged_paged_attention(
+    q: Float[Array, "tokens heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    kv_pool: Num[Array, "blocks 2 kv_heads block_size padded_head_dim"],
+    block_tables: Int[Array, "seqs blocks_per_seq"],
+    cu_q_lens: Int[Array, " seqs_plus_1"],
+    kv_lens: Int[Array, " seqs"],
+    distribution: Int[Array, "2"],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    kv_scales: Float32[Array, "2 kv_heads"] | None = None,
+    implementation: str = "auto",
+    platform: str | None = None,
+    **own_options: Any,
+) -> tuple[Float[Array, "tokens heads head_dim"], Num[Array, "blocks 2 kv_heads block_size padded_head_dim"]]:
+    """Writes the step's K and V into the pool and attends: returns the attention and the new pool.
 
-    `platform` is that of the devices the arrays are on (None: JAX's default). Raises `ValueError` if there are
-    `kv_scales` but a pool that needs none, or the reverse.
+    `reference.ragged_paged_attention` defines the arguments. `implementation` is a name of `IMPLEMENTATIONS`, or
+    "auto" for the preferred one of `platform`, that of the arrays' devices (None: JAX's default). Raises `ValueError`
+    for an unknown name, and unless `kv_scales` are given for a quantised pool and for no other. `own_options` are those
+    of one implementation, such as `interpret`.
     """
+    arrays = (q, k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution)
+    limits = {"sliding_window": sliding_window, "soft_cap": soft_cap, "sinks": sinks, "kv_scales": kv_scales}
+    options = {"scale": scale} | {name: value for name, value in limits.items() if value is not None} | own_options
     if implementation == "auto":
-        implementation = preferred(platform or jax.default_backend(), *args, **kwargs)
+        implementation = preferred(platform or jax.default_backend(), *arrays, **options)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}; have {sorted(IMPLEMENTATIONS)}")
-    dtype, has_scales = args[3].dtype, kwargs.get("kv_scales") is not None
-    if is_quantised(dtype) != has_scales:
-        raise ValueError(f"a KV pool of {dtype} {'takes no' if has_scales else 'needs'} kv_scales")
+    if is_quantised(kv_pool.dtype) != (kv_scales is not None):
+        verb = "needs" if kv_scales is None else "takes no"
+        raise ValueError(f"a KV pool of {kv_pool.dtype} {verb} kv_scales")
     fn = _module(implementation).ragged_paged_attention
     dispatch.announce(fn)
-    return fn(*args, **kwargs)
+    return fn(*arrays, **options)
 
 
 def preferred(platform: str, *args: Any, **kwargs: Any) -> str:

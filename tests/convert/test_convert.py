@@ -227,7 +227,7 @@ def test_safetensors_are_linked_and_a_fast_tokenizer_is_copied(tmp_path, capsys)
     (src / "tokenizer.model").write_bytes(b"not needed")
     out = tmp_path / "out"
     assert run(src, out) == 0
-    assert "of weights as they were, tokenizer.json\n" in capsys.readouterr().out
+    assert "of weights, unchanged, tokenizer.json\n" in capsys.readouterr().out
     for name in ("model-0.safetensors", "model-1.safetensors"):
         assert (out / name).samefile(src / "blobs" / name) and not (out / name).is_symlink()
     for name in (*copied, "tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors.index.json"):

@@ -114,8 +114,9 @@ def test_layout():
 
 
 def test_unknown_implementation_is_an_error():
+    arguments = Batch(CASES["mha"], (0, [], [], [], 0)).arguments
     with pytest.raises(ValueError, match="unknown implementation 'fast'; have \\['cpu', 'gpu', 'native', 'reference'"):
-        ragged_paged_attention(implementation="fast")
+        ragged_paged_attention(*arguments, scale=SCALE, implementation="fast")
 
 
 def test_scales_go_with_a_pool_that_needs_them():
@@ -134,6 +135,6 @@ def test_what_no_kernel_supports_falls_back_with_one_warning(caplog, monkeypatch
             assert out.shape == batch.q.shape
     assert [r.getMessage() for r in caplog.records] == [
         "no cpu kernel supports q float32[24, 4, 128], kv_pool float8_e4m3fn[30, 2, 2, 32, 128], block_tables "
-        "int32[5, 5], scale 0.1, sliding_window None, soft_cap 1.5, kv_scales float32[2, 2]: the reference serves, "
+        "int32[5, 5], scale 0.1, soft_cap 1.5, kv_scales float32[2, 2]: the reference serves, "
         "which is far slower"
     ]

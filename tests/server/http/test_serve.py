@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 CODE = """
 import sys
 from functools import partial
-from jaxllm.server import process_client
+from jaxllm.server.engine import process_client
 from jaxllm.serve import main
 process_client.ProcessClient = partial(process_client.ProcessClient, module="tests.fake_engine_process")
 sys.exit(main(sys.argv[1:]))

@@ -350,7 +350,7 @@ def test_with_the_embedded_model(visit):
     sizes = ["--max-num-seqs", "2", "--max-num-batched-tokens", "64", "--num-blocks", "64"]
     code = "import sys; from jaxllm.serve import main; sys.exit(main(sys.argv[1:]))"
     with serving(*sizes, code=code) as command:
-        assert "A page to chat on" in command.shown
+        assert "Chat page: " in command.shown
         v = visit(SimpleNamespace(url=f"http://127.0.0.1:{command.port}"))
         v.page.get_by_role("button", name="reverses a string").click()
         v.page.get_by_role("button", name="Answer anew").wait_for(timeout=120_000)
