@@ -1,4 +1,4 @@
-"""The one place that picks a kernel. No try/except: a kernel that breaks must break loudly."""
+"""Chooses kernels. Without try/except, so that a kernel that fails does so loudly."""
 
 import functools
 import logging
@@ -23,5 +23,5 @@ def choose(
 
 @functools.cache
 def announce(fn: Callable) -> None:
-    """Says once that `fn` serves."""
+    """Logs once that `fn` serves."""
     log.info("using %s.%s", fn.__module__, fn.__qualname__)

@@ -15,10 +15,10 @@ def copy_blocks(
     implementation: str = "auto",
     platform: str | None = None,
 ) -> Shaped[Array, "blocks ..."]:
-    """The pool with what its blocks `moves[0]` hold also at `moves[1]`, which has none twice; in place if donated.
+    """The pool with blocks `moves[0]` copied to blocks `moves[1]`, which must be distinct; in place if donated.
 
-    All are read before one is written. Ids past the pool are padding, each another. `platform` is that of the one
-    device that the pool is on; None: of several, or unknown.
+    All blocks are read before any is written. Distinct ids past the pool are padding. `platform` is that of the
+    pool's only device; None: several devices, or unknown.
     """
     preferred = {"cpu": "native"} if platform == "cpu" and native.is_built() else {}
     return dispatch.choose(IMPLEMENTATIONS, preferred, implementation, platform or "none")(pool, moves)
@@ -30,7 +30,7 @@ def _scatter(pool: Array, moves: Array) -> Array:
 
 
 def _native(pool: Array, moves: Array) -> Array:
-    """Copies only what is no padding, by all cores."""
+    """Copies the real blocks only, with all cores."""
     result = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
     return native.ffi_call("jaxllm_copy_blocks", result, input_output_aliases={0: 0})(pool, moves)
 

@@ -1,4 +1,4 @@
-"""Products of activations with a weight. Callers import from here; nobody else asks which platform this is."""
+"""Products of activations with a weight. Callers import from here; only this module chooses by platform."""
 
 from collections.abc import Callable
 from typing import Any

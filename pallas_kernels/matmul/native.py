@@ -1,4 +1,4 @@
-"""Products of few rows with a weight, in C++: the weight is read once, where it lies, by all cores."""
+"""Products of few rows with a weight, in C++: all cores read the weight once, in place."""
 
 import math
 from typing import Any
@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.matmul.reference import split
 
-# Rows of x, from and to, for which it is faster than XLA's product by a weight as it lies, and by a transposed one.
-# XLA has its own product of bfloat16 since JAX 0.11, which few rows don't profit from.
+# Range of rows of x for which it is faster than XLA's product, with a weight in its layout and with a transposed one.
+# Since JAX 0.11, XLA has its own bfloat16 product, which does not help few rows.
 ROWS = {
     "float32": ((2, 256), (2, 32)),  # a single row is bound by memory either way
     "bfloat16": ((1, 8), (1, 8)) if jax.__version_info__ >= (0, 11) else ((1, 64), (1, 64)),
@@ -19,7 +19,7 @@ ROWS = {
 
 
 def supports(equation: str, x: Array, weight: Array) -> bool:
-    """Whether it can multiply these, and faster than XLA."""
+    """Whether the kernel supports these operands and is faster than XLA."""
     contracted, _, transposed = split(equation)
     if x.dtype.name not in ROWS or x.dtype != weight.dtype:
         return False
@@ -30,7 +30,7 @@ def supports(equation: str, x: Array, weight: Array) -> bool:
 def einsum(
     equation: str, x: Float[Array, "..."], weight: Float[Array, "..."], out_dtype: Any = None
 ) -> Float[Array, "..."]:
-    """See `reference.einsum`. Products are summed up in float32."""
+    """See `reference.einsum`. Accumulates in float32."""
     contracted, outputs, transposed = split(equation)
     rows, depth = x.shape[: x.ndim - len(contracted)], math.prod(x.shape[x.ndim - len(contracted) :])
     columns = weight.shape[: len(outputs)] if transposed else weight.shape[len(contracted) :]

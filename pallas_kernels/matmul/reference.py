@@ -1,4 +1,4 @@
-"""What a product with a weight means, in jnp; what XLA makes of it is best where many rows share the weight."""
+"""Defines the product with a weight, in jnp. XLA's code for it is best where many rows share the weight."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def einsum(
 
 
 def split(equation: str) -> tuple[str, str, bool]:
-    """Letters that are summed over, letters of the result, and whether these come first in the weight's."""
+    """The contracted letters, the output letters, and whether the output letters come first in the weight."""
     operands, result = equation.split("->")
     x, weight = operands.split(",")
     contracted, outputs = x.removeprefix("..."), result.removeprefix("...")

@@ -1,4 +1,4 @@
-"""Kernels for CPUs in C++, called through XLA's FFI. Built at install if a compiler is there; see build.py."""
+"""CPU kernels in C++, called through XLA's FFI. Built at install if a compiler is available; see build.py."""
 
 import ctypes
 import functools
@@ -20,7 +20,7 @@ TARGETS = (
 
 @functools.cache
 def is_built() -> bool:
-    """Whether the library for this source and this jaxlib is there; says so once if not."""
+    """Whether the library for this source and jaxlib exists; logs once if not."""
     built = _library().exists()
     if not built:
         log.info("the native CPU kernels are not built; python -m jaxllm.pallas_kernels.native.build builds them")
@@ -29,7 +29,7 @@ def is_built() -> bool:
 
 @functools.cache
 def instruction_set() -> str:
-    """Loads the library, registers its custom calls, and says which of its instruction sets this CPU runs."""
+    """Loads the library, registers its custom calls, and returns the instruction set that this CPU runs."""
     import jax
 
     library = ctypes.CDLL(str(_library()))

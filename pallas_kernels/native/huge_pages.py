@@ -11,13 +11,13 @@ from pathlib import Path
 import jax
 
 PAGE = 2 << 20  # bytes; of x86-64, and of Arm with base pages of 4 KiB
-LEAST = 1 << 20  # bytes of an array that is worth it
+LEAST = 1 << 20  # bytes from which an array is worth moving
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of <asm-generic/mman-common.h>; the second since Linux 6.1
 
 
 def wanted() -> bool:
-    """Whether the system has them for who asks."""
+    """Whether the system gives huge pages to processes that ask for them."""
     try:
         return any(f"[{mode}]" in ENABLED.read_text() for mode in ("always", "madvise"))
     except OSError:  # not Linux, or a kernel without them
@@ -27,7 +27,7 @@ def wanted() -> bool:
 def collapse_soon(arrays: Sequence[jax.Array]) -> threading.Thread | None:
     """Moves the CPU's arrays to huge pages where they lie, in a thread of its own: a gigabyte takes about a second.
     Other devices' arrays stay as they are. What the kernel can't move stays in small pages."""
-    # Nothing is kept for this alone.
+    # Holds no reference to the arrays.
     refs = [weakref.ref(x) for x in arrays if all(device.platform == "cpu" for device in x.sharding.device_set)]
     if not refs or not wanted():
         return None
@@ -41,7 +41,7 @@ def _collapse(refs: list[weakref.ref]) -> None:
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for ref in refs:
         for start, size in _ranges(ref()):
-            for page in range(start // PAGE * PAGE, start + size, PAGE):  # neighbours in a page move along
+            for page in range(start // PAGE * PAGE, start + size, PAGE):  # neighbours in a page move too
                 madvise(page, PAGE, MADV_HUGEPAGE)  # on memory that is gone by now, they do nothing
                 madvise(page, PAGE, MADV_COLLAPSE)
 

@@ -1,7 +1,7 @@
-"""Ragged paged attention for CPUs: a loop over sequences, tiles of queries and blocks, each to its real length.
+"""Ragged paged attention for CPUs: a loop over sequences, tiles of queries and blocks, up to real lengths.
 
-XLA runs one matrix product per block, with the block as operand in place, or one for some blocks where many queries
-read them: padding costs nothing. Gathering all and attending in one product is about ten times slower here.
+XLA runs one matrix product per block, with the block as operand in place, or per several blocks where many queries
+read them; padding costs nothing. Gathering all blocks for one product is about ten times slower here.
 """
 
 from functools import partial
@@ -67,7 +67,7 @@ def ragged_paged_attention(
                 visible &= age < sliding_window
             keys, values = read_blocks(table, i * num_blocks, num_blocks)
             scores = cap(jnp.einsum("kqd,ksd->kqs", q_tile, keys), soft_cap)
-            values = jnp.where((key <= last)[None, :, None], values, 0)  # what lies behind the last is garbage
+            values = jnp.where((key <= last)[None, :, None], values, 0)  # rows past the last are garbage
             return online_softmax(carry, scores, visible[None], "kqs,ksd->kqd", values)
 
         sinks_of_rows = None if sinks is None else jnp.tile(sinks, (1, rows // group, 1)).reshape(kv_heads, rows)

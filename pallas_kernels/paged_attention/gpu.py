@@ -174,7 +174,7 @@ def bytes_moved(
 
 
 def supports(q: Array, k: Array, v: Array, kv_pool: Array, *args: Any, **kwargs: Any) -> bool:
-    """Whether the kernels are made for these dtypes and shapes, and this GPU for float8."""
+    """Whether the kernels support these dtypes and shapes, and this GPU float8."""
     heads, head_dim = q.shape[1:]
     _, _, kv_heads, block_size, _ = kv_pool.shape
     capability = _compute_capability()
@@ -194,7 +194,7 @@ def supports(q: Array, k: Array, v: Array, kv_pool: Array, *args: Any, **kwargs:
 
 
 def _compute_capability() -> int:
-    """Of the GPU compiled for, times ten. It may be one that is not here, known from the mesh alone."""
+    """Compute capability times ten of the target GPU, which may be known from the mesh alone."""
     mesh = jax.sharding.get_abstract_mesh()
     target = getattr(getattr(mesh, "abstract_device", None), "device_kind", None)
     if jax.default_backend() == "gpu":

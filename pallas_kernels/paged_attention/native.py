@@ -13,7 +13,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 def supports(q: Array, k: Array, v: Array, kv_pool: Array, **others: Any) -> bool:
-    """Whether the kernel is there, and made for these dtypes: one for all, or a pool of int8."""
+    """Whether the kernel is built and supports these dtypes: one for all, or an int8 pool."""
     own = q.dtype.name in DTYPES and q.dtype == k.dtype == v.dtype
     return own and kv_pool.dtype in (q.dtype, jnp.int8) and kv_pool.shape[-1] == q.shape[-1] and native.is_built()
 

@@ -1,4 +1,4 @@
-"""What ragged paged attention means, in jnp. Runs everywhere; every kernel is tested against it."""
+"""Defines ragged paged attention, in jnp. Runs everywhere; every kernel is tested against it."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def ragged_paged_attention(
 def token_positions(
     cu_q_lens: Int[Array, " seqs_plus_1"], kv_lens: Int[Array, " seqs"], distribution: Int[Array, "2"], tokens: int
 ) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"], Array]:
-    """The sequence and the position of each flat token, and whether it is one (and no padding)."""
+    """The sequence and position of each flat token, and whether it is a real token rather than padding."""
     index = jnp.arange(tokens, dtype=jnp.int32)
     seq = jnp.searchsorted(cu_q_lens, index, side="right", method="compare_all").astype(jnp.int32) - 1
     valid = index < cu_q_lens[distribution[1]]

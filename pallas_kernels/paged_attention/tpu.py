@@ -39,7 +39,7 @@ QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 
 
 def supports(q: Array, k: Array, v: Array, kv_pool: Array, *, block_tables: Array | None = None, **_: Any) -> bool:
-    """Whether the kernel is made for these dtypes and shapes, and some tiles of them fit VMEM, the tables SMEM."""
+    """Whether the kernel supports these dtypes and shapes, and tiles fit VMEM and tables SMEM."""
     heads, head_dim = q.shape[1:]
     _, two, kv_heads, block_size, padded = kv_pool.shape
     fits = two == 2 and padded == head_dim_in_pool(head_dim) and heads % kv_heads == 0 and head_dim <= 256
@@ -151,7 +151,7 @@ def call(static: Static, tokens: int, tables_shape: tuple[int, int], interpret: 
         input_output_aliases={8: 1},
         compiler_params=params,
         cost_estimate=cost_at_capacity(static, tokens, *tables_shape),
-        # The plain interpreter knows no transfers of a length that is computed.
+        # The plain interpreter does not support transfers of a computed length.
         interpret=pltpu.InterpretParams() if interpret is True else interpret,
     )
 

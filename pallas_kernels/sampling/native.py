@@ -1,4 +1,4 @@
-"""Sampling in C++: a row is read a few times from the cache, by as many threads as are worth waking."""
+"""Sampling in C++: reads each row a few times from the cache, with as many threads as pay."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What sampling means, in jnp: a draw for each row, the best of its tokens, and its normaliser. Nothing is sorted."""
+"""Defines sampling, in jnp: a draw per row, its best tokens, and its normaliser. Nothing is sorted."""
 
 from typing import NamedTuple
 
@@ -113,11 +113,11 @@ def _count_larger(among: Float[Array, "rows ..."], than: Float[Array, "rows ..."
 def _ranks(
     logits: Float[Array, "rows vocab"], own: Float[Array, "rows k"], allowed: Bool[Array, "rows k"]
 ) -> Int[Array, "rows k"]:
-    """1 + the number of larger logits, for each of `own`, the best tokens' logits; meaningless where not `allowed`.
+    """1 + the number of larger logits, for each of `own`, the best tokens' logits; undefined where not `allowed`.
 
-    Mostly no token but the best themselves is as likely as they are, and then they are all that must be compared.
-    Masks and bias can bring up others: they cost a pass over the vocabulary each, one after the other, because XLA
-    would lay out a comparison of all at once in memory.
+    Usually only the best tokens have logits this large, and comparing them with each other is enough. Masks and bias
+    can promote other tokens; each of those costs one pass over the vocabulary, in sequence, because XLA would
+    materialise a comparison of all at once.
     """
     lowest = jnp.min(jnp.where(allowed, own, jnp.inf), axis=-1, keepdims=True)
 
