@@ -53,7 +53,7 @@ def run(
             for kind in kinds
             for s in (seed, seed + WARM_UP_SEED)
         }
-        for (kind, _), requests in work.requests():
+        for (kind, _), requests in work.items():
             _check_fits(llm, kind, requests)
         llm.wait_compiled()
         with tqdm(total=len(kinds) * (1 + repeats), desc="measuring", unit="run", disable=None, leave=False) as bar:

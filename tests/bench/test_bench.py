@@ -191,7 +191,7 @@ def test_each_repeat_starts_cold_and_then_warm(monkeypatch):
     [
         ("import sys; sys.exit('a line\\nerror: no model')", JaxLLMError, "exit code 1:\na line\nerror: no model"),
         ("import sys; sys.stderr.write('w\\nerror: no model\\n'); sys.exit(2)", ValueError, "^no model$"),
-        ("print('imported'); print('ready')", JaxLLMError, "without a word about first_token, compiled, report"),
+        ("print('imported'); print('ready')", JaxLLMError, "without reporting first_token, compiled, report"),
     ],
 )
 def test_a_start_that_fails_is_an_error(tmp_path, script, error, message):
@@ -339,9 +339,9 @@ def test_nothing_is_cached_from_the_run_before(tiny_llm):
 
 BAD = [
     ("throughput --kinds mixed tree", "workload 'tree' is unknown; choose from batch1, mixed, .*"),
-    ("throughput --dummy-weights", "--dummy-weights needs a model to resemble; .*"),
-    ("latency --dummy-weights", "--dummy-weights needs a model to resemble; .*"),
-    ("startup --dummy-weights", "--dummy-weights needs a model to resemble; .*"),
+    ("throughput --dummy-weights", "--dummy-weights needs a model configuration; .*"),
+    ("latency --dummy-weights", "--dummy-weights needs a model configuration; .*"),
+    ("startup --dummy-weights", "--dummy-weights needs a model configuration; .*"),
     ("throughput --repeats 0", "--repeats is 0; it must be at least 1.*"),
     ("startup --repeats -1", "--repeats is -1; it must be at least 1.*"),
     ("throughput --scale nan", "--scale is nan; it must be at least 0.*"),
