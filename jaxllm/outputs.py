@@ -80,7 +80,9 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: Logprobs | None = _OnDemand()  # one per prompt token, None for the first; set once all are computed
+    prompt_logprobs: Logprobs | None = (
+        _OnDemand()
+    )  # one per prompt token, None for the first; set once all are computed
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # the cause, if a completion has finish_reason "error"
