@@ -210,11 +210,12 @@ class FakeEngine:
         assert len(plan.new_blocks) <= len(plan.rows) + -(-plan.num_tokens // block_size)
         assert plan.full_sampler or not any(request.needs_full_sampler for request in plan.rows)
         assert plan.has_beams or not any(request.is_beam for request in plan.samples)
+        if any(request.host_dependent for request in in_flight):
+            assert not any(request.host_dependent for request in plan.samples), "they sample in the same steps"
         holders = Counter(block for request in scheduler.running for block in request.block_ids)
         for request, start, stop in spans:
             assert request.status is Status.RUNNING
             assert start < stop < request.max_total_len, "the last token needs no row"
-            assert not (request.host_dependent and request in in_flight)
             own = request.block_ids[start // block_size : -(-stop // block_size)]
             num_forks = sum(parent is request for parent, _ in plan.forks)  # they share what is written here
             assert all(holders[block] == 1 + num_forks for block in own), "a shared block is written"

@@ -1,6 +1,8 @@
 """How waiting sequences get on the device: with a prefix that is cached, with forks that share what they compute, or
 back from host memory."""
 
+from collections.abc import Iterable
+
 from jaxllm.engine.schedule.plan import Copy, Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.running import RunningSet
@@ -19,30 +21,52 @@ class Admission:
 
     def reset(self) -> None:
         self._forking: list[Sequence] = []  # parents whose forks go on by themselves
+        self._prefills: list[Sequence] = []  # running ones that the plan has no row for yet, the first at the end
+        self._cut: list[int] = []  # the plan's chunks that leave tokens to others
 
-    def admit(self, plan: Plan, max_tokens: int) -> None:
-        """Admits waiting sequences in order, each with all the blocks its known tokens need, until one must wait.
+    def plan_prefills(self, plan: Plan, running: Iterable[Sequence], max_tokens: int) -> None:
+        """Gives prompts what the decodes have left of the step, by priority and arrival: to those of `running`, which
+        have more than one token to compute, and to waiting ones, which are admitted for it.
 
-        One that waits only for a running prefill to write its next block lets others pass, but keeps a slot.
+        A long prompt leaves a part to those behind it (`_share`); what they don't take is the long one's again.
         """
-        deferred: list[Sequence] = []
-        while max(plan.num_tokens, plan.num_samples) < max_tokens:
-            num_slots = len(self.running_set.free_slots) - len(deferred)
-            if num_slots < 1 or self.running_set.num_retrying:
-                break  # one retried at a time and nobody new beside it, so that a failure names the culprit
-            parent = self.queue.pop()
-            if parent is None:
-                break
-            hits: list[int] | None = []
-            if parent.host_copy is None:
-                hits = self.prefix_cache.find(parent)
-            if hits is None:
-                deferred.append(parent)
-            elif not self._enter(plan, parent, hits, num_slots, max_tokens):
-                deferred.append(parent)
+        deferred: list[Sequence] = []  # which could not be admitted
+        admits = not plan.swap_outs  # otherwise blocks are short, and the victim would come straight back
+        self._prefills = sorted(running, key=lambda sequence: sequence.order, reverse=True)
+        self._cut = []
+        while _has_room(plan, max_tokens):
+            head = self.queue.peek() if admits else None
+            if self._prefills and (head is None or self._prefills[-1].order < head.order):
+                self._add_chunk(plan, self._prefills.pop(), max_tokens)
+            elif head is not None:
+                admits = self._admit(plan, deferred, max_tokens)
+            else:
                 break
         for parent in deferred:
             self.queue.push(parent)
+        for index in self._cut:
+            if _has_room(plan, max_tokens):
+                sequence = plan.chunks[index].sequence
+                plan.extend_chunk(index, self._limit(sequence, max_tokens - plan.num_tokens))
+                self._look_for_forks(plan, sequence, max_tokens)
+
+    def _admit(self, plan: Plan, deferred: list[Sequence], max_tokens: int) -> bool:
+        """Admits the first waiting sequence, with all the blocks that its known tokens need. False if nobody behind it
+        may be admitted in this step.
+
+        One that waits only for a running prefill to write its next block lets others pass, but keeps a slot.
+        """
+        num_slots = len(self.running_set.free_slots) - len(deferred)
+        if num_slots < 1 or self.running_set.num_retrying:
+            return False  # one retried at a time and nobody new beside it, so that a failure names the culprit
+        parent = self.queue.pop()
+        hits: list[int] | None = []
+        if parent.host_copy is None:
+            hits = self.prefix_cache.find(parent)
+        if hits is not None and self._enter(plan, parent, hits, num_slots, max_tokens):
+            return True
+        deferred.append(parent)
+        return hits is None
 
     def _enter(self, plan: Plan, parent: Sequence, hits: list[int], num_slots: int, max_tokens: int) -> bool:
         if parent.host_copy is not None:
@@ -78,8 +102,8 @@ class Admission:
         self.prefix_cache.begin(parent)
         plan.install(parent)
         if parent.num_tokens - parent.num_computed > 1:
-            self.add_chunk(plan, parent, max_tokens)
-        else:  # one token is left, which is the slot's last: a decode row like any other
+            self._add_chunk(plan, parent, max_tokens)
+        elif self._limit(parent, 1):  # one token is left, which is the slot's last: a decode row like any other
             plan.add_decode(parent)
             self._reach_fork(plan, parent, max_tokens)
         return True
@@ -114,18 +138,44 @@ class Admission:
         for sequence in sequences:
             sequence.status = Status.RUNNING
             plan.install(sequence)
-            is_full = sequence.num_computed == len(sequence.block_ids) * self.pool.block_size  # it grows in the next
-            if not is_full and max(plan.num_tokens, plan.num_samples) < max_tokens:
+            is_full = sequence.num_computed == len(sequence.block_ids) * self.pool.block_size
+            if not is_full and self._limit(sequence, 1) and _has_room(plan, max_tokens):  # otherwise in the next step
                 plan.add_decode(sequence)
         return True
 
-    # ---- forks
+    # ---- chunks
 
-    def add_chunk(self, plan: Plan, sequence: Sequence, max_tokens: int) -> None:
-        """Adds a row for the next of the sequence's known tokens, as many as the step has room for."""
-        plan.add_chunk(sequence, max_tokens - plan.num_tokens)
+    def _add_chunk(self, plan: Plan, sequence: Sequence, max_tokens: int) -> None:
+        """Adds a row for the next of the sequence's known tokens, as many as it may have of the step."""
+        room = max_tokens - plan.num_tokens
+        share = self._share(sequence, room, max_tokens)
+        if not (num_tokens := self._limit(sequence, share)):
+            return
+        plan.add_chunk(sequence, num_tokens)
+        if share < room:
+            self._cut.append(len(plan.chunks) - 1)
+        self._look_for_forks(plan, sequence, max_tokens)
+
+    def _share(self, sequence: Sequence, room: int, max_tokens: int) -> int:
+        """How many of the step's `room` tokens a prompt may take. One that the step can't finish leaves half of them to
+        the next of its priority, so that a short prompt does not wait for a long one. An eighth of the step is worth a
+        row: few long prompts at a time hold blocks."""
+        behind = (*self._prefills[-1:], self.queue.peek())
+        is_alone = not any(other is not None and other.priority == sequence.priority for other in behind)
+        if is_alone or sequence.num_tokens - sequence.num_computed <= room:
+            return room
+        return min(room, max(1, room // 2, max_tokens // 8))
+
+    def _limit(self, sequence: Sequence, num_tokens: int) -> int:
+        """As many of the sequence's next tokens, less the last if it may not sample in this step."""
+        num_left = sequence.num_tokens - sequence.num_computed
+        return min(num_tokens, num_left - (sequence.host_dependent and self.running_set.awaits_host))
+
+    def _look_for_forks(self, plan: Plan, sequence: Sequence, max_tokens: int) -> None:
         if sequence.num_computed >= sequence.fork_len:
             self._reach_fork(plan, sequence, max_tokens)
+
+    # ---- forks
 
     def _reach_fork(self, plan: Plan, parent: Sequence, max_tokens: int) -> None:
         """The parent's row computes the last token that its forks share. Those that end there sample from its logits,
@@ -177,3 +227,7 @@ class Admission:
         fork.share(parent, shared + fork.block_ids, parent.fork_len, min(parent.num_keyed, num_shared))
         fork.status = Status.RUNNING
         plan.install(fork)
+
+
+def _has_room(plan: Plan, max_tokens: int) -> bool:
+    return max(plan.num_tokens, plan.num_samples) < max_tokens

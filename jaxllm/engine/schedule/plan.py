@@ -86,14 +86,23 @@ class Plan:
 
     def add_chunk(self, sequence: Sequence, max_tokens: int) -> None:
         """Adds a row for at most `max_tokens` known tokens of the sequence."""
+        self.chunks.append(Chunk(sequence, sequence.num_computed, *self._compute(sequence, max_tokens)))
+
+    def extend_chunk(self, index: int, max_tokens: int) -> None:
+        """Adds at most `max_tokens` more to a chunk that does not sample."""
+        sequence, start, _, _ = self.chunks[index]
+        self.chunks[index] = Chunk(sequence, start, *self._compute(sequence, max_tokens))
+
+    def _compute(self, sequence: Sequence, max_tokens: int) -> tuple[int, bool]:
+        """Where a chunk of the sequence stops, and whether it samples there."""
         start = sequence.num_computed
         stop = min(sequence.num_tokens, start + max_tokens)
         samples = stop == sequence.num_tokens
-        self.chunks.append(Chunk(sequence, start, stop, samples))
         self.num_tokens += stop - start
         self.num_samples += samples
         sequence.num_computed = stop
         sequence.num_in_flight += samples
+        return stop, samples
 
     def add_fork(self, parent: Sequence, sequence: Sequence) -> None:
         """Lets another sequence sample from the logits of the parent's row."""

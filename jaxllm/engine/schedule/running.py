@@ -21,6 +21,7 @@ class RunningSet:
         self.prefix_cache.reset()
         self.running: dict[Sequence, None] = {}  # as an ordered set: any of them may leave at any time
         self.free_slots = list(range(self.max_num_seqs))
+        self.awaits_host = False  # whether a host-dependent sequence was in flight when the plan was begun
         self.num_full = self.num_beams = self.num_retrying = 0  # for the full sampler, of searches, under suspicion
 
     def add(self, sequence: Sequence, status: Status) -> None:
@@ -41,6 +42,11 @@ class RunningSet:
         self.pool.release(sequence.block_ids)
         self.free_slots.append(sequence.slot)
         sequence.leave_device()
+
+    def look_for_host_dependent(self) -> None:
+        """Host-dependent sequences sample in the same steps, however they came: none while one is in flight. Those of
+        one step after the other would stay in two phases for ever, each with half of the rows."""
+        self.awaits_host = any(sequence.host_dependent and sequence.num_in_flight for sequence in self.running)
 
     def move_to_end(self, sequences: Iterable[Sequence]) -> None:
         """These are served after the others from now on."""

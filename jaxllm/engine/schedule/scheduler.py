@@ -91,6 +91,7 @@ class Scheduler:
         Takes slots and blocks, and counts what the plan will have computed: the caller must dispatch it.
         """
         plan = Plan()
+        self.running_set.look_for_host_dependent()
         self.preemption.evict_drained(plan)
         if self.pool.num_free < len(self.running_set.running):
             self.preemption.make_room(plan)
@@ -98,11 +99,7 @@ class Scheduler:
             self._install_moved(plan)
         prefills = self._plan_decodes(plan, max_tokens)
         prefills += self.admission.fork(plan)
-        for sequence in prefills:
-            if max(plan.num_tokens, plan.num_samples) < max_tokens:
-                self.admission.add_chunk(plan, sequence, max_tokens)
-        if not plan.swap_outs:  # otherwise blocks are short, and the victim would come straight back
-            self.admission.admit(plan, max_tokens)
+        self.admission.plan_prefills(plan, prefills, max_tokens)
         self.num_copied += len(plan.copies)
         if plan.is_empty:
             return None
@@ -122,13 +119,15 @@ class Scheduler:
     def _plan_decodes(self, plan: Plan, max_tokens: int) -> list[Sequence]:
         """Adds the running sequences with one token to compute; returns those with more."""
         prefills, decodes = [], plan.decodes
-        block_size = self.pool.block_size
+        block_size, awaits_host = self.pool.block_size, self.running_set.awaits_host
         for sequence in self.running_set.running:
             if sequence.status is not Status.RUNNING or not sequence.can_sample:
                 continue
             num_left = sequence.num_tokens + sequence.num_in_flight - sequence.num_computed
             if num_left > 1 or sequence.forks and sequence.num_computed < sequence.fork_len:  # whose forks wait for it
                 prefills.append(sequence)
+                continue
+            if sequence.host_dependent and awaits_host:
                 continue
             if len(decodes) == max_tokens:
                 break
