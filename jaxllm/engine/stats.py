@@ -68,7 +68,7 @@ def read_stats(
         blocks_swapped_out=preemption.num_blocks_out,
         blocks_swapped_in=preemption.num_blocks_in,
         blocks_on_host=preemption.num_host_blocks,
-        num_running=len(scheduler.running_set.running),
+        num_running=len(scheduler.running_set),
         num_waiting=len(scheduler.waiting),
         num_preemptions=preemption.num_swapped + preemption.num_recomputed,
         num_swapped=preemption.num_swapped,

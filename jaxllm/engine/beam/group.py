@@ -128,8 +128,9 @@ class BeamSearchGroup(SequenceGroup):
 
     def commit(self, sequence: Sequence, row: BeamRow, running_set: RunningSet) -> GroupStep:
         """Takes one beam's candidates. The last beam's let the search go on by a token."""
-        if sequence.status is not Status.RUNNING:
-            return GroupStep([], None)  # it is to be preempted, and will come again
+        if sequence.status is not Status.RUNNING:  # it is to be preempted, and its row will come again
+            sequence.num_computed -= 1
+            return GroupStep([], None)
         sequence.candidates, sequence.status = row, Status.HELD
         if any(beam.candidates is None for beam in self.beams):
             return GroupStep([], None)
@@ -183,7 +184,6 @@ class BeamSearchGroup(SequenceGroup):
         self.beams = beams
         self._give_tokens()
         for beam in beams:
-            beam.num_tokens = len(beam.prompt_token_ids) + len(beam.output_token_ids)
             beam.candidates, beam.status = None, Status.RUNNING
         if beams[0].params.has_history:  # what the sampler remembers of a beam is what it would have drawn itself
             return beams

@@ -96,9 +96,12 @@ class StepLayout:
         f = self.unpack(packed)
         f.counts[:] = (num_decodes, len(plan.rows), plan.num_tokens)
         f.slots[:] = f.sample_slots[:] = self.max_num_seqs
-        f.slots[: len(plan.rows)] = [sequence.slot for sequence in plan.rows]
-        f.sample_rows[: plan.num_samples] = plan.sample_rows
-        f.sample_slots[: plan.num_samples] = [sequence.slot for sequence in plan.samples]
+        f.slots[:num_decodes] = f.sample_slots[:num_decodes] = plan.decode_slots
+        f.slots[num_decodes : len(plan.rows)] = [chunk.sequence.slot for chunk in plan.chunks]
+        others = slice(num_decodes, plan.num_samples)  # samples that are no decode's
+        f.sample_slots[others] = [sequence.slot for sequence in plan.samples[num_decodes:]]
+        f.sample_rows[:num_decodes] = np.arange(num_decodes)
+        f.sample_rows[others] = plan.sample_rows[num_decodes:]
         f.q_lens[:num_decodes] = 1
         f.tokens[:num_decodes] = FROM_SLOT
         if plan.has_beams:  # whose tokens the host has chosen

@@ -1,8 +1,10 @@
 """One step, as the scheduler hands it to the runner and gets it back."""
 
+from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxllm.engine.schedule.decode_batch import DecodeBatch
 from jaxllm.engine.schedule.sequence import Sequence
 
 # In place of a token, where a row has none.
@@ -57,6 +59,8 @@ class Plan:
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)  # slot rows to install first, and their lengths
     penalties: list[Sequence] = field(default_factory=list)  # of those, who needs its row of the sampling penalties
     decodes: list[Sequence] = field(default_factory=list)
+    decode_slots: array = field(default_factory=lambda: array("i"))  # of each
+    num_steady: int = 0  # of the decodes, the first ones: rows of the decode batch
     chunks: list[Chunk] = field(default_factory=list)
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)  # one that samples, another from its logits
     new_blocks: list[NewBlock] = field(default_factory=list)
@@ -76,13 +80,20 @@ class Plan:
             self.penalties.append(sequence)
             sequence.has_penalties = True
 
+    def add_batch(self, batch: DecodeBatch) -> None:
+        """Adds a row for the last token of each of its sequences, before any other."""
+        assert not self.decodes
+        self.decodes, self.decode_slots, self.epochs = batch.sequences.copy(), batch.slots[:], batch.epochs.copy()
+        self.num_tokens = self.num_samples = self.num_steady = len(batch)
+        batch.advance()
+
     def add_decode(self, sequence: Sequence) -> None:
         """Adds a row for the sequence's last token."""
         self.decodes.append(sequence)
+        self.decode_slots.append(sequence.slot)
         self.num_tokens += 1
         self.num_samples += 1
         sequence.num_computed += 1
-        sequence.num_in_flight += 1
 
     def add_chunk(self, sequence: Sequence, max_tokens: int) -> None:
         """Adds a row for at most `max_tokens` known tokens of the sequence."""
@@ -101,14 +112,12 @@ class Plan:
         self.num_tokens += stop - start
         self.num_samples += samples
         sequence.num_computed = stop
-        sequence.num_in_flight += samples
         return stop, samples
 
     def add_fork(self, parent: Sequence, sequence: Sequence) -> None:
         """Lets another sequence sample from the logits of the parent's row."""
         self.forks.append((parent, sequence))
         self.num_samples += 1
-        sequence.num_in_flight += 1
 
     def seal(self) -> None:
         """No more rows: fixes their order, and the epochs that the samples belong to."""
@@ -123,7 +132,7 @@ class Plan:
             for parent, sequence in self.forks:
                 self.samples.append(sequence)
                 self.sample_rows.append(row_of[parent])
-        self.epochs = [sequence.epoch for sequence in self.samples]
+        self.epochs += [sequence.epoch for sequence in self.samples[self.num_steady :]]
 
     @property
     def is_empty(self) -> bool:

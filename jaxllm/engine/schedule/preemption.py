@@ -54,6 +54,8 @@ class Preemption:
             victims = self._choose_victims()
             if any(r.num_in_flight for r in victims):  # left out of plans until that is over
                 for sequence in victims:
+                    if sequence.batch is not None:
+                        self.running_set.leave_batch(sequence)
                     sequence.status = Status.DRAINING
                 self._draining = victims
             else:
@@ -61,11 +63,13 @@ class Preemption:
 
     def _num_missing(self) -> int:
         """Blocks that the next decodes need beyond the free ones."""
-        wanted, sharing = 0, Counter()
-        for sequence in self.running_set.running:
+        due, block_size = self.running_set.batch.due(), self.pool.block_size
+        wanted = sum(sequence.num_computed == len(sequence.block_ids) * block_size for sequence in due)
+        sharing = Counter()
+        for sequence in self.running_set.individuals:
             known = sequence.num_tokens + sequence.num_in_flight
             if sequence.status is Status.RUNNING and sequence.can_sample and known - sequence.num_computed == 1:
-                if sequence.num_computed == len(sequence.block_ids) * self.pool.block_size:
+                if sequence.num_computed == len(sequence.block_ids) * block_size:
                     wanted += 1
                 elif sequence.shares_tail:
                     sharing[sequence.block_ids[-1]] += 1
@@ -73,9 +77,9 @@ class Preemption:
         return wanted - self.pool.num_free
 
     def _choose_victims(self) -> list[Sequence]:
-        last = max(self.running_set.running, key=lambda r: r.order)
+        last = max(self.running_set, key=lambda r: r.order)
         victims = last.group.on_device
-        if len(victims) < len(self.running_set.running):
+        if len(victims) < len(self.running_set):
             return victims
         # It is alone. Beams fit: they were refused otherwise. Samples need not run side by side: the last one waits.
         last.group.split_off(last)

@@ -50,10 +50,10 @@ class Scheduler:
     @property
     def running(self) -> list[Sequence]:
         """The sequences on the device, in the order in which they are served."""
-        return list(self.running_set.running)
+        return list(self.running_set)
 
     def has_work(self) -> bool:
-        return bool(self.running_set.running or self.waiting)
+        return bool(len(self.running_set) or self.waiting)
 
     # ---- events of the layer above
 
@@ -93,11 +93,12 @@ class Scheduler:
         plan = Plan()
         self.running_set.look_for_host_dependent()
         self.preemption.evict_drained(plan)
-        if self.pool.num_free < len(self.running_set.running):
+        if self.pool.num_free < len(self.running_set):
             self.preemption.make_room(plan)
         if self._moved:
             self._install_moved(plan)
-        prefills = self._plan_decodes(plan, max_tokens)
+        self._plan_batch(plan, max_tokens)
+        prefills = self._plan_individuals(plan, max_tokens)
         prefills += self.admission.fork(plan)
         self.admission.plan_prefills(plan, prefills, max_tokens)
         self.num_copied += len(plan.copies)
@@ -106,6 +107,8 @@ class Scheduler:
         self.preemption.report_released(plan)
         plan.full_sampler, plan.has_beams = self.running_set.num_full > 0, self.running_set.num_beams > 0
         plan.seal()
+        if len(self.running_set) <= max_tokens:
+            self.running_set.enter_batch(plan.decodes[plan.num_steady :])
         for chunk in plan.chunks:  # the next plan may hit them: this one is dispatched before it
             self.prefix_cache.offer(chunk.sequence, chunk.stop)
         return plan
@@ -116,28 +119,43 @@ class Scheduler:
                 plan.install(beam)
         self._moved = []
 
-    def _plan_decodes(self, plan: Plan, max_tokens: int) -> list[Sequence]:
-        """Adds the running sequences with one token to compute; returns those with more."""
+    def _plan_batch(self, plan: Plan, max_tokens: int) -> None:
+        """Adds the decode batch, after what has to happen to its sequences before."""
+        batch = self.running_set.batch
+        if len(self.running_set) > max_tokens:  # while the engine compiles: all take turns
+            for sequence in batch.sequences.copy():
+                self.running_set.leave_batch(sequence)
+        for sequence in batch.due():
+            if sequence.num_computed < sequence.max_total_len - 2 and self._grow(plan, sequence):
+                self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))
+                batch.set_due(sequence)
+            else:  # its next row is its last, or it waits for a block
+                self.running_set.leave_batch(sequence)
+        plan.add_batch(batch)
+
+    def _plan_individuals(self, plan: Plan, max_tokens: int) -> list[Sequence]:
+        """Adds the other running sequences with one token to compute; returns those with more."""
         prefills, decodes = [], plan.decodes
         block_size, awaits_host = self.pool.block_size, self.running_set.awaits_host
-        for sequence in self.running_set.running:
+        for sequence in self.running_set.individuals:
             if sequence.status is not Status.RUNNING or not sequence.can_sample:
                 continue
-            num_left = sequence.num_tokens + sequence.num_in_flight - sequence.num_computed
-            if num_left > 1 or sequence.forks and sequence.num_computed < sequence.fork_len:  # whose forks wait for it
+            num_computed = sequence.num_computed
+            num_left = max(sequence.num_tokens, num_computed + 1) - num_computed
+            if num_left > 1 or sequence.forks and num_computed < sequence.fork_len:  # whose forks wait for it
                 prefills.append(sequence)
                 continue
             if sequence.host_dependent and awaits_host:
                 continue
             if len(decodes) == max_tokens:
                 break
-            if sequence.num_computed == len(sequence.block_ids) * block_size:
+            if num_computed == len(sequence.block_ids) * block_size:
                 if not self._grow(plan, sequence):
                     continue
             elif sequence.shares_tail and not self._own_tail(plan, sequence):
                 continue
             plan.add_decode(sequence)
-        if len(decodes) == max_tokens < len(self.running_set.running):  # who was left out comes first in the next step
+        if len(decodes) == max_tokens < len(self.running_set):  # who was left out comes first in the next step
             self.running_set.move_to_end(decodes)
         return prefills
 
@@ -173,36 +191,42 @@ class Scheduler:
         logprobs: abc.Sequence[Any] | None = None,
         candidates: abc.Sequence[Any] | None = None,
     ) -> list[Sequence]:
-        """Appends each sample's token, in the plan's order, and ends what is over. Returns the sequences that have
-        news. A negative token is a key of `NO_TOKEN_ERRORS`. `logprobs` has what else there is to keep of each
+        """Appends each sample's token, in the plan's order, and ends what is over. Returns the sequences that
+        ended, and those that report each token. A negative token is a key of `NO_TOKEN_ERRORS`. `logprobs` has what else there is to keep of each
         sample, `candidates` for each beam what it may go on with, and None for others.
         """
-        updated = []
-        block_size = self.pool.block_size
-        for i, sequence in enumerate(plan.samples):
-            if sequence.epoch != plan.epochs[i]:
+        updated: list[Sequence] = []
+        for i, (sequence, epoch, token) in enumerate(zip(plan.samples, plan.epochs, sampled, strict=False)):
+            if sequence.epoch != epoch:
                 continue
-            token = sampled[i]
-            sequence.num_in_flight -= 1
+            if logprobs is None and sequence.batch is not None and token >= 0 and token not in sequence.stop_ids:
+                sequence.output_token_ids.append(token)  # nothing else happens to it
+                if sequence.reports_tokens:
+                    updated.append(sequence)
+                continue
             if candidates is not None and candidates[i] is not None and token != NOT_FINITE:
                 updated += self._commit_to_group(sequence, candidates[i])
                 continue
-            updated.append(sequence)
-            if token < 0:
-                sequence.error = NO_TOKEN_ERRORS[token]
-                self.num_not_finite += token == NOT_FINITE
-                self.finish(sequence, "error")
-                continue
-            if logprobs is not None and sequence.params.tracks_logprobs:
-                sequence.logprobs.append(logprobs[i])
-            sequence.output_token_ids.append(token)
-            sequence.num_tokens += 1
-            if (sequence.num_keyed + 1) * block_size <= sequence.num_computed:
-                self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))
-            if sequence.num_failures and sequence.num_tokens > sequence.retry_len:
-                self._clear(sequence)
-            self._finish_if_over(sequence, token)
+            self._commit_token(sequence, token, None if logprobs is None else logprobs[i])
+            if sequence.reports_tokens or sequence.finish_reason is not None:
+                updated.append(sequence)
         return updated
+
+    def _commit_token(self, sequence: Sequence, token: int, logprobs: Any) -> None:
+        if token < 0:
+            sequence.error = NO_TOKEN_ERRORS[token]
+            self.num_not_finite += token == NOT_FINITE
+            self.finish(sequence, "error")
+            return
+        if sequence.params.tracks_logprobs:
+            sequence.logprobs.append(logprobs)
+        sequence.output_token_ids.append(token)
+        num_computed = sequence.num_computed
+        if (sequence.num_keyed + 1) * self.pool.block_size <= num_computed:
+            self.prefix_cache.offer(sequence, min(num_computed, sequence.num_tokens))
+        if sequence.num_failures and sequence.num_tokens > sequence.retry_len:
+            self._clear(sequence)
+        self._finish_if_over(sequence, token)
 
     def _commit_to_group(self, sequence: Sequence, row: Any) -> list[Sequence]:
         """Lets the sequence's group choose its next token. Returns the group's head if its sequences end."""

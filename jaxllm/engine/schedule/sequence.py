@@ -11,6 +11,7 @@ from jaxllm.outputs import FinishReason
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxllm.engine.schedule.decode_batch import DecodeBatch
     from jaxllm.engine.schedule.running import RunningSet
 
 
@@ -69,18 +70,20 @@ class Sequence:
     packed_params: Any = None  # what of its slot's row never changes
     has_penalties: bool = False  # its slot's row of the `PenaltyState` is installed
     candidates: Any = None  # of a beam that waits for the others to be as far
-    num_tokens: int = 0  # known on the host: prompt and committed output
-    num_computed: int = 0  # tokens whose keys and values some dispatched step writes
-    num_in_flight: int = 0  # samples dispatched and not committed
     num_cached: int = -1  # prompt tokens found in the prefix cache at first admission; -1 before
     keys: list[Key] = field(default_factory=list)  # of its full blocks, as far as computed
     key_generation: int = 0  # the pool's, when they were
     num_keyed: int = 0  # leading blocks that were offered to the prefix cache
     num_failures: int = 0  # failed steps it was in since it last got further
-    retry_len: int = 0  # tokens to get past before its num_failures are released_copies
+    retry_len: int = 0  # tokens to get past before its failures are forgotten
+    reports_tokens: bool = True  # whether the layer above looks at each token, or at its end only
+
+    batch: "DecodeBatch | None" = None  # whose row it has
+    row: int = -1  # in the batch
+    due_step: int = 0  # of the batch: before it something happens
+    computed_offset: int = 0  # `num_computed`, less the steps of its batch
 
     def __post_init__(self) -> None:
-        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
         if self.group is None:
             self.group = Samples([self])
 
@@ -88,21 +91,20 @@ class Sequence:
         """Forgets where it ran, not how far it is; what is in flight will be dropped."""
         self.epoch += 1
         self.status, self.slot, self.block_ids = Status.WAITING, -1, []
-        self.num_in_flight = self.num_keyed = 0
+        self.batch, self.row = None, -1
+        self.num_keyed = 0
         self.shares_tail = self.has_penalties = False
         self.candidates = None
 
     def forget_computed(self) -> None:
         """What was computed is gone, but not its tokens."""
         self.host_copy, self.forks = None, []
-        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
         self.num_computed = 0
 
     def vacate(self) -> None:
         """It is no beam any more, and keeps but its slot. Its blocks are another's, or free."""
         self.status, self.block_ids, self.keys = Status.HELD, [], []
         self.output_token_ids, self.logprobs, self.matcher = [], [], None
-        self.num_tokens = len(self.prompt_token_ids)
         self.num_computed = self.num_keyed = 0
         self.candidates, self.shares_tail = None, False
 
@@ -113,11 +115,37 @@ class Sequence:
         self.keys, self.key_generation = parent.keys[:num_keyed], parent.key_generation
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens known on the host: prompt and committed output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values some dispatched step writes."""
+        return self.computed_offset + (0 if self.batch is None else self.batch.num_steps)
+
+    @num_computed.setter
+    def num_computed(self, num_tokens: int) -> None:
+        assert self.batch is None, "the batch's steps count"
+        self.computed_offset = num_tokens
+
+    @property
+    def num_in_flight(self) -> int:
+        """Samples dispatched and not committed: the last of its tokens that was computed gives the next."""
+        return 0 if self.candidates is not None else max(0, self.num_computed + 1 - self.num_tokens)
+
+    @property
     def can_sample(self) -> bool:
         """Whether a running one may have a row that samples in the next step."""
-        if not self.num_in_flight:
-            return True
-        return not self.host_dependent and self.num_tokens + self.num_in_flight < self.max_total_len
+        num_in_flight = self.num_in_flight
+        return not num_in_flight or not self.host_dependent and self.num_tokens + num_in_flight < self.max_total_len
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether one that decodes goes on like that for more than one step, with nothing to decide."""
+        is_plain = self.matcher is None and not (self.host_dependent or self.num_failures)
+        is_alone = not (self.forks or self.shares_tail)
+        return is_plain and is_alone and self.status is Status.RUNNING and self.num_computed < self.max_total_len - 1
 
     @property
     def order(self) -> tuple[int, int]:

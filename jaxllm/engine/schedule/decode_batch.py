@@ -1,0 +1,79 @@
+"""The sequences that take one token in each step, as columns that stay from step to step."""
+
+from array import array
+from collections import defaultdict
+
+from jaxllm.engine.schedule.sequence import Sequence
+
+
+class DecodeBatch:
+    """A standing batch of decode rows. A step takes its columns as they are; Python looks at a sequence only when
+    something happens to it: it enters or leaves, its last block is full, or its next row is its last.
+
+    How far its sequences are follows from `num_steps`: each has computed one token more with every step
+    (`Sequence.num_computed`). When the next thing happens to one is known when it enters (`due_step`).
+    """
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self.num_steps = 0  # that the batch has taken part in
+        self.reset()
+
+    def reset(self) -> None:
+        """Drops all rows. The sequences are told by who restarts them."""
+        self.sequences: list[Sequence] = []
+        self.slots = array("i")  # of each sequence
+        self.epochs: list[int] = []  # likewise
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step; who has left is still there
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """Appends a row for a sequence whose last token is the only one to compute. O(1), as is `remove`."""
+        sequence.batch, sequence.row = self, len(self.sequences)
+        sequence.computed_offset -= self.num_steps
+        self.sequences.append(sequence)
+        self.slots.append(sequence.slot)
+        self.epochs.append(sequence.epoch)
+        self.set_due(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence's row out; the last row takes its place."""
+        row, last = sequence.row, self.sequences[-1]
+        self.sequences[row], self.slots[row], self.epochs[row] = last, self.slots[-1], self.epochs[-1]
+        last.row = row
+        for column in (self.sequences, self.slots, self.epochs):
+            column.pop()
+        sequence.batch, sequence.row = None, -1
+        sequence.computed_offset += self.num_steps
+        if not self.sequences:
+            self._due.clear()
+
+    def set_due(self, sequence: Sequence) -> None:
+        """Notes the step before which the sequence needs a block, or leaves for its last row."""
+        end = min(len(sequence.block_ids) * self.block_size, sequence.max_total_len - 2)
+        sequence.due_step = end - sequence.computed_offset
+        self._due[sequence.due_step].append(sequence)
+
+    def due(self) -> list[Sequence]:
+        """The sequences that can't take part in the next step as they are."""
+        found = self._due.get(self.num_steps, ())
+        return [sequence for sequence in found if sequence.batch is self and sequence.due_step == self.num_steps]
+
+    def advance(self) -> None:
+        """All sequences compute a token."""
+        self._due.pop(self.num_steps, None)
+        self.num_steps += 1
+
+    def check(self) -> None:
+        """Raises AssertionError unless every invariant holds. O(rows)."""
+        assert self.slots.tolist() == [sequence.slot for sequence in self.sequences]
+        assert self.epochs == [sequence.epoch for sequence in self.sequences]
+        for row, sequence in enumerate(self.sequences):
+            assert sequence.batch is self and sequence.row == row and sequence.is_steady
+            assert sequence.num_tokens + sequence.num_in_flight == sequence.num_computed + 1
+            assert sequence in self._due[sequence.due_step] and sequence.due_step >= self.num_steps
+            num_left = len(sequence.block_ids) * self.block_size - sequence.num_computed
+            num_left = min(num_left, sequence.max_total_len - 2 - sequence.num_computed)
+            assert num_left == sequence.due_step - self.num_steps
