@@ -1,5 +1,5 @@
-"""How waiting sequences get on the device: with a prefix that is cached, with forks that share what they compute, or
-back from host memory."""
+"""Admits waiting sequences to the device, with cached prefixes, with forks that share their blocks, or back from host
+memory, and divides the step among prompts."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ class Admission:
         self.reset()
 
     def reset(self) -> None:
-        self._forking: list[Sequence] = []  # parents whose forks go on by themselves
+        self._forking: list[Sequence] = []  # parents that have computed what their forks share
         self._prefills: list[Sequence] = []  # running ones that the plan has no row for yet, the first at the end
         self._cut: list[int] = []  # the plan's chunks that leave tokens to others
 
@@ -58,7 +58,7 @@ class Admission:
         """
         num_slots = len(self.running_set.free_slots) - len(deferred)
         if num_slots < 1 or self.running_set.num_retrying:
-            return False  # one retried at a time and nobody new beside it, so that a failure names the culprit
+            return False  # a retried sequence runs with no newcomer beside it, so that a failure names the culprit
         parent = self.queue.pop()
         hits: list[int] | None = []
         if parent.host_copy is None:
@@ -74,15 +74,15 @@ class Admission:
         return self._start(plan, parent, hits, num_slots, max_tokens)
 
     def _start(self, plan: Plan, parent: Sequence, hits: list[int], num_slots: int, max_tokens: int) -> bool:
-        """Gives a waiting sequence its slot and blocks, of which it shares `hits`, and a slot to those who will fork
-        from it; False if it must wait."""
+        """Gives a waiting sequence a slot and blocks, of which it shares `hits`, and each of its forks a slot; False if
+        it must wait."""
         pool, block_size = self.pool, self.pool.block_size
         must_join = parent.group.enters_whole
         if parent.group.num_slots(1) > num_slots:
             return False
         forks = parent.forks[: num_slots - 1]
         if not must_join and any(sequence.num_failures for sequence in (parent, *parent.forks)):
-            forks = []  # a retried runs alone
+            forks = []  # a retried sequence runs alone
         num_new = -(-parent.num_tokens // block_size) - len(hits)
         tails = [self._num_tail_blocks(parent, fork) for fork in forks]
         while not self.running_set.has_room(num_new + pool.count_free(hits) + sum(tails)):
@@ -103,19 +103,19 @@ class Admission:
         plan.install(parent)
         if parent.num_tokens - parent.num_computed > 1:
             self._add_chunk(plan, parent, max_tokens)
-        elif self._limit(parent, 1):  # one token is left, which is the slot's last: a decode row like any other
+        elif self._limit(parent, 1):  # one token is left, the slot's last: a decode row like any other
             plan.add_decode(parent)
             self._reach_fork(plan, parent, max_tokens)
         return True
 
     def _enter_all(self, parent: Sequence, forks: list[Sequence]) -> None:
-        """The parent runs; its forks, and who is idle, are held."""
+        """Adds the parent as running, its forks and idle beams as held."""
         self.running_set.add(parent, Status.RUNNING)
         for sequence in forks + parent.group.idle:
             self.running_set.add(sequence, Status.HELD)
 
     def _num_tail_blocks(self, parent: Sequence, fork: Sequence) -> int:
-        """Blocks of its own that a fork needs for the tokens it has: none if it ends where it forks."""
+        """Blocks that a fork needs for known tokens of its own: none if it has none."""
         if fork.num_tokens == parent.fork_len == parent.num_tokens:
             return 0
         return -(-fork.num_tokens // self.pool.block_size) - parent.fork_len // self.pool.block_size
@@ -127,7 +127,7 @@ class Admission:
             self.num_cached_tokens += sequence.num_cached
 
     def _resume(self, plan: Plan, parent: Sequence, num_slots: int, max_tokens: int) -> bool:
-        """Brings back what was swapped out together; False if it must wait."""
+        """Brings back sequences that were swapped out together; False if they must wait."""
         sequences = [parent, *parent.forks]
         is_crowded = parent.group.num_slots(len(sequences)) > num_slots
         if is_crowded or not self.running_set.has_room(parent.host_copy.num_blocks):
@@ -178,8 +178,8 @@ class Admission:
     # ---- forks
 
     def _reach_fork(self, plan: Plan, parent: Sequence, max_tokens: int) -> None:
-        """The parent's row computes the last token that its forks share. Those that end there sample from its logits,
-        and share all its blocks; the others go on when this step is dispatched."""
+        """The parent's row computes the last token that its forks share. Forks without tokens of their own sample from
+        its logits and share all its blocks; forks with some go on in the next plan."""
         if not parent.forks:
             return
         if parent.fork_len < parent.num_tokens:
@@ -198,20 +198,20 @@ class Admission:
         self.put_back(forks[num_now:])
 
     def put_back(self, forks: list[Sequence]) -> None:
-        """Held forks that can't go on from where they are queue for themselves."""
+        """Queues held forks that can't go on with their parent."""
         for fork in forks:
             self.running_set.remove(fork)
         if forks:
             self.queue.push(join(forks))
 
     def fork(self, plan: Plan) -> list[Sequence]:
-        """Lets forks go on behind what their parents have computed in steps before; each has tokens left to compute,
-        and blocks of its own for them. Returns them."""
+        """Starts the forks of parents that computed the shared tokens in an earlier step. Each has tokens of its own
+        left to compute, and blocks for them. Returns them."""
         parents, self._forking = self._forking, []
         started = []
         for parent in parents:
             if parent.status is not Status.RUNNING:
-                continue  # it was preempted together with them, or has ended
+                continue  # it was preempted together with its forks, or has ended
             forks, parent.forks = [fork for fork in parent.forks if fork.status is Status.HELD], []
             for fork in forks:
                 self._fork_behind(plan, parent, fork)

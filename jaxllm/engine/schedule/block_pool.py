@@ -1,4 +1,4 @@
-"""Who owns which KV block: free list, reference counts and prefix keys. Ids only; no array is seen here."""
+"""Ownership of KV blocks: free list, reference counts and prefix keys. Ids only, no arrays."""
 
 import hashlib
 import secrets
@@ -24,7 +24,7 @@ class BlockPool:
         self.reset()
 
     def reset(self) -> None:
-        """Frees every block, whoever held it, and drops the prefix cache."""
+        """Frees every block, and drops the prefix cache."""
         self.refs = [0] * self.num_blocks  # references to each block; others only read them
         self._free = OrderedDict.fromkeys(range(self.num_blocks))  # the next to hand out first
         self.num_shared = 0  # blocks with several references
@@ -71,7 +71,7 @@ class BlockPool:
                 self._free[block] = None
                 if block in self._key_of:
                     self.num_cached += 1
-                else:  # nothing to remember: reuse it before any that can be hit
+                else:  # it can't be hit: reuse it before any that can
                     self._free.move_to_end(block, last=False)
 
     def key(self, parent: Key, token_ids: Sequence[int], extras: bytes = b"") -> Key:
@@ -103,8 +103,8 @@ class BlockPool:
         return sum(self.refs[block] == 0 for block in blocks)
 
     def forget_keys(self) -> None:
-        """Drops the prefix cache: what the blocks hold is no longer what their keys say. Keys made before this
-        never match keys made after it, so that those who hold old contents can't offer them under a new name."""
+        """Drops the prefix cache, as the blocks' contents no longer match their keys. Keys made before this never match
+        keys made after it, so that holders of old contents can't offer them under a new key."""
         self._key_of.clear()
         self._block_of.clear()
         self.num_cached = 0  # free blocks that can be hit

@@ -55,9 +55,11 @@ class Plan:
     swap_outs: list[Swap] = field(default_factory=list)
     swap_ins: list[Swap] = field(default_factory=list)  # the host's copy is given up
     copies: list[Copy] = field(default_factory=list)
-    released_copies: list[int] = field(default_factory=list)  # keys of host copies that nobody will ask for
+    released_copies: list[int] = field(default_factory=list)  # keys of host copies to drop
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)  # slot rows to install first, and their lengths
-    penalties: list[Sequence] = field(default_factory=list)  # of those, who needs its row of the sampling penalties
+    penalties: list[Sequence] = field(
+        default_factory=list
+    )  # of those, the ones that need their row of the penalty state
     decodes: list[Sequence] = field(default_factory=list)
     decode_slots: array = field(default_factory=lambda: array("i"))  # of each
     num_steady: int = 0  # of the decodes, the first ones: rows of the decode batch
@@ -120,7 +122,7 @@ class Plan:
         self.num_samples += 1
 
     def seal(self) -> None:
-        """No more rows: fixes their order, and the epochs that the samples belong to."""
+        """Fixes the order of rows and samples, and the samples' epochs: no row is added after this."""
         self.rows = self.decodes + [chunk.sequence for chunk in self.chunks]
         self.samples, self.sample_rows = list(self.decodes), list(range(len(self.decodes)))
         for row, chunk in enumerate(self.chunks, start=len(self.decodes)):

@@ -1,7 +1,7 @@
-"""Who gives up its blocks when they run out, and whether they are swapped to host memory or computed again.
+"""Chooses the sequences that give up their blocks when the pool is full, and whether to swap or to recompute them.
 
-All on_device sequences of a group leave together, so that what they share is really freed (PagedAttention, arXiv
-2309.06180, section 4.5); the last by priority and arrival goes first.
+All sequences of a group leave the device together, so that the blocks they share are really freed (PagedAttention,
+arXiv 2309.06180, section 4.5); the group that is last by priority and arrival goes first.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from jaxllm.engine.schedule.waiting import WaitingQueue
 
 
 class Preemption:
-    """Makes room on the device, and puts those who left in the queue again, in their old places.
+    """Preempts sequences, and requeues them in their old places.
 
     `prefers_swap(number of blocks, number of tokens)` chooses; at most `max_host_blocks` lie in host memory.
     """
@@ -37,22 +37,22 @@ class Preemption:
         self._draining: list[Sequence] = []
 
     def reset(self) -> None:
-        """The device's state is gone, and with it what the host had copied."""
+        """The device's state is lost: the copies in host memory are dropped with it."""
         self.num_host_blocks = 0
         self._released_copies, self._draining = [], []
 
     def evict_drained(self, plan: Plan) -> None:
-        """Evicts the victims of a plan before, if nothing of theirs is in flight any more."""
+        """Evicts the victims of an earlier plan, once nothing of theirs is in flight."""
         self._draining = [r for r in self._draining if r.status is Status.DRAINING]
         if self._draining and not any(r.num_in_flight for r in self._draining):
             victims, self._draining = self._draining, []
             self._evict(plan, victims)
 
     def make_room(self, plan: Plan) -> None:
-        """Preempts until those who stay can have the blocks that the next step writes, if it can be now."""
+        """Preempts until the blocks that the next step writes are free, or until a victim has to drain first."""
         while not self._draining and self._num_missing() > 0:
             victims = self._choose_victims()
-            if any(r.num_in_flight for r in victims):  # left out of plans until that is over
+            if any(r.num_in_flight for r in victims):  # left out of plans until it is committed
                 for sequence in victims:
                     if sequence.batch is not None:
                         self.running_set.leave_batch(sequence)
@@ -73,7 +73,9 @@ class Preemption:
                     wanted += 1
                 elif sequence.shares_tail:
                     sharing[sequence.block_ids[-1]] += 1
-        wanted += sum(min(count, self.pool.refs[block] - 1) for block, count in sharing.items())  # the last needs none
+        wanted += sum(
+            min(count, self.pool.refs[block] - 1) for block, count in sharing.items()
+        )  # the last holder needs none
         return wanted - self.pool.num_free
 
     def _choose_victims(self) -> list[Sequence]:
@@ -81,7 +83,7 @@ class Preemption:
         victims = last.group.on_device
         if len(victims) < len(self.running_set):
             return victims
-        # It is alone. Beams fit: they were refused otherwise. Samples need not run side by side: the last one waits.
+        # The group is alone on the device. Beams fit, or were refused; of samples, the last one waits for the others.
         last.group.split_off(last)
         return [last]
 
@@ -92,7 +94,7 @@ class Preemption:
             self.running_set.remove(sequence)
         for sequence in sequences:
             if swaps:
-                # The row of a beam that waited for the others comes again.
+                # A beam that waited for the others computes its last token again.
                 sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
             else:
                 sequence.forget_computed()
@@ -105,7 +107,7 @@ class Preemption:
     def _swap_out(self, plan: Plan, sequences: list[Sequence]) -> bool:
         """Plans the copy of their blocks to host memory; False if they had better be computed again."""
         if any(r.forks or r.num_tokens - r.num_computed > 1 or r.awaits_prompt_logprobs for r in sequences):
-            return False  # a prompt is not complete: nothing but what the prefix cache may have
+            return False  # mid-prefill: recompute, with what the prefix cache may have
         blocks: list[int] = []
         places: dict[int, int] = {}
         for sequence in sequences:
@@ -139,17 +141,17 @@ class Preemption:
             self.pool.acquire(block for block in sequence.block_ids if block in taken)
             taken.update(sequence.block_ids)
             sequence.host_copy = None
-        nowhere = self.pool.num_blocks  # what only those had that have ended meanwhile
+        nowhere = self.pool.num_blocks  # for blocks of siblings that have ended meanwhile
         plan.swap_ins.append(Swap(copy.key, [blocks.get(place, nowhere) for place in range(copy.num_blocks)]))
         self.num_host_blocks -= copy.num_blocks
         self.num_blocks_in += len(wanted)
 
     def report_released(self, plan: Plan) -> None:
-        """Lets the plan tell who keeps the copies."""
+        """Puts the copies that nobody wants back into the plan, for the device to drop."""
         plan.released_copies, self._released_copies = self._released_copies, []
 
     def forget(self, sequence: Sequence) -> None:
-        """A waiting sequence has ended, and wants nothing back."""
+        """A waiting sequence has ended: release its host copy."""
         copy, sequence.host_copy = sequence.host_copy, None
         if copy is not None:
             copy.num_users -= 1

@@ -1,4 +1,4 @@
-"""Which blocks hold a prompt's beginning already, and when a sequence's own blocks may be found by others."""
+"""Finds cached blocks for a prompt's prefix, and makes a sequence's own full blocks findable."""
 
 from collections.abc import Collection
 
@@ -34,7 +34,7 @@ class PrefixCache:
         return hits
 
     def begin(self, sequence: Sequence) -> None:
-        """The sequence was admitted: it will write what it did not find."""
+        """The sequence was admitted: its prefill will write the blocks that were not cached."""
         for key in sequence.keys[sequence.num_keyed :]:
             self._writing.setdefault(key, sequence)
 
@@ -51,7 +51,7 @@ class PrefixCache:
         sequence.num_keyed = full
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence leaves its blocks: nobody need wait for what it has not written."""
+        """The sequence leaves its blocks: others stop waiting for those that it has not written."""
         for i in range(sequence.num_keyed, len(sequence.keys)):
             self._forget(sequence, i)
 
@@ -70,7 +70,7 @@ class PrefixCache:
             keys.append(self.pool.key(keys[-1] if keys else self._root(sequence), tokens))
 
     def _root(self, sequence: Sequence) -> Key:
-        """The parent of the first block's key: who does not know the salt can't find out what was asked before."""
+        """The parent of the first block's key. A salt separates tenants: without it, timing hits reveals nothing."""
         salt = sequence.params.cache_salt
         return b"" if salt is None else self.pool.key(b"", (), salt.encode("utf-8", "surrogatepass"))
 

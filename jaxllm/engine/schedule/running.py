@@ -17,14 +17,14 @@ class RunningSet:
         self.reset()
 
     def reset(self) -> None:
-        """Nobody is on the device any more, and nothing is cached."""
+        """Removes all sequences, and drops the prefix cache."""
         self.pool.reset()
         self.prefix_cache.reset()
         self.batch = DecodeBatch(self.pool.block_size)
         self.individuals: dict[Sequence, None] = {}  # the others, as an ordered set; each step looks at them one by one
         self.free_slots = list(range(self.max_num_seqs))
         self.awaits_host = False  # whether a host-dependent sequence was in flight when the plan was begun
-        self.num_full = self.num_beams = self.num_retrying = 0  # for the full sampler, of searches, under suspicion
+        self.num_full = self.num_beams = self.num_retrying = 0  # need the full sampler; beams; had a failure
 
     def __len__(self) -> int:
         return len(self.batch) + len(self.individuals)
@@ -42,7 +42,7 @@ class RunningSet:
         self.num_retrying += sequence.num_failures > 0
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes its slot and blocks away, and ends its epoch."""
+        """Takes back its slot and blocks, and ends its epoch."""
         if sequence.batch is not None:
             self.leave_batch(sequence)
         del self.individuals[sequence]
@@ -67,7 +67,7 @@ class RunningSet:
                 self.batch.add(sequence)
 
     def leave_batch(self, sequence: Sequence) -> None:
-        """From now on the sequence is looked at in each step."""
+        """Plans the sequence by itself from the next step on."""
         self.batch.remove(sequence)
         self.individuals[sequence] = None
 
@@ -78,8 +78,8 @@ class RunningSet:
             self.individuals[sequence] = None
 
     def has_room(self, num_blocks: int) -> bool:
-        """Whether a newcomer may take so many blocks: room is left for those who run to grow, without which it would
-        be evicted again at once."""
+        """Whether an admission may take so many blocks: it leaves some for running sequences to grow, or would be
+        preempted at once."""
         reserve = len(self) + 1 if len(self) else 0
         return num_blocks + min(reserve, self.pool.num_blocks // 8) <= self.pool.num_free
 
@@ -127,7 +127,7 @@ class RunningSet:
         assert self.num_wasted_slots == sum(size - max(0, tokens) for tokens in filled.values())
 
     def _check_writes(self) -> None:
-        """No block that is written next belongs to two, unless both know."""
+        """A block that is written next has one holder, or holders marked `shares_tail`."""
         for sequence in self:
             index = sequence.num_computed // self.pool.block_size
             if sequence.status is Status.RUNNING and index < len(sequence.block_ids):

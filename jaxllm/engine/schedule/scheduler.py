@@ -1,4 +1,5 @@
-"""Who runs how many tokens next, on which blocks. Host integers only: no array, no device, no text.
+"""Decides which sequences run how many tokens in the next step, and on which blocks. Host integers only: no array, no
+device, no text.
 
 The three verbs of a step are `schedule` (here), `run` (the runner) and `commit` (here). A step is planned before the
 tokens of the one before are known; docs/step_contract.md says what that means for every event.
@@ -45,7 +46,7 @@ class Scheduler:
         self.num_copied = 0  # blocks, because several shared them
         self.num_unfinished_full = self.num_unfinished_masked = 0
         self.num_not_finite = 0  # sequences that ended for their logits
-        self._moved: list[Sequence] = []  # beams whose slots' rows are out of date
+        self._moved: list[Sequence] = []  # beams whose slot rows are out of date
 
     @property
     def running(self) -> list[Sequence]:
@@ -64,8 +65,8 @@ class Scheduler:
         self.waiting.push(join(group.live))
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence at once, also one in flight: what is still computed of it is dropped by its epoch. Beams end
-        together."""
+        """Ends a sequence at once, even in flight: its epoch ends, so that tokens still computed for it are dropped.
+        The beams of a search end together."""
         if sequence.status is Status.FINISHED:
             return
         for other in sequence.group.end(sequence, reason):
@@ -75,7 +76,7 @@ class Scheduler:
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         if sequence.slot >= 0:
             self.running_set.remove(sequence)
-        elif sequence in sequence.group.live:  # who is idle does not wait for itself
+        elif sequence in sequence.group.live:  # idle sequences are not in the queue
             sequence.status = Status.FINISHED
             self.waiting.forget(sequence)
             self.preemption.forget(sequence)
@@ -86,9 +87,9 @@ class Scheduler:
     # ---- schedule
 
     def schedule(self, max_tokens: int) -> Plan | None:
-        """Plans a step of at most `max_tokens` tokens, running sequences first. None if nothing can run now.
+        """Plans a step of at most `max_tokens` tokens, decodes first. None if nothing can run now.
 
-        Takes slots and blocks, and counts what the plan will have computed: the caller must dispatch it.
+        Allocates slots and blocks, and counts the plan's tokens as computed: the caller must dispatch it.
         """
         plan = Plan()
         self.running_set.look_for_host_dependent()
@@ -109,7 +110,7 @@ class Scheduler:
         plan.seal()
         if len(self.running_set) <= max_tokens:
             self.running_set.enter_batch(plan.decodes[plan.num_steady :])
-        for chunk in plan.chunks:  # the next plan may hit them: this one is dispatched before it
+        for chunk in plan.chunks:  # the next plan may hit these blocks: this one is dispatched before it
             self.prefix_cache.offer(chunk.sequence, chunk.stop)
         return plan
 
@@ -120,16 +121,16 @@ class Scheduler:
         self._moved = []
 
     def _plan_batch(self, plan: Plan, max_tokens: int) -> None:
-        """Adds the decode batch, after what has to happen to its sequences before."""
+        """Adds a row for each sequence of the decode batch, and a block for each whose last one is full."""
         batch = self.running_set.batch
-        if len(self.running_set) > max_tokens:  # while the engine compiles: all take turns
+        if len(self.running_set) > max_tokens:  # while the engine compiles: sequences take turns
             for sequence in batch.sequences.copy():
                 self.running_set.leave_batch(sequence)
         for sequence in batch.due():
             if sequence.num_computed < sequence.max_total_len - 2 and self._grow(plan, sequence):
                 self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))
                 batch.set_due(sequence)
-            else:  # its next row is its last, or it waits for a block
+            else:  # its next row is its last, or no block is free
                 self.running_set.leave_batch(sequence)
         plan.add_batch(batch)
 
@@ -142,7 +143,7 @@ class Scheduler:
                 continue
             num_computed = sequence.num_computed
             num_left = max(sequence.num_tokens, num_computed + 1) - num_computed
-            if num_left > 1 or sequence.forks and num_computed < sequence.fork_len:  # whose forks wait for it
+            if num_left > 1 or sequence.forks and num_computed < sequence.fork_len:  # its forks wait for this row
                 prefills.append(sequence)
                 continue
             if sequence.host_dependent and awaits_host:
@@ -155,12 +156,12 @@ class Scheduler:
             elif sequence.shares_tail and not self._own_tail(plan, sequence):
                 continue
             plan.add_decode(sequence)
-        if len(decodes) == max_tokens < len(self.running_set):  # who was left out comes first in the next step
+        if len(decodes) == max_tokens < len(self.running_set):  # the others come first in the next step
             self.running_set.move_to_end(decodes)
         return prefills
 
     def _grow(self, plan: Plan, sequence: Sequence) -> bool:
-        """Gives `sequence` one more block; False while a victim is drained for it."""
+        """Allocates one more block for the sequence; False if none is free, while a victim drains."""
         if not self.pool.num_free:
             return False
         (block,) = self.pool.allocate(1)
@@ -169,7 +170,7 @@ class Scheduler:
         return True
 
     def _own_tail(self, plan: Plan, sequence: Sequence) -> bool:
-        """Copy-on-write: the block that `sequence` writes next becomes its own. False as in `_grow`."""
+        """Copy-on-write: replaces a shared block that the sequence writes next by a copy. False as in `_grow`."""
         shared = sequence.block_ids[-1]
         if self.pool.refs[shared] > 1:
             if not self.pool.num_free:
@@ -191,16 +192,16 @@ class Scheduler:
         logprobs: abc.Sequence[Any] | None = None,
         candidates: abc.Sequence[Any] | None = None,
     ) -> list[Sequence]:
-        """Appends each sample's token, in the plan's order, and ends what is over. Returns the sequences that
-        ended, and those that report each token. A negative token is a key of `NO_TOKEN_ERRORS`. `logprobs` has what else there is to keep of each
-        sample, `candidates` for each beam what it may go on with, and None for others.
+        """Appends each sample's token, in the plan's order, and ends what is over. Returns the sequences that ended,
+        and those that report each token. A negative token is a key of `NO_TOKEN_ERRORS`. `logprobs` has what else there
+        is to keep of each sample, `candidates` for each beam what it may go on with, and None for others.
         """
         updated: list[Sequence] = []
         for i, (sequence, epoch, token) in enumerate(zip(plan.samples, plan.epochs, sampled, strict=False)):
             if sequence.epoch != epoch:
                 continue
             if logprobs is None and sequence.batch is not None and token >= 0 and token not in sequence.stop_ids:
-                sequence.output_token_ids.append(token)  # nothing else happens to it
+                sequence.output_token_ids.append(token)  # a steady decode: no other state changes
                 if sequence.reports_tokens:
                     updated.append(sequence)
                 continue
@@ -218,7 +219,7 @@ class Scheduler:
             self.num_not_finite += token == NOT_FINITE
             self.finish(sequence, "error")
             return
-        if sequence.params.tracks_logprobs:
+        if logprobs is not None:
             sequence.logprobs.append(logprobs)
         sequence.output_token_ids.append(token)
         num_computed = sequence.num_computed

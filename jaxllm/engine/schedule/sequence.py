@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Status(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
-    HELD = enum.auto()  # has a slot, and waits for what it shares: its siblings' prompt, or the beams' next beam_state
-    DRAINING = enum.auto()  # chosen as victim: left out of plans until nothing of it is in flight
+    HELD = enum.auto()  # has a slot, and waits for its parent's prefill, or for the other beams
+    DRAINING = enum.auto()  # a victim: left out of plans until nothing of it is in flight
     FINISHED = enum.auto()
 
 
@@ -65,11 +65,11 @@ class Sequence:
     shares_tail: bool = False  # the block it writes next may be another's too
     forks: list["Sequence"] = field(default_factory=list)  # which start with what it has of its first `fork_len` tokens
     fork_len: int = 0
-    host_copy: HostCopy | None = None  # where its blocks went
+    host_copy: HostCopy | None = None  # of its blocks, while it is swapped out
     host_blocks: list[int] = field(default_factory=list)  # which of the copied ones are its own
-    packed_params: Any = None  # what of its slot's row never changes
+    packed_params: Any = None  # the fields of its slot row that never change
     has_penalties: bool = False  # its slot's row of the `PenaltyState` is installed
-    candidates: Any = None  # of a beam that waits for the others to be as far
+    candidates: Any = None  # of a beam that waits for the other beams' candidates
     num_cached: int = -1  # prompt tokens found in the prefix cache at first admission; -1 before
     keys: list[Key] = field(default_factory=list)  # of its full blocks, as far as computed
     key_generation: int = 0  # the pool's, when they were
@@ -88,7 +88,7 @@ class Sequence:
             self.group = Samples([self])
 
     def leave_device(self) -> None:
-        """Forgets where it ran, not how far it is; what is in flight will be dropped."""
+        """Forgets its slot and blocks, and ends its epoch, so that results in flight are dropped."""
         self.epoch += 1
         self.status, self.slot, self.block_ids = Status.WAITING, -1, []
         self.batch, self.row = None, -1
@@ -97,20 +97,20 @@ class Sequence:
         self.candidates = None
 
     def forget_computed(self) -> None:
-        """What was computed is gone, but not its tokens."""
+        """Forgets what was computed, but not its tokens."""
         self.host_copy, self.forks = None, []
         self.num_computed = 0
 
     def vacate(self) -> None:
-        """It is no beam any more, and keeps but its slot. Its blocks are another's, or free."""
+        """The beam died: keep its slot, forget its blocks, which the caller has released or handed on."""
         self.status, self.block_ids, self.keys = Status.HELD, [], []
         self.output_token_ids, self.logprobs, self.matcher = [], [], None
         self.num_computed = self.num_keyed = 0
         self.candidates, self.shares_tail = None, False
 
     def share(self, parent: "Sequence", block_ids: list[int], num_computed: int, num_keyed: int) -> None:
-        """Goes on behind the parent's first `num_computed` tokens, which `block_ids` have; `num_keyed` of those blocks
-        are full, the parent's, and offered to the prefix cache."""
+        """Continues after the parent's first `num_computed` tokens, which `block_ids` hold; the first `num_keyed` of
+        those blocks are full and offered to the prefix cache."""
         self.block_ids, self.num_computed, self.num_keyed = block_ids, num_computed, num_keyed
         self.keys, self.key_generation = parent.keys[:num_keyed], parent.key_generation
 

@@ -1,4 +1,4 @@
-"""The queue of those that wait for a place on the device, by priority and arrival."""
+"""The queue of sequences that wait for a slot, by priority and arrival."""
 
 import heapq
 
@@ -8,10 +8,10 @@ Entry = tuple[tuple[int, int], Sequence]
 
 
 class WaitingQueue:
-    """A heap of parents: sequences that others join on their way (`Sequence.forks`), or none.
+    """A heap of parents: sequences with the forks that start from them (`Sequence.forks`), if any.
 
-    A step costs O(log waiting). One that ends while it waits stays in the heap until it surfaces, or until those that
-    have ended are more than those that wait: then all of them are dropped at once.
+    A step costs O(log waiting). A sequence that ends while it waits stays in the heap until it surfaces, or until more
+    have ended than wait: then all ended ones are dropped at once.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class WaitingQueue:
         self._num_waiting = self._num_ended = 0
 
     def __len__(self) -> int:
-        """Sequences, those that join others included."""
+        """The number of sequences, forks included."""
         return self._num_waiting
 
     def push(self, parent: Sequence) -> None:
@@ -30,7 +30,7 @@ class WaitingQueue:
         self._num_waiting += 1 + len(parent.forks)
 
     def pop(self) -> Sequence | None:
-        """Takes out the first parent that is still waiting, with its forks; None if nobody waits."""
+        """Removes and returns the first parent that is still waiting, with its forks; None if none is."""
         parent = self.peek()
         if parent is not None:
             heapq.heappop(self._entries)
@@ -39,7 +39,7 @@ class WaitingQueue:
         return parent
 
     def peek(self) -> Sequence | None:
-        """What `pop` would take out."""
+        """The parent that `pop` would return."""
         while self._entries:
             _, parent = self._entries[0]
             num_queued = 1 + len(parent.forks)
@@ -81,7 +81,7 @@ class WaitingQueue:
 
 
 def _without_ended(parent: Sequence) -> Sequence | None:
-    """Who waits of an entry: the parent; another in its place if it has ended; None if all have."""
+    """An entry without its ended sequences: the parent; a fork in its place if it has ended; None if all have."""
     forks = [fork for fork in parent.forks if fork.status is Status.WAITING]
     if parent.status is Status.WAITING:
         parent.forks = forks

@@ -1,0 +1,135 @@
+"""The standing batch of decode rows: nobody looks at a sequence that merely goes on."""
+
+import pytest
+
+from jaxllm.engine.schedule.block_pool import BlockPool
+from jaxllm.engine.schedule.decode_batch import DecodeBatch
+from jaxllm.engine.schedule.scheduler import Scheduler
+from jaxllm.engine.schedule.sequence import Samples, Sequence, Status
+from jaxllm.sampling_params import SamplingParams
+from tests.fake_engine import FakeEngine
+
+
+class Counted(Sequence):
+    """A sequence that counts how often anyone looks at one."""
+
+    looks = 0
+
+    def __getattribute__(self, name):
+        Counted.looks += 1
+        return super().__getattribute__(name)
+
+
+def make_sequence(kind=Sequence, arrival=0, **fields):
+    return kind(
+        **{"prompt_token_ids": [1, 2], "seed": 0, "max_total_len": 30} | fields,
+        params=SamplingParams(),
+        arrival=arrival,
+    )
+
+
+def test_a_steady_step_looks_at_no_sequence():
+    count, block_size = 50, 8
+    scheduler = Scheduler(BlockPool(10 * count, block_size), max_num_seqs=count)
+    for arrival in range(count):
+        scheduler.add(make_sequence(Counted, arrival, prompt_token_ids=[arrival, 1]).group)
+    looks, in_flight = [], None
+    for _ in range(20):
+        Counted.looks = 0
+        plan = scheduler.schedule(4 * count)
+        looks.append(Counted.looks)
+        assert plan.num_samples == count
+        if in_flight is not None:
+            scheduler.commit(in_flight, [5] * count)
+        in_flight = plan
+        scheduler.check()
+    steady = [i for i, number in enumerate(looks) if number == 0]
+    assert steady == [2, 3, 4, 5, 6, *range(8, 15), *range(16, 20)], "but where a block begins"
+
+
+def running(count, block_size=4):
+    batch, sequences = DecodeBatch(block_size), []
+    for slot in range(count):
+        sequence = make_sequence(arrival=slot, slot=slot, status=Status.RUNNING, block_ids=[slot])
+        sequence.num_computed = 2
+        batch.add(sequence)
+        sequences.append(sequence)
+    return batch, sequences
+
+
+def test_columns_follow_whoever_leaves():
+    batch, sequences = running(5)
+    for leaver in (1, 4, 0):
+        batch.remove(sequences[leaver])
+        batch.check()
+    assert {sequence.slot for sequence in batch.sequences} == {2, 3} == set(batch.slots)
+    assert all(sequences[i].row == -1 and sequences[i].num_computed == 2 for i in (0, 1, 4))
+
+
+def test_sequences_count_with_the_batch():
+    batch, (first, second) = running(2)
+    batch.advance()
+    batch.remove(first)
+    batch.advance()
+    assert (first.num_computed, second.num_computed) == (3, 4)
+    assert (first.num_in_flight, second.num_in_flight) == (2, 3)
+    second.output_token_ids += [7, 7]
+    assert (second.num_tokens, second.num_in_flight) == (4, 1)
+
+
+@pytest.mark.parametrize(("max_total_len", "steps"), [(30, 2), (5, 1), (4, 0)])
+def test_due_at_the_end_of_a_block_or_before_the_last_row(max_total_len, steps):
+    batch, _ = running(1)
+    sequence = make_sequence(slot=1, status=Status.RUNNING, block_ids=[1], max_total_len=max_total_len)
+    sequence.num_computed = 2
+    batch.add(sequence)
+    for _ in range(steps):
+        assert sequence not in batch.due()
+        batch.advance()
+    assert sequence in batch.due()
+
+
+def test_who_comes_back_is_due_once():
+    batch, (sequence,) = running(1)
+    batch.remove(sequence)
+    assert not batch._due, "an empty batch holds nobody"
+    batch.add(sequence)
+    batch.advance()
+    batch.advance()
+    assert batch.due() == [sequence]
+
+
+def test_few_tokens_dissolve_the_batch():
+    engine = FakeEngine()
+    requests = [engine.add([1], 9, seed=seed) for seed in range(3)]
+    for _ in range(3):
+        engine.step()
+    batch = engine.scheduler.running_set.batch
+    assert set(batch.sequences) == set(requests)
+    engine.step(max_tokens=2)
+    assert len(batch) == 0
+    engine.step()
+    assert set(batch.sequences) == set(requests)
+    engine.run()
+
+
+def test_rows_that_wait_for_the_host_stay_out():
+    engine = FakeEngine(max_num_seqs=8)
+    plain = engine.add([1], 9)
+    engine.add([2], 9, host_dependent=True)
+    engine.add_beams([1, 2], 6)
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.running_set.batch.sequences == [plain]
+    engine.run()
+
+
+def test_samples_enter_when_their_tails_are_their_own():
+    engine = FakeEngine(block_size=4)
+    first = engine.add([1, 2, 1], 6, n=3)
+    assert isinstance(first.group, Samples)
+    for _ in range(2):
+        assert len(engine.scheduler.running_set.batch) == 0
+        engine.step()
+    assert set(engine.scheduler.running_set.batch.sequences) == set(first.group.sequences)
+    engine.run()
