@@ -83,7 +83,7 @@ def test_two_waves_run_side_by_side(llm, monkeypatch):
 
 
 def test_a_mask_is_filled_after_the_step_before_is_read_and_others_sample_at_once(llm, monkeypatch):
-    events, runner, grammars = [], llm.engine.runner, llm.engine._grammars
+    events, runner, grammars = [], llm.engine.runner, llm.engine.intake.grammars
     for owner, name in ((runner, "dispatch_forward"), (runner, "dispatch_sample"), (runner, "collect")):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, real=real, name=name: events.append(name) or real(*given))
@@ -156,7 +156,7 @@ def test_a_preempted_row_goes_on_where_it_was(kind):
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 4])
 def test_a_grammar_that_leaves_no_token_ends_its_request_alone(llm, alone, monkeypatch, num_tokens):
-    fill = llm.engine._grammars.fill
+    fill = llm.engine.intake.grammars.fill
 
     def emptied(rows, masks):
         fill(rows, masks)
@@ -164,7 +164,7 @@ def test_a_grammar_that_leaves_no_token_ends_its_request_alone(llm, alone, monke
             if sequence.request.request_id == "stuck" and len(sequence.output_token_ids) == num_tokens:
                 masks[[row for matcher, row in rows if matcher is sequence.matcher]] = 0
 
-    monkeypatch.setattr(llm.engine._grammars, "fill", emptied)
+    monkeypatch.setattr(llm.engine.intake.grammars, "fill", emptied)
     for i in (0, 1, 4):
         llm.engine.add(PROMPTS[i], MIXED[i], request_id=f"r{i}")
     llm.engine.add(PROMPTS[7], bound(), request_id="stuck")
@@ -177,7 +177,7 @@ def test_a_grammar_that_leaves_no_token_ends_its_request_alone(llm, alone, monke
 
 def test_a_stop_string_comes_before_a_grammar_without_tokens(llm, monkeypatch):
     """The mask of the token after the stop string is filled before the text is decoded."""
-    fill, rows_at = llm.engine._grammars.fill, []
+    fill, rows_at = llm.engine.intake.grammars.fill, []
 
     def emptied(rows, masks):
         fill(rows, masks)
@@ -186,6 +186,6 @@ def test_a_stop_string_comes_before_a_grammar_without_tokens(llm, monkeypatch):
             masks[:] = 0
 
     (text,) = (out.outputs[0].text for out in llm.generate(ids(PROMPTS[0]), bound(3)))
-    monkeypatch.setattr(llm.engine._grammars, "fill", emptied)
+    monkeypatch.setattr(llm.engine.intake.grammars, "fill", emptied)
     (out,) = llm.generate(ids(PROMPTS[0]), bound(stop=text))
     assert (out.outputs[0].finish_reason, out.outputs[0].stop_reason, out.error) == ("stop", text, None)
