@@ -66,7 +66,7 @@ def model():
 @pytest.fixture(scope="module")
 def shared(model):
     llm = make_llm(model.model, tokenizer=backend())
-    llm.engine.eos_ids = frozenset({EOS})
+    llm.engine.intake.eos_ids = frozenset({EOS})
     llm.engine.intake.grammars._eos_ids = [EOS]
     yield llm
     llm.close()
