@@ -40,9 +40,6 @@ def drain(llm) -> None:
         llm.engine.step()
 
 
-# ---- Ctrl-C
-
-
 def test_it_takes_effect_behind_the_step(llm, monkeypatch):
     handler = signal.getsignal(signal.SIGINT)
     in_step(llm, monkeypatch, press_ctrl_c, when=3)
@@ -168,9 +165,6 @@ def test_signals_are_held_once():
     assert signal.getsignal(signal.SIGINT) is handler
     with pytest.raises(KeyboardInterrupt):
         outer.act()
-
-
-# ---- streams and threads
 
 
 def test_streams_are_read_in_turns(llm, tiny):

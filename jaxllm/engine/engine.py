@@ -84,8 +84,6 @@ class Engine:
         self.config = dataclasses.replace(self.config, preemption=kind)
         self._swap_choice.kind = kind
 
-    # ---- requests
-
     def prepare(
         self, token_ids: abc.Sequence[Any], params: SamplingParams, *, prompt: str | None = None
     ) -> PreparedRequest:
@@ -137,8 +135,6 @@ class Engine:
     def has_work(self) -> bool:
         """Whether something is in flight, or a request's end has not been returned yet."""
         return self._in_flight is not None or len(self.requests) > 0
-
-    # ---- the loop
 
     def wait_ready(self) -> None:
         """Blocks until the executables of the next step are compiled. It may be interrupted: nothing changes here."""
@@ -255,8 +251,6 @@ class Engine:
             return logprobs, None
         return logprobs, read_rows(plan.samples, result.candidates, logprobs)
 
-    # ---- failure
-
     def _build_state(self) -> None:
         try:
             self.runner.wait_first()
@@ -285,8 +279,6 @@ class Engine:
                     ended.append(sequence)
         self._build_state()
         return ended
-
-    # ---- the rest
 
     def update_params(self, params: Params) -> None:
         """Replaces the parameters between two steps, and drops the prefix cache, which came from the old ones."""

@@ -60,8 +60,6 @@ class EngineLoop:
         self._progress_at = time.monotonic()
         self._steps_s: deque[float] = deque(maxlen=64)
 
-    # ---- from any thread
-
     def add(
         self,
         token_ids: Sequence[Any],
@@ -122,8 +120,6 @@ class EngineLoop:
                 self._wake.notify()
             elif must:
                 raise EngineDeadError(str(self._error or "the engine was closed")) from self._error
-
-    # ---- the thread
 
     def start(self) -> None:
         """Runs in a thread of its own until `close`."""
@@ -196,8 +192,6 @@ class EngineLoop:
             news, self._outbox = self._outbox, []
             for request_id in self._deliver(news):
                 self._drop([request_id], self._receivers.get(request_id))
-
-    # ---- what is asked for
 
     def _compile(self, ticket: _Ticket, prepare: "Callable[[], PreparedRequest]") -> None:
         if ticket.request_id in self._receivers:

@@ -203,8 +203,6 @@ class Request:
             progress.num_decoded = len(sequence.output_token_ids)
         return detokenizer.text
 
-    # ---- log-probabilities
-
     def _sum_logprobs(self, sequence: Output, progress: Progress) -> float:
         new = sequence.logprobs[progress.num_summed : len(sequence.output_token_ids)]
         progress.num_summed += len(new)

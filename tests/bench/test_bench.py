@@ -31,9 +31,6 @@ ABOUT = {
 HEADING = "model (dummy weights, 33.6M parameters, float32) on 4 of 8 chip, cpu with 2 cores, Python 3, JAX 0"
 
 
-# ---- arithmetic, with an engine that only counts
-
-
 class FakeLLM:
     """Generates at once what it was asked for, less `missing` tokens. `log` is what was done, in order."""
 
@@ -147,9 +144,6 @@ def test_latency_quantiles_and_table():
     assert lines[4].split() == ["between", "tokens", "-", "-", "-", "0"]
 
 
-# ---- starts, of processes that only tell
-
-
 TELLS_ALL = """
 import json, os, pathlib, sys
 cache = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
@@ -208,9 +202,6 @@ def test_startup_table():
     assert lines[0] == HEADING
     assert lines[2].split() == ["cold", "10.00", "11.00", "12.00", "13.00"]
     assert lines[3].split() == ["warm", "0.50", "1.50", "2.50", "3.50"]
-
-
-# ---- the command
 
 
 @pytest.fixture(scope="module")

@@ -192,9 +192,6 @@ W0101 00:00:00.1 7 other.cc:8] Updated 3 commands
     assert graph.stderr_of(lambda: os.write(2, b"said by a library")) == "said by a library"
 
 
-# ---- checks find what is wrong
-
-
 class Recorded(dict):
     def __call__(self, name, value):
         self[name] = value

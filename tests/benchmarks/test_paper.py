@@ -21,9 +21,6 @@ from tests.tiny import prompts_of
 SHORT = {"alpaca": (6, 8), "sharegpt": (12, 14)}  # means that the tiny model's context has room for
 
 
-# ---- traces
-
-
 @pytest.mark.parametrize("name", trace.MEANS)
 def test_lengths_are_log_normal_with_the_published_means(name):
     made = trace.make(name, 4000, seed=0, max_len=2**20)
@@ -63,9 +60,6 @@ def test_arrivals_are_random_at_the_rate_that_the_load_asks_for():
     assert min(gaps) >= 0
     assert statistics.mean(gaps) == pytest.approx(3, rel=0.05) == statistics.stdev(gaps)
     assert times == trace.arrivals(4000, 3.0, seed=0) != trace.arrivals(4000, 3.0, seed=1)
-
-
-# ---- the measure, counted by hand
 
 
 def test_waste_of_one_sequence():
@@ -110,9 +104,6 @@ def test_few_looks_see_what_all_see():
 def test_preempted_sequences_are_counted():
     run = memory.simulate([TraceRequest(4, 40)] * 6, [0.0] * 6, num_blocks=20, block_size=4)
     assert run.preemptions > 0
-
-
-# ---- contiguous memory
 
 
 def test_buddies_split_and_merge():
@@ -168,9 +159,6 @@ def test_one_block_a_sequence_is_contiguous_memory(gap):
     assert (chunks.held_slots, chunks.wasted) == (blocks.usage.held_slots, pytest.approx(blocks.usage.wasted))
 
 
-# ---- beams, by a real engine
-
-
 class Recount(memory.PagedUsage):
     """Counts what sequences hold from their own lists."""
 
@@ -222,9 +210,6 @@ def test_prompts_are_pieces_of_source(tmp_path):
         assert "".join(map(chr, piece)) in text
     with pytest.raises(JaxLLMError, match="none of 2 files of Python source has 2000 tokens"):
         memory_beams.source_prompts(tokenizer, [2000], 0, tmp_path)
-
-
-# ---- the command
 
 
 @pytest.fixture

@@ -183,9 +183,6 @@ def test_a_terminal_is_greeted_and_protected(llm, monkeypatch, tmp_path):
     assert (tmp_path / "jaxllm" / "chat_history").stat().st_mode & 0o777 == 0o600
 
 
-# ---- jaxllm COMMAND
-
-
 def test_commands_are_dispatched(monkeypatch):
     seen = []
     monkeypatch.setattr(chat, "main", lambda argv: seen.append(argv) or 7)

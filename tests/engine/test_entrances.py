@@ -67,9 +67,6 @@ def test_a_request_is_checked_once_in_a_thread_too(tiny, checks):
     assert checks["check"] == 1 and letters.encoded == {"ab": 1, " ab": 1}
 
 
-# ---- failure
-
-
 def test_donated_parameters_are_named_as_the_cause():
     tiny = Tiny()
     with make_llm(tiny.model, max_num_seqs=2, max_num_batched_tokens=8) as llm:
@@ -98,9 +95,6 @@ def test_many_requests_end_after_few_steps_if_all_fail(llm, monkeypatch):
     assert len(calls) < 10
     monkeypatch.undo()
     assert len(tokens(llm.generate(ids(PROMPT), greedy(3)))[0]) == 3
-
-
-# ---- outputs
 
 
 def test_who_waits_for_a_slot_was_queued(tiny):

@@ -47,9 +47,6 @@ def assert_logprobs(found, exact, token, count) -> None:
     assert [rank for rank, _ in top] == list(range(1, count + 1))
 
 
-# ---- log-probabilities
-
-
 @pytest.mark.parametrize("skips", [None, False, True])
 def test_prompt_logprobs_are_complete_when_the_prompt_is_cached(text_llm, skips):
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, skip_reading_prefix_cache=skips)
@@ -138,9 +135,6 @@ def assert_same(got, want) -> None:
             np.testing.assert_allclose(*values, atol=1e-3)
 
 
-# ---- bias, masks and penalties
-
-
 def test_penalties_hold_through_preemption_and_failure(text_llm, tiny, monkeypatch):
     prompts = prompts_of(range(9, 17))
     params = greedy(16, frequency_penalty=2.0, presence_penalty=1.0, repetition_penalty=1.5)
@@ -211,9 +205,6 @@ def test_refused_at_the_door(text_llm, params, message):
 def test_bad_words_need_a_tokenizer(llm):
     with pytest.raises(ValueError, match="bad_words need a tokenizer"):
         llm.generate(ids([1]), SamplingParams(bad_words=["x"]))
-
-
-# ---- what an output shows
 
 
 @pytest.mark.parametrize("streamed", [False, True])

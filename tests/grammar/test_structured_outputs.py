@@ -97,9 +97,6 @@ def check(llm, form, completion, eos_ids=(EOS,)) -> bool:
     return False
 
 
-# ---- the form
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_every_text_has_the_form(llm, form):
     params = [asking(form, **fields) for fields in WAYS.values()]
@@ -201,9 +198,6 @@ def test_beam_search_takes_a_form(llm):
     assert len(texts) == 2 and all(FORMS["choice"][1](text) for text in texts)
 
 
-# ---- beside others, and while something goes wrong
-
-
 def test_neighbours_are_as_alone_and_never_wait(llm):
     free = SamplingParams(seed=4, max_tokens=12, ignore_eos=True)
     alone = [llm.generate(ids(prompt), free)[0].outputs[0].token_ids for prompt in PROMPTS[:3]]
@@ -285,9 +279,6 @@ def _pair(name):
 def test_a_stream(llm):
     texts = [out.outputs[0].text for _, out in llm.stream(ids(PROMPTS[0]), asking("json"))]
     assert len(texts) > 5 and all(b.startswith(a.rstrip("\ufffd")) for a, b in zip(texts, texts[1:], strict=False))
-
-
-# ---- what is refused
 
 
 BAD = {
@@ -374,9 +365,6 @@ def test_who_has_no_fast_tokenizer_is_told(tiny, tokenizer):
     with make_llm(tiny.model, tokenizer=None if tokenizer is None else Letters()) as llm:
         with pytest.raises(ValueError, match="fast tokenizer"):
             llm.generate(ids([1, 2]), asking("choice"))
-
-
-# ---- the async engine
 
 
 def test_async_requests_share_an_engine(model):

@@ -63,9 +63,6 @@ def draw(kernel, logits, temperature, top_k=0, top_p=1.0, min_p=0.0, *, seed=0):
     return np.asarray(result.tokens), np.asarray(result.top)
 
 
-# ---- the best
-
-
 def check_best(kernel, scores, logits, k):
     scores, logits = scores.astype(np.float32), logits.astype(np.float32)
     tokens = np.random.default_rng(1).integers(0, VOCAB, size=(len(scores), 2)).astype(np.int32)
@@ -145,8 +142,6 @@ def test_normalizers_are_those_of_the_reference():
     exact = np.log(np.exp(NORMAL[5:].astype(np.float64)).sum(axis=1))
     np.testing.assert_allclose(want.normalizer[5:], exact, rtol=1e-6)
 
-
-# ---- draws
 
 FILTERS = {
     "temperature": [0, 1, 1, 1, 0.7, 2, 1, 5],
@@ -258,8 +253,6 @@ def test_the_kernel_s_logarithm_is_good_to_two_units_in_the_last_place():
     want = np.log(x.astype(np.float64))
     assert (np.abs(got - want) <= 2 * np.spacing(np.abs(want).astype(np.float32))).all()
 
-
-# ---- what is compiled
 
 CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, block_size=4, num_blocks=32)
 SORT = re.compile(r"\bsort\(")

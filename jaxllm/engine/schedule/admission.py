@@ -143,8 +143,6 @@ class Admission:
                 plan.add_decode(sequence)
         return True
 
-    # ---- chunks
-
     def _add_chunk(self, plan: Plan, sequence: Sequence, max_tokens: int) -> None:
         """Adds a row for the next of the sequence's known tokens, as many as it may have of the step."""
         room = max_tokens - plan.num_tokens
@@ -174,8 +172,6 @@ class Admission:
     def _look_for_forks(self, plan: Plan, sequence: Sequence, max_tokens: int) -> None:
         if sequence.num_computed >= sequence.fork_len:
             self._reach_fork(plan, sequence, max_tokens)
-
-    # ---- forks
 
     def _reach_fork(self, plan: Plan, parent: Sequence, max_tokens: int) -> None:
         """The parent's row computes the last token that its forks share. Forks without tokens of their own sample from

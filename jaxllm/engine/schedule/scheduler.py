@@ -56,8 +56,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(len(self.running_set) or self.waiting)
 
-    # ---- events of the layer above
-
     def add(self, group: SequenceGroup) -> None:
         """Queues a request's sequences. They must fit the pool alone: the engine has refused them otherwise."""
         self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
@@ -83,8 +81,6 @@ class Scheduler:
         self.num_unfinished_full -= sequence.needs_full_sampler
         self.num_unfinished_masked -= sequence.needs_mask
         sequence.status, sequence.finish_reason, sequence.stop_reason = Status.FINISHED, reason, stop_reason
-
-    # ---- schedule
 
     def schedule(self, max_tokens: int) -> Plan | None:
         """Plans a step of at most `max_tokens` tokens, decodes first. None if nothing can run now.
@@ -183,8 +179,6 @@ class Scheduler:
         sequence.shares_tail = False
         return True
 
-    # ---- commit
-
     def commit(
         self,
         plan: Plan,
@@ -253,8 +247,6 @@ class Scheduler:
             self.finish(sequence, "error" if sequence.error else "stop")
         elif sequence.num_tokens >= sequence.max_total_len:
             self.finish(sequence, "length")
-
-    # ---- failure
 
     def restart(
         self, unfinished: Iterable[Sequence], failed: Iterable[Sequence] = (), cause: str = ""

@@ -87,8 +87,6 @@ class ProcessClient:
         if self._writer is not None and self._dead is None:
             self._writer.write(wire.frame(message))
 
-    # ---- requests
-
     async def generate(
         self, token_ids: list[int], params: SamplingParams, *, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
@@ -118,8 +116,6 @@ class ProcessClient:
     def health(self) -> Health:
         missed_s = self._silence.silent_s if self._silence.silent_s > _LATE_S else 0.0
         return Health(self._dead is None, max(missed_s, self._beat.silent_s), self._beat.patience_s)
-
-    # ---- what comes back
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         reason: Exception = EngineDeadError("the engine's process ended")

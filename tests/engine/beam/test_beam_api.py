@@ -19,8 +19,6 @@ from tests.test_sampling_params import as_users_have_it, plain
 
 SamplingParams, BeamSearchParams = plain.SamplingParams, plain.BeamSearchParams
 
-# ---- parameters
-
 
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -142,9 +140,6 @@ def test_bad_beam_search_params(fields, message):
     assert message in str(error.value)
 
 
-# ---- `LLM.beam_search`
-
-
 class Found(LLM):
     """Has completed every prompt already."""
 
@@ -231,9 +226,6 @@ def test_beams_that_can_not_run_are_refused_at_the_door(llm):
     with pytest.raises(ValueError, match="beam_width=9 is more than the 8 sequences that may run at once"):
         llm.beam_search([[1, 2], [3]], CheckedBeamSearchParams(9, 4))
     assert not llm.engine.has_work()
-
-
-# ---- the command
 
 
 @pytest.fixture

@@ -114,9 +114,6 @@ def test_new_parameters_while_beams_run(llm, num_steps):
     assert again.num_cached_tokens == 0 and seen(again) == seen(want)
 
 
-# ---- what goes wrong
-
-
 SEARCHES = [beams(4, 9), beams(3, 9, repetition_penalty=1.3, stop_token_ids=OFTEN), beams(1, 9, logprobs=1), greedy(9)]
 
 
@@ -177,9 +174,6 @@ def test_a_tokenizer_that_breaks_on_the_prompt_refuses_the_request(llm, monkeypa
     with pytest.raises(ValueError, match="fails on the prompt: broken decoder"):
         llm.generate(ids(PROMPTS[1]), beams(3, 6, stop="no such text"))
     assert not llm.engine.has_work()
-
-
-# ---- on several devices
 
 
 @pytest.mark.parametrize("mesh", ["tensor=2", "tensor=4"])

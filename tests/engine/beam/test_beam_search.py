@@ -39,9 +39,6 @@ def text_of(tokens) -> str:
     return Letters().decode(tokens)
 
 
-# ---- what is found
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -129,9 +126,6 @@ def test_what_has_finished_counts_when_no_token_is_left(letters):
     (out,) = letters.generate(ids(PROMPTS[1]), params)
     assert out.error is None
     assert [(c.token_ids, c.finish_reason, c.stop_reason) for c in out.outputs] == [([7], "stop", 7)]
-
-
-# ---- text, log-probabilities, streams
 
 
 def test_stop_strings_cut_the_text(letters, tiny):

@@ -13,7 +13,6 @@ from jaxllm.engine.beam.search import LENGTH, BeamSearch, Candidates, Continuati
 from jaxllm.engine.device.candidates import candidate_rows
 from tests.hf_models import config
 
-# ---- transformers
 
 VOCAB, MAX_WIDTH = 24, 6
 make_rows = jax.jit(candidate_rows)
@@ -98,9 +97,6 @@ def test_equals_transformers(model, eos, early_stopping):
         assert_same(got, theirs(model, prompt, **options))
         num_early += sum(len(tokens) < options["max_new_tokens"] for tokens, _ in got)
     assert (num_early > 50) == bool(eos)
-
-
-# ---- rules
 
 
 def make_search(width=2, **changes):

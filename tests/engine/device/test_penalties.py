@@ -192,9 +192,6 @@ def test_long_lists_take_several_parts():
     assert not extras.bias[1].any() and not extras.in_prompt[1].any()
 
 
-# ---- by distribution
-
-
 @pytest.mark.parametrize(
     "params",
     [
@@ -229,9 +226,6 @@ def test_draws_follow_the_altered_distribution(params):
 def draw_at(position, *, logits, length, table, extras):
     """The token at a position, which is part of the draw's key."""
     return sample_full(logits, jnp.zeros(1, jnp.int32), length + position, table, extras)[0][0]
-
-
-# ---- log-probabilities
 
 
 def test_logprobs_are_the_true_top_of_the_unaltered_distribution():

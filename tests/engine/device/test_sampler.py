@@ -72,9 +72,6 @@ def draw(sampler, logits, table_rows, *, slots=None, lengths=None):
     return np.asarray(sampler(jnp.asarray(logits, jnp.float32), *ints, make_table(table_rows))).tolist()
 
 
-# ---- filters
-
-
 def kept_by(logits, top_k, top_p, min_p):
     """Which tokens of a row the filters keep, one filter after the other."""
     weights = np.exp(logits - logits.max())
@@ -127,9 +124,6 @@ def test_threshold_keeps_what_the_filters_say(rows):
         possible = np.isfinite(x)
         assert not (fewest & ~result[i] & possible).any(), "a token is lost"
         assert not (result[i] & ~most & possible).any(), "a token too many"
-
-
-# ---- draws
 
 
 @both
@@ -233,9 +227,6 @@ def assert_follows(logits, tokens, temperature, *, top_k=0, top_p=1.0, min_p=0.0
     assert counts[expected == 0].sum() == 0
     assert likely.sum() > 1 and abs(counts[~likely].sum() - expected[~likely].sum()) < 15
     assert ((counts - expected)[likely] ** 2 / expected[likely]).sum() < 40
-
-
-# ---- masks and rows that are not finite
 
 
 def test_min_tokens_masks_only_its_own_stop_ids_and_only_before():

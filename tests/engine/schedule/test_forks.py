@@ -138,9 +138,6 @@ def test_abort_at_any_time(llm, tiny, num_steps):
     tiny.assert_greedy(FULL, done["other"].outputs[0].token_ids)
 
 
-# ---- best_of
-
-
 @pytest.mark.parametrize(("n", "best_of"), [(1, 4), (2, 8), (3, 12), (4, 4)])
 def test_the_best_are_returned(llm, tiny, n, best_of):
     params = samples(n, 6, best_of=best_of)

@@ -147,9 +147,6 @@ def test_both_ways_at_once(small, llm, monkeypatch):
     assert_same(llm, workload, done)
 
 
-# ---- who leaves
-
-
 def test_the_last_by_priority_and_arrival_leaves(small, llm):
     prefer(small, "swap")
     workload = [greedy(18)] * 4
@@ -220,9 +217,6 @@ def test_shared_blocks_are_swapped_once(small):
     assert len(done) == 3 and done["group"].error is None
 
 
-# ---- host memory
-
-
 @pytest.mark.parametrize("max_host_blocks", [0, 1, 6])
 def test_no_room_in_host_memory(small, llm, max_host_blocks):
     prefer(small, "swap")
@@ -273,9 +267,6 @@ def test_abort_of_the_last_that_is_swapped_out(small):
     run(small)
 
 
-# ---- what goes wrong meanwhile
-
-
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("name", ["greedy", "samples", "beams", "everything"])
 def test_a_failed_step_while_something_is_swapped_out(small, llm, monkeypatch, name, after):
@@ -306,9 +297,6 @@ def test_new_parameters_while_something_is_swapped_out(small, llm):
     assert_same(llm, WORKLOADS["greedy"], done)
 
 
-# ---- what is chosen
-
-
 @pytest.mark.parametrize(("bytes_per_s", "swaps"), [(1e15, True), (1e-3, False)])
 def test_auto_takes_what_costs_less(small, llm, bytes_per_s, swaps):
     prefer(small, "auto")
@@ -335,9 +323,6 @@ def test_auto_measures_once(small, llm):
     add(small, WORKLOADS["greedy"])
     run(small)
     assert costs.copy_bytes_per_s == measured
-
-
-# ---- bursts
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -304,9 +304,6 @@ def test_no_orphans():
     assert not running
 
 
-# ---- frames
-
-
 @pytest.mark.parametrize(
     "given",
     [

@@ -27,9 +27,6 @@ def refused(answer, status, type="invalid_request_error", code=None, param=None)
     return error["message"]
 
 
-# ---- 400: what is not a request
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -152,9 +149,6 @@ def test_what_is_not_supported_is_not_ignored(web, field, value):
     assert web.complete(response_format={"type": "text"}).status == 200
 
 
-# ---- 400: what this model can't take
-
-
 @pytest.mark.parametrize("prompt", ["x" * 300, [7] * 300, [[7] * 256]])
 def test_a_prompt_that_is_too_long(web, prompt):
     message = refused(web.complete(prompt=prompt), 400, code="context_length_exceeded", param="prompt")
@@ -200,9 +194,6 @@ def test_what_the_engine_refuses(web):
     web.client.says = {"Q": ValueError("it has no place for this")}
     refused(web.complete(prompt="Q"), 400, code="invalid_value")
     web.client.says = {}
-
-
-# ---- 404, 405, 408, 413, 415, 431
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/completions/", "/v1/../v1/models", "//v1/models"])
@@ -303,9 +294,6 @@ def test_connections_have_a_limit():
             connection.close()
         web.wait(lambda: not len(web.client.running))
         assert web.send("GET", "/health").status == 200
-
-
-# ---- 500, 503, 504
 
 
 def retryable(answer, code):

@@ -131,8 +131,6 @@ def test_series_do_not_grow_with_what_clients_send():
         assert count(web) == before
 
 
-# ---- spans
-
 otel = pytest.importorskip("opentelemetry.sdk.trace", reason="the extra otel is not installed")
 
 
@@ -222,9 +220,6 @@ def test_without_the_extra_the_remedy_is_told():
 def test_nothing_of_it_is_imported_when_it_is_off():
     code = "import sys, jaxllm.server.http.app; print(any(name.startswith('opentelemetry') for name in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
-
-
-# ---- where the numbers come from
 
 
 def test_the_engine_counts_steps_and_times_the_queue(llm):

@@ -141,9 +141,6 @@ def test_templates_that_refuse():
         assert web.chat().status == 400 and web.complete().status == 200
 
 
-# ---- tools and thoughts
-
-
 def test_a_tool_call(tools):
     choice = tools.chat(tools=[WEATHER]).json["choices"][0]
     assert '"weather"' in seen(tools)
@@ -216,9 +213,6 @@ def test_thoughts(stream):
         assert "".join(m.get("content", "") for m in messages) == "Yes."
         if not stream:
             assert answer.json["usage"]["completion_tokens_details"]["reasoning_tokens"] >= 0
-
-
-# ---- /v1/responses
 
 
 def respond(web, **fields):

@@ -36,9 +36,6 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCH
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=16, block_size=4, num_blocks=256, max_model_len=512)
 
 
-# ---- what the engine is asked for
-
-
 @pytest.fixture(scope="module")
 def web():
     with running() as web:
@@ -145,9 +142,6 @@ def test_hostile_schemas(web):
     assert web.complete(guided_regex="a").status == 200
 
 
-# ---- grammars for calls and thoughts, on texts
-
-
 def follows(web, text) -> bool:
     """Whether the grammar that the engine was asked for takes the text to its end."""
     tokenizer = Tokenizer(backend(), eos_token="</s>")
@@ -216,9 +210,6 @@ def test_bad_tools_are_refused():
         answer = ask(tools=[bad], tool_choice="required")
         assert answer.status == 400 and answer.error["param"] == "tools"
         assert ask(tools=[bad]).status == 200, "nobody looks at a schema that is only shown to the model"
-
-
-# ---- with a real engine
 
 
 @pytest.fixture(scope="module")

@@ -177,8 +177,6 @@ def test_models(ask, web):
     assert ask(web.url, lambda client: client.models.retrieve("org/alias")).id == "org/alias"
 
 
-# ---- what goes wrong
-
 ERRORS = [
     ("BadRequestError", 400, dict(temperature=3), "invalid_value", "temperature"),
     ("BadRequestError", 400, dict(prompt="x" * 300), "context_length_exceeded", "prompt"),
