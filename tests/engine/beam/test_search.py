@@ -13,7 +13,6 @@ from jaxllm.engine.beam.search import LENGTH, BeamSearch, Candidates, Continuati
 from jaxllm.engine.device.candidates import candidate_rows
 from tests.hf_models import config
 
-
 VOCAB, MAX_WIDTH = 24, 6
 make_rows = jax.jit(candidate_rows)
 
