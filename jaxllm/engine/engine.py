@@ -189,9 +189,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - raised on the device; the step after it has no state either
                 failed = done.plan, error
             else:
-                if result.tokens:
-                    self.failure, self._num_failed_steps = None, 0
-                updated += self.scheduler.commit(done.plan, result.tokens, *self._read(done.plan, result))
+                updated += self._commit(done.plan, result)
         if unsampled is not None and failed is None:
             try:
                 updated += self._sample(*unsampled)
@@ -202,14 +200,12 @@ class Engine:
         return self.requests.updates(updated)
 
     def _schedule(self) -> Plan | None:
-        """Plans a step for the executables that are there."""
-        scheduler = self.scheduler
-        plan = scheduler.schedule(self.runner.max_tokens(*self._needs()))
+        plan = self.scheduler.schedule(self.runner.max_tokens(*self._needs()))
         if plan is not None:
             self._steps.count(plan.num_tokens)
             for sequence, _ in plan.admitted:
                 sequence.request.scheduled()
-            self._peak_blocks = max(self._peak_blocks, scheduler.pool.num_used)
+            self._peak_blocks = max(self._peak_blocks, self.scheduler.pool.num_used)
         return plan
 
     def _sample(self, forward: Forward, rows: GrammarRows) -> list[Sequence]:
@@ -217,10 +213,15 @@ class Engine:
         if not rows:
             self._in_flight = self.runner.dispatch_sample(forward)
             return []
-        masks = self.runner.empty_masks(forward.plan)
+        masks = self.runner.empty_masks(forward)
         blocked = rows.fill(self.intake.grammars, masks)
         self._in_flight = self.runner.dispatch_sample(forward, masks)
         return [self._end_blocked(sequence) for sequence in blocked]
+
+    def _commit(self, plan: Plan, result: Result) -> list[Sequence]:
+        if result.tokens:
+            self.failure, self._num_failed_steps = None, 0
+        return self.scheduler.commit(plan, result.tokens, *self._read(plan, result))
 
     def _end_blocked(self, sequence: Sequence) -> Sequence:
         """Ends a request whose grammar allows no token; returns it, or who stands for it."""

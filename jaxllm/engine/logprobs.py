@@ -14,7 +14,7 @@ LEAST = -9999.0  # in place of minus infinity, which JSON can't say
 
 
 class PackedLogprobs(NamedTuple):
-    """What is packed of a row until someone asks."""
+    """The log-probabilities at one token's position, as arrays until someone reads them."""
 
     rank: int
     ids: np.ndarray  # int32: the most likely tokens, then those that the request watches
@@ -22,7 +22,8 @@ class PackedLogprobs(NamedTuple):
 
 
 def pack_logprobs(row: np.ndarray, num_top: int, logprob_ids: Sequence[int] = ()) -> PackedLogprobs:
-    """Of a row the `num_top` most likely tokens, and the `logprob_ids` ones if it has their log-probabilities."""
+    """Those of a device's row, int32 `[width]`: the token's own, the `num_top` most likely ones, and those of
+    `logprob_ids`, for which the row must be `WIDTH_WITH_IDS` wide."""
     top = 2 + MAX_LOGPROBS
     ids = np.concatenate([row[2 : 2 + num_top], np.array(logprob_ids, np.int32)])
     parts = row[:1], row[top : top + num_top], row[WIDTH : WIDTH + len(logprob_ids)]

@@ -89,7 +89,7 @@ def test_many_requests_end_after_few_steps_if_all_fail(llm, monkeypatch):
         calls.append(1)
         raise jax.errors.JaxRuntimeError("INTERNAL: the device fell off\nand more that nobody reads")
 
-    monkeypatch.setattr(llm.engine.runner, "dispatch", failing)
+    monkeypatch.setattr(llm.engine.runner, "dispatch_forward", failing)
     with pytest.raises(EngineError, match="INTERNAL: the device fell off$"):
         llm.generate(ids(*prompts_of([3] * 50)), greedy(3))
     assert len(calls) < 10

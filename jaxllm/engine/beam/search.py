@@ -18,7 +18,7 @@ class Candidates(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """A live beam, longer by a token."""
+    """A beam that lives on, extended by one token."""
 
     beam: int  # its index among the live beams before
     token: int
@@ -37,9 +37,9 @@ class Finished(NamedTuple):
 
 
 class BeamSearch:
-    """The `width` best ways on from one prompt, as transformers' beam search (without sampling) finds them.
+    """The `width` best continuations of one prompt, as transformers' beam search (without sampling) finds them.
 
-    It sees indices and scores: the caller has the tokens, and extends the beams as `advance` says. With
+    It knows indices and scores; the caller owns the tokens, and extends the beams as `advance` says. With
     `early_stopping` True the search is over when `width` beams are finished. Otherwise also the best live beam must
     have no better normalized score than the worst of them; "never", with a `length_penalty` above 0, takes the live
     beam's score as if it already had all its tokens, the best that it can come to. `scores` and `finished` are
@@ -57,7 +57,7 @@ class BeamSearch:
     ):
         self.width, self.length_penalty, self.early_stopping = width, length_penalty, early_stopping
         self.max_new_tokens = max_new_tokens
-        self.num_candidates = max(2, 1 + num_stop_ids) * width  # looked at in a step: enough, if all stop ids are there
+        self.num_candidates = max(2, 1 + num_stop_ids) * width  # a step considers: enough with all stop ids among them
         self.num_tokens = 0  # generated so far by each live beam
         self.scores = [0.0]  # cumulative, of the live beams, best first
         self.finished: list[Finished] = []  # best first, at most `width`

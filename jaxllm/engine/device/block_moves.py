@@ -1,7 +1,7 @@
 """Moves of whole blocks before a step: to host memory, back from it, and from block to block (copy-on-write).
 
-All that is known of a pool's layout is that axis 0 is the block. Padding ids lie past the pool, each elsewhere: a
-scatter drops them, a gather clips them.
+Of a pool's layout only this is known: axis 0 is the block. Padding ids lie past the pool, no two alike: a scatter drops
+them, a gather clips them.
 """
 
 import math
@@ -33,8 +33,8 @@ Lowered = jax.stages.Lowered
 
 
 def copy_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """How many blocks one `copy` may move: 4 and its powers, up to one for each sequence, for a plan's copies go
-    together."""
+    """How many blocks one `copy` may move: powers of 4, up to one block for each sequence, because a plan's copies run
+    as one."""
     sizes = [4]
     while sizes[-1] < max_num_seqs:
         sizes.append(min(4 * sizes[-1], max_num_seqs))
@@ -42,8 +42,8 @@ def copy_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def copy_blocks(kv_pools: KVPools, packed: Int[Array, "2 n"], platform: str | None = None) -> KVPools:
-    """The pools with the blocks `packed[0]` as they were also at `packed[1]`, which has none twice. `platform` is that
-    of their device, if it is one."""
+    """Copies the blocks `packed[0]`, as they are before the call, to `packed[1]`, which names no block twice.
+    `platform` is that of the pools' device, None if they lie on several."""
     copied = []
     for pool in kv_pools:
         pool = block_ops.copy_blocks(pool, packed, platform=platform)
@@ -112,7 +112,7 @@ class _SwapChunk:
 
 
 class BlockMoves:
-    """Does what plans say of blocks, and keeps what they swapped out in host memory."""
+    """Carries out the block moves of plans, and keeps swapped-out blocks in host memory."""
 
     def __init__(self, compile_plan: CompilePlan, num_blocks: int, max_num_seqs: int):
         self.num_blocks = num_blocks
@@ -144,8 +144,8 @@ class BlockMoves:
         return kv_pools
 
     def settle(self) -> None:
-        """To be called once a step, when it is over: takes to the host what was swapped out before the last call.
-        That was before the step, so nothing is awaited but the end of a copy that had a step's time."""
+        """Moves to the host what was swapped out before the previous call. Called once a step, after it is collected:
+        each transfer has had a whole step's time, so the wait is short."""
         for _ in range(self._num_before):
             self._staged.popleft().settle()
         self._num_before = len(self._staged)
@@ -182,7 +182,7 @@ class BlockMoves:
                 self._num_before = max(0, self._num_before - 1)
 
     def _swap_in(self, kv_pools: KVPools, swaps: Sequence[Swap]) -> KVPools:
-        """Passes the chunks on as they are, also those that never reached the host."""
+        """Writes the chunks from where they are: from the device, if they have not reached the host yet."""
         staged_bytes = 0
         for swap in swaps:
             chunks = self._kept.pop(swap.key)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class PromptLogprobSpan(NamedTuple):
-    """Prompt tokens `start` to `stop` of a sequence, to be scored."""
+    """Prompt tokens `start` to `stop` of a sequence, whose log-probabilities are wanted."""
 
     sequence: Sequence
     epoch: int  # of the sequence
@@ -57,17 +57,15 @@ class Handle(NamedTuple):
     result: Array | None  # int32 [seqs]: the sampled tokens; or [seqs, width]: with their log-probabilities
     candidates: Array | None  # int32 [seqs, width] if there are beams
     spans: list[PromptLogprobSpan]
-    prompt_logprobs: list[
-        Array
-    ]  # int32 [rows, width]: log-probabilities of the spans' tokens, one span after the other
+    prompt_logprobs: list[Array]  # int32 [rows, width] of the spans' tokens, one span after the other
 
 
 class Result(NamedTuple):
     """A step that is over."""
 
     tokens: list[int]  # of each sample, then padding
-    logprobs: np.ndarray | None  # int32 [seqs, width] if the sampler was the full one; see logprobs.py
-    candidates: np.ndarray | None  # int32 [seqs, width] if there are beams; see candidates.py
+    logprobs: np.ndarray | None  # int32 [seqs, width] of the full sampler; see engine/logprobs.py
+    candidates: np.ndarray | None  # int32 [seqs, width] if there are beams; see beam/candidates.py
     prompt_logprobs: list[tuple[PromptLogprobSpan, np.ndarray]]  # int32 [count, width] of each span
 
 
@@ -164,9 +162,10 @@ class Runner:
         self._moves.clear()
         self._state = self.compile_plan["init"]()
 
-    def empty_masks(self, plan: Plan) -> np.ndarray:
-        """int32 [seqs, words] for the masks of the plan's samples, one bit a token; they allow everything so far."""
-        return np.full((self._layout(plan).seqs, self._mask_words), -1, np.int32)
+    def empty_masks(self, forward: Forward) -> np.ndarray:
+        """A fresh int32 [seqs, words] for the masks of the step's samples, one bit a token; they allow everything so
+        far."""
+        return np.full((len(forward.logits), self._mask_words), -1, np.int32)
 
     def _layout(self, plan: Plan) -> StepLayout:
         return self._layouts[pick_bucket(self._buckets, max(plan.num_tokens, plan.num_samples))]
@@ -253,7 +252,8 @@ class Runner:
         return self.costs.copy_bytes_per_s is not None
 
     def _prompt_logprobs(self, spans: list[PromptLogprobSpan]) -> list[Array]:
-        """Scores the spans' tokens from the hidden states of the step just dispatched, some at a time."""
+        """Computes the spans' log-probabilities from the hidden states of the step just dispatched, `max_num_seqs`
+        tokens at a time."""
         self.compile_plan.wait(["prompt_logprobs"])
         run, size = self.compile_plan["prompt_logprobs"], self.config.max_num_seqs
         after = np.concatenate([np.arange(span.at, span.at + span.stop - span.start) for span in spans])

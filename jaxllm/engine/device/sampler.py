@@ -49,7 +49,7 @@ def sample_full(
     have no token at all gives `NO_TOKEN`.
 
     `allowed` are the logits after the masks of grammars (None: there are none), from which the tokens are drawn.
-    What alters the logits of others alters the log-probabilities of beams, which are not normalised again.
+    Bias and penalties alter the log-probabilities of beams, not their logits; these are not normalised again.
     """
     row, length = _of_slots(table, slots), lengths.at[slots].get(mode="clip")
     is_beam = row.is_beam > 0

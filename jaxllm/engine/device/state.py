@@ -39,7 +39,7 @@ class SamplingTable(NamedTuple):
 
 
 class PenaltyState(NamedTuple):
-    """What the full sampler alone knows of a slot; written by `install_penalties` for the requests that need it."""
+    """What only the full sampler reads of a slot: `install_penalties` writes the rows of sequences that need one."""
 
     bias: Float[Array, "slots vocab"]  # added to the logits; minus infinity forbids a token
     output_counts: Int[Array, "slots vocab"]  # how often the output has each token
