@@ -186,7 +186,7 @@ def test_a_module_and_a_tokenizer_as_objects(make, module, tmp_path):
 def test_a_tokenizer_that_is_a_directory_or_missing(chat_llm, model_dir, monkeypatch):
     monkeypatch.setattr(chat_llm, "_user_tokenizer", str(model_dir))
     assert isinstance(chat_llm.get_tokenizer(), Tokenizer)
-    monkeypatch.setattr(chat_llm.engine, "tokenizer", None)
+    monkeypatch.setattr(chat_llm.engine.intake, "tokenizer", None)
     with pytest.raises(ValueError, match="a conversation needs a tokenizer"):
         chat_llm.chat(TURNS)
 

@@ -206,7 +206,7 @@ def test_sampling_params_are_not_for_beam_search():
 
 def test_beams_of_the_engine(llm, tiny, monkeypatch):
     """Prompts of two kinds; what each sequence says fits together."""
-    monkeypatch.setattr(llm.engine, "tokenizer", wrap(Letters()))
+    monkeypatch.setattr(llm.engine.intake, "tokenizer", wrap(Letters()))
     prompts = ["Why?", {"prompt_token_ids": [5, 6, 7, 8, 9]}]
     params = CheckedBeamSearchParams(3, 7, length_penalty=2.0, allowed_token_ids=list(range(2, 90)))
     for prompt, out in zip([[55, 72, 89, 31], [5, 6, 7, 8, 9]], llm.beam_search(prompts, params), strict=True):

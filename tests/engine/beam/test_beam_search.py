@@ -31,7 +31,7 @@ def seen(out) -> list[tuple]:
 @pytest.fixture
 def letters(llm, monkeypatch):
     """The shared engine with a tokenizer, of single characters."""
-    monkeypatch.setattr(llm.engine, "tokenizer", wrap(Letters()))
+    monkeypatch.setattr(llm.engine.intake, "tokenizer", wrap(Letters()))
     return llm
 
 
