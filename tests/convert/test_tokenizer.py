@@ -156,7 +156,7 @@ def test_a_damaged_sentencepiece_model(tmp_path):
         ({"tokenizer_class": "MyTokenizer"}, {}, "tokenizer_class='MyTokenizer' is not a combination.*GPT2Tokenizer"),
         ({"tokenizer_class": "LlamaTokenizerFast"}, {}, "vocab.json and merges.txt with tokenizer_class='Llama"),
         ({"add_prefix_space": True}, {}, "add_prefix_space=True is not supported"),
-        ({"bos_token": 3}, {}, "bos_token has 3, which is no token's text"),
+        ({"bos_token": 3}, {}, "bos_token has 3, which is not a token's text"),
         ({"additional_special_tokens": "x"}, {}, "additional_special_tokens='x' must be a list"),
         ({"added_tokens_decoder": [1]}, {}, "added_tokens_decoder must map ids to tokens"),
         ({"added_tokens_decoder": {"x": {"content": "y"}}}, {}, "the id 'x' of 'y' is not a number"),

@@ -121,13 +121,13 @@ class BlockMovesMachine(RuleBasedStateMachine):
     @rule(
         out_sizes=st.lists(st.integers(0, 24), max_size=2),
         num_in=st.integers(0, 2),
-        num_released_copies=st.integers(0, 1),
+        num_released=st.integers(0, 1),
         num_copies=st.integers(0, MAX_SEQS),
         num_written=st.integers(0, 6),
         settles=st.booleans(),
         looks=st.booleans(),
     )
-    def round(self, out_sizes, num_in, num_forgotten, num_copies, num_written, settles, looks):
+    def round(self, out_sizes, num_in, num_released, num_copies, num_written, settles, looks):
         """Any moves that a plan may ask for, and a step; what was swapped out is the first to be written again."""
         world, rng = self.world, self.world.rng
         keys = rng.permutation(list(world.kept)).astype(int).tolist()
@@ -146,8 +146,8 @@ class BlockMovesMachine(RuleBasedStateMachine):
                 swap_ins.append(Swap(key, blocks))
         sources = rng.choice([block for block in range(NUM_BLOCKS) if block not in returned], num_copies).tolist()
         copies = [Copy(source, target) for source, target in zip(sources, free, strict=False)]
-        forgotten = keys[num_in : num_in + num_forgotten]
-        world.run(swap_outs=swap_outs, swap_ins=swap_ins, copies=copies, released_copies=forgotten)
+        released = keys[num_in : num_in + num_released]
+        world.run(swap_outs=swap_outs, swap_ins=swap_ins, copies=copies, released_copies=released)
         world.step(freed[:num_written] + world.blocks(num_written // 2))
         if settles:
             world.moves.settle()
