@@ -224,7 +224,7 @@ def test_preemption(llm, way):
     llm.engine.set_preemption(way)
     before = llm.stats()
     shapes = [dict(n=2), dict(beam_width=3, n=3), {}, dict(best_of=3)] * 2
-    wanted = StructuredOutputs(regex=r"[a-z]{30}(\d|\d\d)")
+    wanted = StructuredOutputs(regex=r"[a-z]{38}(\d|\d\d)")
     outputs = llm.generate(ids(*PROMPTS), [asking(wanted, **fields) for fields in shapes])
     for out in outputs:
         assert all(re.fullmatch(wanted.regex, completion.text) for completion in out.outputs), out.error

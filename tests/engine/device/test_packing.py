@@ -1,5 +1,7 @@
 """What the host packs, the device unpacks; and no shape but those of the ladder exists."""
 
+from array import array
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,7 @@ def make_plan(decodes=(), chunks=(), new_blocks=(), forks=()):
     chunks = [Chunk(request, start, stop, stop == request.num_tokens) for request, start, stop in chunks]
     plan = Plan(
         decodes=list(decodes),
+        decode_slots=array("i", [request.slot for request in decodes]),
         chunks=chunks,
         new_blocks=list(new_blocks),
         forks=list(forks),
