@@ -247,7 +247,7 @@ def test_a_failed_step(llm, monkeypatch, when, after):
 
 
 def test_an_abort(llm):
-    llm.engine.add(PROMPTS[0], asking("json object"), request_id="a")
+    llm.engine.add(PROMPTS[0], asking(StructuredOutputs(regex="[a-z]{30}")), request_id="a")
     llm.engine.add(PROMPTS[1], asking("choice"), request_id="b")
     for _ in range(3):
         llm.engine.step()

@@ -49,7 +49,6 @@ def install(requests, extras=None):
         rng, empty = np.random.default_rng(1), empty_penalties(SLOTS, VOCAB)
         extras = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 9, x.shape), x.dtype), empty)
     for request in requests:
-        request.num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         for packed in EXTRAS.pack(request) if request.needs_penalties else []:
             extras = put(extras, packed)
     slots, table = admit(*empty_slots(SLOTS, 1), ADMIT.pack([(request, 0) for request in requests]))
