@@ -37,6 +37,11 @@ class _OnDemand:
         instance.__dict__[self._name] = value
 
 
+def _on_demand() -> Any:
+    """An `_OnDemand`, for a field of any type."""
+    return _OnDemand()
+
+
 def assemble(kind: type[Any], fields: dict[str, Any]) -> Any:
     """An instance of one of the classes below, of all its fields: what the constructor makes, in half the time."""
     instance = object.__new__(kind)
@@ -44,9 +49,9 @@ def assemble(kind: type[Any], fields: dict[str, Any]) -> Any:
     return instance
 
 
-def _values(instance: Any) -> dict[str, Any]:
+def _values(self: Any) -> dict[str, Any]:
     """What a pickle holds: values, and no functions."""
-    return {one.name: getattr(instance, one.name) for one in fields(instance)}
+    return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 @dataclass(kw_only=True)
@@ -61,7 +66,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None  # nats, of all tokens so far
-    logprobs: Logprobs | None = _OnDemand()  # one per token; built on first access
+    logprobs: Logprobs | None = _on_demand()  # one per token; built on first access
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for end of sequence
 
@@ -80,9 +85,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: Logprobs | None = (
-        _OnDemand()
-    )  # one per prompt token, None for the first; set once all are computed
+    prompt_logprobs: Logprobs | None = _on_demand()  # one per prompt token, None for the first; set once all are there
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # the cause, if a completion has finish_reason "error"

@@ -13,7 +13,7 @@ from benchmarks.on_gpu.checks import Checks, compile_all
 from benchmarks.on_gpu.child import Recorder
 from jaxllm.pallas_kernels.paged_attention import api, ragged_paged_attention
 
-_8B = dict(heads=8, kv_heads=2, head_dim=128, block_size=32, dtype="bfloat16")  # a quarter of its heads
+_8B: dict[str, Any] = dict(heads=8, kv_heads=2, head_dim=128, block_size=32, dtype="bfloat16")  # a quarter of its heads
 CASES = {
     "decode 1": Case(1, 1, 32, 8, 128, 32, "bfloat16", blocks_per_seq=24),
     "decode 8": Case(8, 8, 32, 8, 128, 32, "bfloat16", blocks_per_seq=16),

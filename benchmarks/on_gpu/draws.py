@@ -39,7 +39,7 @@ class Columns(NamedTuple):
 
 def columns_of(filters: Mapping[str, Sequence[float]], rows: int) -> Columns:
     """One of `FILTERS` for so many rows."""
-    dtypes = Columns(*map(np.dtype, ("float32", "int32", "float32", "float32")))
+    dtypes = ("float32", "int32", "float32", "float32")
     values = [np.resize(np.asarray(filters[name], np.float64), rows) for name in Columns._fields]
     return Columns(*(column.astype(dtype) for column, dtype in zip(values, dtypes, strict=True)))
 

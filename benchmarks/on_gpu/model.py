@@ -98,7 +98,7 @@ def generate(
     params = SamplingParams(
         temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False, logprobs=NUM_TOP if full else None
     )
-    sizes = {"max_num_seqs": len(prompts), "max_num_batched_tokens": tokens[-1], "num_blocks": 256}
+    sizes: dict[str, Any] = {"max_num_seqs": len(prompts), "max_num_batched_tokens": tokens[-1], "num_blocks": 256}
     with (
         few_executables(tokens, full_sampler=full),
         LLM(model, mesh=mesh, max_model_len=max(map(len, prompts)) + output_len, **sizes) as llm,
@@ -148,6 +148,7 @@ def judge(oracle: Oracle, output: RequestOutput) -> dict[str, Any]:
         top = logits.max(axis=1)
         normalizers = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
         for row, normalizer, entries in zip(logits, normalizers, completion.logprobs, strict=True):
+            assert entries is not None  # of tokens that were drawn
             off += [abs(entry.logprob - (row[token] - normalizer)) for token, entry in entries.items()]
     return {
         "tokens": len(tokens),

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 HOST_GAP_NS = 10_000  # a pause of the device longer than this is the host's; between two kernels of a graph it is 1 µs
+ProfileData = Any  # jax.profiler's, which pyright can't read
 _DRIVER_CALL = re.compile(r"cu[A-Z]\w+")
 
 
@@ -24,7 +25,7 @@ class Busy:
     kernels: int  # and copies
 
 
-def profile(run: Callable[[], Any]) -> jax.profiler.ProfileData:
+def profile(run: Callable[[], Any]) -> ProfileData:
     """The trace of `run`, without Python's calls."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level, options.host_tracer_level = 0, 1
@@ -35,7 +36,7 @@ def profile(run: Callable[[], Any]) -> jax.profiler.ProfileData:
         return jax.profiler.ProfileData.from_serialized_xspace(path.read_bytes())
 
 
-def device_busy(data: jax.profiler.ProfileData) -> Busy | None:
+def device_busy(data: ProfileData) -> Busy | None:
     """How busy the first GPU was; None if the trace has none."""
     planes = [plane for plane in data.planes if plane.name.startswith("/device:GPU:")]
     if not planes:
@@ -61,7 +62,7 @@ def busy_of(events: Sequence[tuple[float, float]]) -> Busy:
     return Busy(window / 1e9, idle / window, gaps / window, len(events))
 
 
-def driver_calls(data: jax.profiler.ProfileData, steps: int) -> dict[str, float]:
+def driver_calls(data: ProfileData, steps: int) -> dict[str, float]:
     """Calls of the CUDA driver a step, by name, the most frequent first."""
     planes = [plane for plane in data.planes if plane.name.startswith("/host:")]
     names = (e.name for plane in planes for line in plane.lines for e in line.events)

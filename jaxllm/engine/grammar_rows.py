@@ -32,5 +32,5 @@ class GrammarRows:
         for _, sequence in rows:
             sequence.matcher.follow(sequence.output_token_ids)
         compiler.fill([(sequence.matcher, row) for row, sequence in rows], masks)
-        allowed = masks.any(axis=1)  # a beam without a token just ends, if others go on
+        allowed = np.asarray(masks.any(axis=1))  # a beam without a token just ends, if others go on
         return [sequence for row, sequence in rows if sequence.matcher.error or not (allowed[row] or sequence.is_beam)]

@@ -32,5 +32,6 @@ class Mailbox:
         news, self._newest = self._newest, None
         if isinstance(news, Exception):
             raise news
+        assert news is not None  # `put` set the event
         self.is_finished = news.finished
         return news

@@ -222,6 +222,7 @@ class Request:
             return None
         if self._prompt_logprobs is None:
             tokens, num_top = self.prompt_token_ids[1:], self.params.prompt_logprobs
+            assert num_top is not None  # the caller looks first
             self._prompt_logprobs = LogprobReader(tokens, packed, num_top, self._token_text())
         self._is_prompt_told = self.lean
         return self._prompt_logprobs.after_first

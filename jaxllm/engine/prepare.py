@@ -13,7 +13,7 @@ from jaxllm.engine.intake import check_request
 from jaxllm.engine.schedule import sequence as schedule
 from jaxllm.grammar.compiler import Grammar, GrammarCompiler
 from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
-from jaxllm.structured_outputs import StructuredOutputs
+from jaxllm.structured_outputs import StructuredOutputs, as_structured_outputs
 from jaxllm.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,8 @@ class Intake:
         """Checks a request and resolves what it names. ValueError if this engine can't serve it. Compiling a grammar
         may take seconds."""
         ids, bad_words = check_request(token_ids, params, self.config, self.vocab, self.tokenizer)
-        grammar = None if params.structured_outputs is None else self._compile(params.structured_outputs)
+        wanted = as_structured_outputs(params.structured_outputs)  # which it is already
+        grammar = None if wanted is None else self._compile(wanted)
         text = None
         if params.beam_width is not None and params.stops:
             text = self._watch_text(ids, params)
@@ -97,7 +98,7 @@ class Intake:
             seed=seed,
             sample_index=index,
             max_total_len=limit,
-            stop_ids=eos_ids.union(params.stop_token_ids),
+            stop_ids=eos_ids.union(params.stop_token_ids or ()),
             eos_ids=eos_ids,
             priority=priority,
             bad_words=prepared.bad_words,

@@ -31,5 +31,5 @@ def read_candidates(row: np.ndarray, count: int) -> Candidates:
     that may not be; views of the row."""
     ids, scores, logprobs, ranks = row.reshape(4, NUM_CANDIDATES)[:, :count]
     scores = scores.view(np.float32)
-    count = np.count_nonzero(scores > -np.inf)  # they come first
-    return Candidates(ids[:count], scores[:count], logprobs.view(np.float32)[:count], ranks[:count])
+    num = np.count_nonzero(scores > -np.inf)  # they come first
+    return Candidates(ids[:num], scores[:num], logprobs.view(np.float32)[:num], ranks[:num])

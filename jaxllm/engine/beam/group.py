@@ -66,6 +66,7 @@ class BeamSearchGroup(SequenceGroup):
         super().__init__(sequences)
         first = sequences[0]
         params = first.params
+        assert params.beam_width is not None
         search = BeamSearch(
             width=params.beam_width,
             length_penalty=params.length_penalty,
@@ -111,6 +112,8 @@ class BeamSearchGroup(SequenceGroup):
                 ended.append((hypothesis, ("length", None) if why == LENGTH else why))
             else:
                 ended.append((hypotheses[entry], (reason, None)))
+        if not ended:
+            ended.append((Hypothesis([], []), (reason, None)))
         return [
             BeamResult(
                 sample_index=index,
@@ -121,9 +124,7 @@ class BeamSearchGroup(SequenceGroup):
                 stop_reason=stop_reason,
                 error=error,
             )
-            for index, (hypothesis, (finish_reason, stop_reason)) in enumerate(
-                ended or [(Hypothesis([], []), (reason, None))]
-            )
+            for index, (hypothesis, (finish_reason, stop_reason)) in enumerate(ended)
         ]
 
     def commit(self, sequence: Sequence, row: BeamRow, running_set: RunningSet) -> GroupStep:

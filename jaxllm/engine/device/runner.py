@@ -162,9 +162,16 @@ class Runner:
         self._moves.clear()
         self._state = self.compile_plan["init"]()
 
+    @property
+    def _live(self) -> DeviceState:
+        """The state, of which there is one from `reset` to `close`."""
+        assert self._state is not None
+        return self._state
+
     def empty_masks(self, forward: Forward) -> np.ndarray:
         """A fresh int32 [seqs, words] for the masks of the step's samples, one bit a token; they allow everything so
         far."""
+        assert forward.logits is not None
         return np.full((len(forward.logits), self._mask_words), -1, np.int32)
 
     def _layout(self, plan: Plan) -> StepLayout:
@@ -175,11 +182,11 @@ class Runner:
         Awaits nothing. Decode rows take their tokens from the slots, into which the sampling of the step before puts
         them. `dispatch_sample` must follow before the next step."""
         now = time.perf_counter()
-        self._state = self._state._replace(kv_pools=self._moves.run(self._state.kv_pools, plan))
+        self._state = self._live._replace(kv_pools=self._moves.run(self._live.kv_pools, plan))
         self._admit(plan)
         if not plan.num_tokens:
             return Forward(plan, now, None, None)
-        state, layout = self._state, self._layout(plan)
+        state, layout = self._live, self._layout(plan)
         run = self.compile_plan["step", layout.tokens]
         pools, slots, hidden, logits, sample_slots = run(
             self._leaves, state.kv_pools, state.slots, state.hidden, layout.pack(plan)
@@ -191,7 +198,7 @@ class Runner:
         """Puts the second half on the queue, and awaits nothing. `masks` is of `empty_masks`, if some samples follow a
         grammar, and is not written any more from now on."""
         plan, now, logits, sample_slots = forward
-        if logits is None:
+        if logits is None or sample_slots is None:
             return Handle(plan, now, None, None, [], [])
         result, candidates = sample_slots, None
         if plan.num_samples:
@@ -206,7 +213,7 @@ class Runner:
         self, plan: Plan, logits: Array, sample_slots: Array, masks: np.ndarray | None
     ) -> tuple[Array, Array | None]:
         """The `result` and `candidates` of a `Handle`."""
-        (_, slots, sampling, penalties, _), seqs, allowed = self._state, len(logits), logits
+        (_, slots, sampling, penalties, _), seqs, allowed = self._live, len(logits), logits
         if masks is not None:
             allowed = self.compile_plan["mask", seqs](logits, masks)
         draw, candidates = self.compile_plan["sample", seqs, plan.full_sampler], None
@@ -216,7 +223,7 @@ class Runner:
             )
         else:
             last_token, result = draw(slots.last_token, slots.length, sampling, allowed, sample_slots)
-        self._state = self._state._replace(slots=slots._replace(last_token=last_token), penalties=penalties)
+        self._state = self._live._replace(slots=slots._replace(last_token=last_token), penalties=penalties)
         return result, candidates if plan.has_beams else None
 
     def collect(self, handle: Handle) -> Result:
@@ -246,8 +253,8 @@ class Runner:
     def knows_bandwidth(self) -> bool:
         """Whether copies to the host and back can be weighed; measures them if they can be, once."""
         if self.costs.copy_bytes_per_s is None and self._moves.is_ready():
-            pools, bandwidth = self._moves.measure_bandwidth(self._state.kv_pools)
-            self._state = self._state._replace(kv_pools=pools)
+            pools, bandwidth = self._moves.measure_bandwidth(self._live.kv_pools)
+            self._state = self._live._replace(kv_pools=pools)
             self.costs.copy_bytes_per_s = bandwidth
         return self.costs.copy_bytes_per_s is not None
 
@@ -262,7 +269,7 @@ class Runner:
         for i in range(0, len(after), size):
             packed = np.zeros((2, size), np.int32)
             packed[:, : len(after) - i] = after[i : i + size], tokens[i : i + size]
-            result = run(self._leaves, self._state.hidden, packed)
+            result = run(self._leaves, self._live.hidden, packed)
             result.copy_to_host_async()
             results.append(result)
         return results
@@ -273,12 +280,12 @@ class Runner:
             size = ADMIT_SIZES[-1]
         for at in range(0, len(plan.admitted), size):
             packed = self._admits[size].pack(plan.admitted[at : at + size])
-            slots, sampling = self.compile_plan["admit", size](self._state.slots, self._state.sampling, packed)
-            self._state = self._state._replace(slots=slots, sampling=sampling)
+            slots, sampling = self.compile_plan["admit", size](self._live.slots, self._live.sampling, packed)
+            self._state = self._live._replace(slots=slots, sampling=sampling)
         for sequence in plan.penalties:
             for packed in self._penalties.pack(sequence):
-                penalties = self.compile_plan["penalties"](self._state.penalties, packed)
-                self._state = self._state._replace(penalties=penalties)
+                penalties = self.compile_plan["penalties"](self._live.penalties, packed)
+                self._state = self._live._replace(penalties=penalties)
 
 
 def _check_memory(largest: Hashable, bound: int, name: Hashable, compiled: jax.stages.Compiled) -> None:

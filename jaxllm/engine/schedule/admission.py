@@ -60,6 +60,7 @@ class Admission:
         if num_slots < 1 or self.running_set.num_retrying:
             return False  # a retried sequence runs with no newcomer beside it, so that a failure names the culprit
         parent = self.queue.pop()
+        assert parent is not None  # `plan_prefills` saw it
         hits: list[int] | None = []
         if parent.host_copy is None:
             hits = self.prefix_cache.find(parent)
@@ -128,9 +129,10 @@ class Admission:
 
     def _resume(self, plan: Plan, parent: Sequence, num_slots: int, max_tokens: int) -> bool:
         """Brings back sequences that were swapped out together; False if they must wait."""
-        sequences = [parent, *parent.forks]
+        sequences, host_copy = [parent, *parent.forks], parent.host_copy
+        assert host_copy is not None
         is_crowded = parent.group.num_slots(len(sequences)) > num_slots
-        if is_crowded or not self.running_set.has_room(parent.host_copy.num_blocks):
+        if is_crowded or not self.running_set.has_room(host_copy.num_blocks):
             return False
         parent.forks = []
         self.preemption.swap_in(plan, sequences)

@@ -92,19 +92,25 @@ class EngineProcess:
         time.sleep(_EXIT_S)
         os._exit(1)
 
+    @property
+    def _serving(self) -> EngineLoop:
+        """The loop, once `Ready` was sent: the server asks for nothing before."""
+        assert self.loop is not None
+        return self.loop
+
     def _take(self, message: wire.FromServer) -> None:
         match message:
             case wire.Add():
                 self._add(message)
             case wire.Abort(tells=True):
-                self.loop.abort(message.request_id)
+                self._serving.abort(message.request_id)
             case wire.Abort():
-                self.loop.drop([message.request_id])
+                self._serving.drop([message.request_id])
 
     def _add(self, message: wire.Add) -> None:
         options = {"request_id": message.request_id, "priority": message.priority, "stream": True, "lean": True}
         try:
-            self.loop.add(message.token_ids, wire.unpack_params(message.params), **options)
+            self._serving.add(message.token_ids, wire.unpack_params(message.params), **options)
         except ValueError as error:  # of the parameters
             self.outbox.put(wire.Refused(message.request_id, str(error)))
         except EngineDeadError:

@@ -26,6 +26,11 @@ class InProcessClient:
     def info(self) -> EngineInfo | None:
         return None if self._llm is None else EngineInfo(self._llm.config, self._llm.vocab)
 
+    @property
+    def _started(self) -> AsyncLLM:
+        assert self._llm is not None, "start() comes first"
+        return self._llm
+
     async def start(self) -> None:
         if self._llm is None:
             self._llm = await asyncio.to_thread(AsyncLLM, self._model, **self._options)
@@ -35,15 +40,15 @@ class InProcessClient:
     ) -> AsyncIterator[RequestOutput]:
         mailbox = self._mailboxes[request_id] = Mailbox(is_delta=True)
         try:
-            self._llm.add(token_ids, params, receiver=mailbox, request_id=request_id, priority=priority, lean=True)
+            self._started.add(token_ids, params, receiver=mailbox, request_id=request_id, priority=priority, lean=True)
             while not mailbox.is_finished:
                 yield await mailbox.get()
         finally:
             self._mailboxes.pop(request_id, None)
-            self._llm.drop(request_id, mailbox)
+            self._started.drop(request_id, mailbox)
 
     def abort(self, request_id: str) -> None:
-        self._llm.abort(request_id)
+        self._started.abort(request_id)
 
     def fail_all(self, reason: str) -> None:
         for mailbox in self._mailboxes.values():
