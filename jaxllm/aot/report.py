@@ -86,6 +86,7 @@ def compile_one(prepared: Prepared, name: Hashable, job: Any) -> Executable:
     else:
         compiled = lowered.compile()
     seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
+    assert stats is not None
     costs = compiled.cost_analysis() or {}
     return Executable(
         name=" ".join(map(str, name)) if isinstance(name, tuple) else str(name),

@@ -51,11 +51,11 @@ class ShardWriter:
         """Raises `ValueError` if safetensors has no such dtype, or if `tensor` does not fit into `dtype`."""
         if dtype not in _NAMES:
             raise ValueError(f"{name!r:.100} has dtype {dtype}, which safetensors cannot hold; take plain weights")
-        tensor = _Pending(name, tensor, dtype)
-        if self._pending and self._pending_bytes + tensor.num_bytes > self._max_bytes:
+        pending = _Pending(name, tensor, dtype)
+        if self._pending and self._pending_bytes + pending.num_bytes > self._max_bytes:
             self._flush()
-        self._pending.append(tensor)
-        self._pending_bytes += tensor.num_bytes
+        self._pending.append(pending)
+        self._pending_bytes += pending.num_bytes
 
     def finish(self) -> dict[str, Any]:
         """Writes the rest and, for several shards, the index."""

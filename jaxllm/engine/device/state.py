@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxllm.engine.device.packing import BAD_WORD_LEN, NUM_BAD_WORDS, NUM_STOP_IDS, PenaltyRow, SlotRow
@@ -99,7 +100,7 @@ def empty_penalties(max_num_seqs: int, vocab: int) -> PenaltyState:
 def install_rows(slots: Slots, sampling: SamplingTable, rows: SlotRow) -> tuple[Slots, SamplingTable]:
     """Writes whole slot rows; padding rows lie past the table and are dropped."""
 
-    def put(table: Array, values: Array) -> Array:
+    def put(table: Array, values: Array | np.ndarray) -> Array:
         return table.at[rows.slot].set(values, mode="drop")
 
     floats = jax.lax.bitcast_convert_type(rows.floats, jnp.float32)
@@ -130,7 +131,7 @@ def install_penalties(penalties: PenaltyState, row: PenaltyRow) -> PenaltyState:
     fill = jax.lax.bitcast_convert_type(row.fill[0], jnp.float32)
     bias = jax.lax.bitcast_convert_type(row.bias, jnp.float32)
 
-    def put(table: Array, empty: Array, values: Array) -> Array:
+    def put(table: Array, empty: Array, values: Array | np.ndarray) -> Array:
         kept = jnp.where(is_first, empty.astype(table.dtype), table[slot])
         return table.at[slot].set(kept.at[row.ids].set(values.astype(table.dtype), mode="drop"))
 

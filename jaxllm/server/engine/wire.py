@@ -112,4 +112,5 @@ def pack_params(params: SamplingParams) -> dict[str, Any]:
 
 def unpack_params(fields: dict[str, Any]) -> SamplingParams:
     kind = RequestOutputKind(fields.get("output_kind", RequestOutputKind.CUMULATIVE.value))
-    return SamplingParams(**fields | {"output_kind": kind})
+    options: dict[str, Any] = fields | {"output_kind": kind}
+    return SamplingParams(**options)
