@@ -111,9 +111,9 @@ def test_abort_at_any_time(llm, tiny):
         llm.engine.scheduler.check()
 
 
-def fail_once(llm, when: int, monkeypatch, *, after: bool = True, verb: str | None = None) -> None:
+def fail_once(llm, when: int, monkeypatch, *, after: bool = True, verb: str | None = None) -> list:
     """The `when`-th step from now fails: after the device took the state (`after`), or when its result is read. `verb`
-    says which of the runner's calls fails instead."""
+    says which of the runner's calls fails instead. Returns a list that grows with each call."""
     runner = llm.engine.runner
     verb = verb or ("dispatch_forward" if after else "collect")
     real, calls = getattr(runner, verb), []
@@ -127,6 +127,7 @@ def fail_once(llm, when: int, monkeypatch, *, after: bool = True, verb: str | No
         return real(*given)
 
     monkeypatch.setattr(runner, verb, failing)
+    return calls
 
 
 @pytest.mark.parametrize("after", [True, False])
