@@ -122,7 +122,8 @@ class Sequence:
     @property
     def num_computed(self) -> int:
         """Tokens whose keys and values some dispatched step writes."""
-        return self.computed_offset + (0 if self.batch is None else self.batch.num_steps)
+        batch = self.batch  # read once: statistics are read in another thread
+        return self.computed_offset + (0 if batch is None else batch.num_steps)
 
     @num_computed.setter
     def num_computed(self, num_tokens: int) -> None:
