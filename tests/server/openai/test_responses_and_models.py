@@ -251,8 +251,14 @@ def test_an_error_in_the_middle_of_a_stream(ask, route):
                 return api.chat.completions.create(model="fake", messages=HI, stream=True)
             return api.responses.create(model="fake", input="Hi", stream=True)
 
+        async def die():
+            while not client.running:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            client.die()
+
         client.gate.clear()
-        web.loop.call_soon_threadsafe(web.loop.call_later, 0.3, client.die)
+        dying = asyncio.run_coroutine_threadsafe(die(), web.loop)
         if route == "responses":
             *_, error, failed = ask(web.url, work)
             assert (error.type, error.code) == ("error", "engine_dead")
@@ -260,6 +266,7 @@ def test_an_error_in_the_middle_of_a_stream(ask, route):
         else:
             with pytest.raises(openai.APIError, match="engine stopped"):
                 ask(web.url, work)
+        dying.result()
 
 
 def test_a_deadline(ask):
