@@ -83,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.engine.run()
 
 
+@pytest.mark.timeout(1200)  # a minute on a quiet machine, and compiles run beside it
 @pytest.mark.parametrize("max_examples", [25, pytest.param(100, marks=pytest.mark.slow)])
 def test_random_events(max_examples):
     sizes = settings(
