@@ -1,7 +1,6 @@
 """`LLM`: offline generation in the caller's own process and thread."""
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,7 @@ class LLM:
         has finished, with `beam_width` or a `best_of` above `n`. What fails has an output with `error`.
 
         Closing the iterator aborts what is left. While it stays open, its requests go on with every other call, and
-        their outputs are kept for it.
+        their outputs are kept for it: each delta, and of outputs so far the newest.
         """
         return self._run(self._requests(prompts, sampling_params, priority), stream=True)
 
@@ -206,7 +205,7 @@ class LLM:
         """
         window, drawn = _AHEAD * self.engine.config.max_num_seqs, enumerate(requests)
         running: dict[str, int] = {}  # request id -> index
-        inbox: Inbox = deque()
+        inbox = Inbox()
         try:
             while True:
                 finished: list[tuple[int, RequestOutput]] = []
@@ -278,7 +277,7 @@ class LLM:
 
     def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, RequestOutput]]:
         running: dict[str, int] = {}  # request id -> index
-        inbox: Inbox = deque()
+        inbox = Inbox()
         try:
             for index, (prepared, priority) in enumerate(requests):
                 request_id = str(next(self._ids))

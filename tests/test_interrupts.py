@@ -189,6 +189,18 @@ def test_a_stream_left_open_keeps_its_outputs(llm, tiny):
     tiny.assert_greedy(PROMPTS[0], sum(rest, first))
 
 
+def test_of_outputs_so_far_the_newest_is_kept(llm, tiny):
+    left = llm.stream(ids(*PROMPTS[:2]), greedy(8))
+    next(left)
+    llm.generate(ids(PROMPTS[2]), greedy(12))
+    rest = list(left)
+    assert len(rest) <= 3, "one that came with the first, and the newest of each"
+    newest = dict(rest)
+    for prompt, output in zip(PROMPTS[:2], tokens([newest[0], newest[1]]), strict=True):
+        assert len(output) == 8
+        tiny.assert_greedy(prompt, output)
+
+
 def test_a_stream_that_nobody_has_any_more_is_aborted(llm):
     stream = llm.stream(ids(PROMPTS[0]), greedy(50))
     next(stream)

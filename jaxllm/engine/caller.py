@@ -2,8 +2,8 @@
 
 import signal
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,38 @@ from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.errors import EngineError
 from jaxllm.interrupts import HeldSignals
 from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import RequestOutputKind
 
-Inbox = deque[RequestOutput | Exception]  # what one caller has not read yet
+
+class Inbox:
+    """What one caller has not read yet. Deltas wait one by one; of outputs that hold all so far only the newest does, so
+    that a stream that is left open takes memory for each token once. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._unread: OrderedDict[Hashable, RequestOutput | Exception] = OrderedDict()
+        self._of_deltas: set[str] = set()  # requests
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._unread)
+
+    def expect_deltas(self, request_id: str) -> None:
+        """Outputs of this request are deltas."""
+        self._of_deltas.add(request_id)
+
+    def put(self, request_id: str, news: RequestOutput | Exception) -> None:
+        with self._lock:
+            self._unread[object() if request_id in self._of_deltas else request_id] = news
+
+    def take(self) -> RequestOutput | None:
+        """The output that has waited longest; None if there is none. Raises the exception if it is one."""
+        with self._lock:
+            if not self._unread:
+                return None
+            _, news = self._unread.popitem(last=False)
+        if isinstance(news, Exception):
+            raise news
+        return news
 
 
 class CallerLoop:
@@ -30,6 +60,8 @@ class CallerLoop:
 
     def submit(self, prepared: PreparedRequest, inbox: Inbox, **options: Any) -> None:
         """Hands over a request, with the options of `Engine.submit`. `EngineDeadError` if the engine is closed."""
+        if options.get("stream") and prepared.params.output_kind is RequestOutputKind.DELTA:
+            inbox.expect_deltas(options["request_id"])
         self._loop.submit(prepared, receiver=inbox, **options)
 
     def wait(self, inbox: Inbox) -> Iterator[RequestOutput]:
@@ -38,11 +70,8 @@ class CallerLoop:
         with self._turning:
             if not inbox:
                 self._turn()
-        while inbox:
-            news = inbox.popleft()
-            if isinstance(news, Exception):
-                raise news
-            yield news
+        while (output := inbox.take()) is not None:
+            yield output
 
     def _turn(self) -> None:
         with HeldSignals(signal.SIGINT) as held:
@@ -83,5 +112,5 @@ class CallerLoop:
 
 def _deliver(deliveries: list[Delivery]) -> tuple[str, ...]:
     for delivery in deliveries:
-        delivery.receiver.append(delivery.news)
+        delivery.receiver.put(delivery.request_id, delivery.news)
     return ()
