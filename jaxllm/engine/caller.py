@@ -17,8 +17,8 @@ from jaxllm.sampling_params import RequestOutputKind
 
 
 class Inbox:
-    """What one caller has not read yet. Deltas wait one by one; of outputs that hold all so far only the newest does, so
-    that a stream that is left open takes memory for each token once. Thread-safe."""
+    """What one caller has not read yet. Deltas wait one by one; of outputs that hold all so far only the newest does,
+    so that a stream that is left open takes memory for each token once. Thread-safe."""
 
     def __init__(self) -> None:
         self._unread: OrderedDict[Hashable, RequestOutput | Exception] = OrderedDict()
