@@ -89,9 +89,8 @@ class Batch:
             cells = self.stored(normal(len(blocks) * self.block_size, 2, case.kv_heads, case.head_dim))
             for position in range(start):
                 self.pool[table[position // self.block_size], :, :, position % self.block_size] = cells[position]
-        block_tables = rng.integers(
-            0, case.num_blocks, (case.seqs, case.blocks_per_seq)
-        )  # past a table's end: any block
+        # Past a table's end: any block.
+        block_tables = rng.integers(0, case.num_blocks, (case.seqs, case.blocks_per_seq))
         for row, table in enumerate(self.tables):
             block_tables[row, : len(table)] = table
         ints = (

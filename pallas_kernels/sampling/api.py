@@ -83,8 +83,6 @@ def _preferred(op: str, logits: Array, k: int, mesh: Mesh) -> str:
     # XLA does `normalize` well. It also does `best` on several GPUs: compiling the full sampler with the kernel for two
     # H200s crashes it (JAX 0.11.2).
     if platform == "gpu" and (op == "draw" or (op == "best" and mesh.size == 1)):
-        gpu = importlib.import_module(
-            "jaxllm.pallas_kernels.sampling.gpu"
-        )  # imported here, because Pallas loads slowly
+        gpu = importlib.import_module("jaxllm.pallas_kernels.sampling.gpu")  # here, because Pallas loads slowly
         return "gpu" if gpu.supports(logits, k) else "reference"
     return "reference"

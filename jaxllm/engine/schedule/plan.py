@@ -57,9 +57,7 @@ class Plan:
     copies: list[Copy] = field(default_factory=list)
     released_copies: list[int] = field(default_factory=list)  # keys of host copies to drop
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)  # slot rows to install first, and their lengths
-    penalties: list[Sequence] = field(
-        default_factory=list
-    )  # of those, the ones that need their row of the penalty state
+    penalties: list[Sequence] = field(default_factory=list)  # of those: they need their row of the penalty state
     decodes: list[Sequence] = field(default_factory=list)
     decode_slots: array = field(default_factory=lambda: array("i"))  # of each
     num_steady: int = 0  # of the decodes, the first ones: rows of the decode batch

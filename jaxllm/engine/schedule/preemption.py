@@ -73,9 +73,8 @@ class Preemption:
                     wanted += 1
                 elif sequence.shares_tail:
                     sharing[sequence.block_ids[-1]] += 1
-        wanted += sum(
-            min(count, self.pool.refs[block] - 1) for block, count in sharing.items()
-        )  # the last holder needs none
+        # The last holder of a block needs no copy.
+        wanted += sum(min(count, self.pool.refs[block] - 1) for block, count in sharing.items())
         return wanted - self.pool.num_free
 
     def _choose_victims(self) -> list[Sequence]:

@@ -25,9 +25,7 @@ class PrefixCache:
             sequence.keys.clear()
             sequence.key_generation = self.pool.generation
         self._extend(sequence, sequence.num_tokens)
-        num_usable = (
-            sequence.num_tokens - 1
-        ) // self.pool.block_size  # the last token must be computed, for its logits
+        num_usable = (sequence.num_tokens - 1) // self.pool.block_size  # the last token is computed, for its logits
         hits = self.pool.lookup(sequence.keys[:num_usable])
         if len(hits) < num_usable and sequence.keys[len(hits)] in self._writing:
             return None
