@@ -195,7 +195,7 @@ def test_poison_request_is_quarantined_alone():
     assert engine.failures[poison] == 2
 
 
-def test_strikes_are_forgotten_when_a_request_gets_further():
+def test_failures_are_forgotten_when_a_request_gets_further():
     engine = FakeEngine(num_blocks=100)
     a, b = engine.add([1], 90, seed=1), engine.add([2], 90, seed=2)
     for _ in range(4):
