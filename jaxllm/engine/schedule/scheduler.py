@@ -254,7 +254,7 @@ class Scheduler:
         """The device's state is gone: all `unfinished` sequences start over as recomputes, and the prefix cache is
         empty.
 
-        Each of `failed`, the sequences of the step that failed, gets a failure; one with `MAX_FAILURES` is ended with an
+        Each of `failed`, the sequences of the step that failed, counts it; one with `MAX_FAILURES` is ended with an
         error, which tells the `cause`, and returned.
         """
         self.running_set.reset()
