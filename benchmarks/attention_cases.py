@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.pallas_kernels.paged_attention import kv_shape
+from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape
 
 BLOCKS_PER_SEQ, NUM_BLOCKS, SCALE = 5, 30, 0.1
 KV_SCALE = {"int8": 2.5 / 127, "float8_e4m3fn": 2**-7}  # about: some numbers are clipped
@@ -99,8 +99,8 @@ class Batch:
             [*self.kv_lens, *rng.integers(0, case.max_len, pad)],
             [num_decodes, rows],
         )
-        arrays = (self.q, self.k, self.v, self.pool, *(np.asarray(x, np.int32) for x in ints))
-        self.arguments = [jnp.asarray(x) for x in arrays]
+        index = PagedBatch(*(jnp.asarray(x, jnp.int32) for x in ints))
+        self.arguments = [*map(jnp.asarray, (self.q, self.k, self.v, self.pool)), index]
         options = {"sinks": self.sinks, "kv_scales": self.kv_scales}
         self.options = {name: jnp.asarray(x) for name, x in options.items() if x is not None}
 

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.pallas_kernels.paged_attention import api, kv_shape
+from jaxllm.pallas_kernels.dispatch import Placement
+from jaxllm.pallas_kernels.paged_attention import PagedBatch, api, kv_shape
 
 DECODE_BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (1024, 4096, 8192, 32768)
 PROMPTS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -48,7 +49,7 @@ class Timing(NamedTuple):
     repeats: int
 
 
-def arguments(model: Model, q_lens: list[int], kv_lens: list[int], seed: int = 0) -> list[jax.Array]:
+def arguments(model: Model, q_lens: list[int], kv_lens: list[int], seed: int = 0) -> list[Any]:
     """Of the op: sequences of these lengths whose blocks are shuffled, random numbers everywhere."""
     rng, key = np.random.default_rng(seed), jax.random.key(seed, impl="rbg")  # which compiles fast
     blocks = [-(-kv_len // model.block_size) for kv_len in kv_lens]
@@ -65,14 +66,14 @@ def arguments(model: Model, q_lens: list[int], kv_lens: list[int], seed: int = 0
     floats = [normal(k, shape) for k, shape in zip(jax.random.split(key, 4), shapes, strict=True)]
     decodes = next((i for i, q_len in enumerate(q_lens) if q_len > 1), len(q_lens))
     ints = (tables, np.cumsum([0, *q_lens]), kv_lens, [decodes, len(q_lens)])
-    return floats + [jnp.asarray(x, jnp.int32) for x in ints]
+    return [*floats, PagedBatch(*(jnp.asarray(x, jnp.int32) for x in ints))]
 
 
 def check(model: Model, implementation: str, q_lens: list[int], kv_lens: list[int], **options: Any) -> float:
     """The largest difference to the reference in float32, of outputs. Raises `WrongResultError` unless the pools are
     equal."""
     given = arguments(model, q_lens, kv_lens)
-    exact = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in given]
+    exact = [*(x.astype(jnp.float32) for x in given[:4]), given[4]]
     call = partial(api.ragged_paged_attention, scale=model.head_dim**-0.5, **options)
     with jax.default_matmul_precision("highest"):
         want, want_pool = jax.jit(partial(call, implementation="reference"))(*exact)
@@ -101,19 +102,19 @@ def seconds(run: Callable[[], Any], timing: Timing) -> float:
 def op_seconds(model: Model, implementation: str, q_lens: list[int], kv_lens: list[int], timing: Timing) -> float:
     """Several layers are one executable, each with queries that the last one's result goes into, so that what it takes
     to start one is shared: as in a model."""
-    *qkv, pool, tables, cu_q_lens, lens, distribution = arguments(model, q_lens, kv_lens)
+    *qkv, pool, batch = arguments(model, q_lens, kv_lens)
     call = partial(api.ragged_paged_attention, implementation=implementation, scale=model.head_dim**-0.5)
     layers = 8 if timing.calls > 1 else 1
 
     @partial(jax.jit, donate_argnums=0)
-    def run(pool, q, k, v, *ints):
+    def run(pool, q, k, v, batch):
         for _ in range(layers):
-            q, pool = call(q, k, v, pool, *ints)
+            q, pool = call(q, k, v, pool, batch)
         return pool, q
 
     def step():
         nonlocal pool
-        pool, out = run(pool, *qkv, tables, cu_q_lens, lens, distribution)
+        pool, out = run(pool, *qkv, batch)
         return out
 
     return seconds(step, timing) / layers
@@ -194,7 +195,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats: for a CPU")
     parts = ["check", "decode", "prefill"]
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--implementation", choices=sorted(api.IMPLEMENTATIONS), help="default: the platform's")
+    parser.add_argument("--implementation", choices=sorted(api.OP.implementations), help="default: the platform's")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -207,7 +208,7 @@ def main() -> None:
     timing = Timing(args.calls or (1 if args.quick else 20), args.repeats or (3 if args.quick else 7))
 
     device, some = jax.devices()[0], arguments(model, [1], [16])
-    implementation = args.implementation or api.preferred(device.platform, *some, scale=1.0)
+    implementation = args.implementation or api.OP.preferred_at(Placement.default(), *some, scale=1.0)
     limit = (device.memory_stats() or {}).get("bytes_limit", 2**32)
     print(f"{device.device_kind} ({device.platform}), JAX {jax.__version__}, implementation {implementation}")
     print(f"{model}; medians of {timing.repeats} readings of {timing.calls} calls after 3 to warm up")

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.matmul import einsum
-from jaxllm.pallas_kernels.paged_attention import kv_shape, ragged_paged_attention
+from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape, ragged_paged_attention
 
 LAYERS, EMBED, MLP, VOCAB, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 512, 1536, 8192, 8, 4, 64, 32
 ATTENTION = {  # tokens of each row, tokens that it has then
@@ -63,13 +63,14 @@ def attention(dtype: jnp.dtype, case: str, implementation: str) -> Callable[[], 
     shape = kv_shape(tables.size, BLOCK_SIZE, KV_HEADS, HEAD_DIM, platform="cpu")
     pool = jnp.asarray(rng.normal(size=shape), dtype)
     num_decodes = len(q_lens) if max(q_lens) == 1 else 0
-    ints = [jnp.asarray(x, jnp.int32) for x in (tables, np.cumsum([0, *q_lens]), kv_lens, [num_decodes, len(q_lens)])]
+    ints = (tables, np.cumsum([0, *q_lens]), kv_lens, [num_decodes, len(q_lens)])
+    batch = PagedBatch(*(jnp.asarray(x, jnp.int32) for x in ints))
     op = partial(ragged_paged_attention, implementation=implementation, scale=HEAD_DIM**-0.5)
     step = jax.jit(op, donate_argnums=3)
 
     def run() -> jax.Array:
         nonlocal pool
-        out, pool = step(q, k, v, pool, *ints)
+        out, pool = step(q, k, v, pool, batch)
         return out
 
     return run

@@ -8,29 +8,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxllm.pallas_kernels.paged_attention import KV_AXES, ragged_paged_attention
-from jaxllm.pallas_kernels.paged_attention.reference import cap, token_positions
-from jaxllm.sharding.mesh import platform_of
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
+from jaxllm.pallas_kernels.paged_attention import KV_AXES, PagedBatch, cap, ragged_paged_attention
 from jaxllm.sharding.rules import shard_map
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PagedBatch:
-    """The sequences and positions of a step's flat tokens; `ragged_paged_attention` documents each field."""
-
-    block_tables: Int[Array, "seqs blocks_per_seq"]
-    cu_q_lens: Int[Array, " seqs_plus_1"]
-    kv_lens: Int[Array, " seqs"]
-    distribution: Int[Array, "2"]
-
-    def token_positions(self, tokens: int) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
-        """The row and the position of each of `tokens` flat tokens; 0 and 0 for padding."""
-        seq, positions, _ = token_positions(self.cu_q_lens, self.kv_lens, self.distribution, tokens)
-        return seq, positions
 
 
 @jax.tree_util.register_dataclass
@@ -40,26 +22,20 @@ class Paged:
 
     kv_pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
     batch: PagedBatch
-    mesh: Mesh = field(metadata={"static": True})
+    placement: Placement = field(default=UNPLACED, metadata={"static": True})
 
     def attend(self, q, k, v, *, scale: float, sliding_window: int | None = None, soft_cap: float | None = None):
         """Writes `k`, `v` `[tokens, kv_heads, head_dim]`, attends `q` `[tokens, heads, head_dim]`."""
         heads, kv = (None, "heads", None), (None, "kv_heads", None)
         op = partial(
             ragged_paged_attention,
-            platform=platform_of(self.mesh),
+            placement=self.placement,
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
         )
-        op = shard_map(
-            op,
-            self.mesh,
-            in_axes=(heads, kv, kv, KV_AXES, (None, None), (None,), (None,), (None,)),
-            out_axes=(heads, KV_AXES),
-        )
-        b = self.batch
-        out, pool = op(q, k, v, self.kv_pool, b.block_tables, b.cu_q_lens, b.kv_lens, b.distribution)
+        op = shard_map(op, self.placement.mesh, in_axes=(heads, kv, kv, KV_AXES, ()), out_axes=(heads, KV_AXES))
+        out, pool = op(q, k, v, self.kv_pool, self.batch)
         return out, replace(self, kv_pool=pool)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.models import transformer
 from jaxllm.models.layers import make_norm
 from jaxllm.models.weights import ATTENTION_BIASES, LAYER, LLAMA_LAYOUT, norm
-from jaxllm.pallas_kernels.paged_attention.reference import cap
+from jaxllm.pallas_kernels.paged_attention import cap
 
 
 @dataclass(frozen=True, kw_only=True)

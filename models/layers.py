@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from jaxllm.models.rope import Rope as Rope
 from jaxllm.models.rope import rotate
 from jaxllm.pallas_kernels import matmul
+from jaxllm.pallas_kernels.dispatch import UNPLACED
 
 ACTIVATIONS = {  # by their names in `config.json`
     "silu": nnx.silu,
@@ -42,8 +43,8 @@ def einsum(
 
     The result has the dtype of `x`; with `out_dtype` float32 it is not rounded from the float32 sums.
     """
-    platform = weight.get_metadata("platform", None)
-    y = matmul.einsum(equation, x, weight[...], out_dtype=out_dtype, platform=platform)
+    placement = weight.get_metadata("placement", UNPLACED)
+    y = matmul.einsum(equation, x, weight[...], out_dtype=out_dtype, placement=placement)
     return y if bias is None else y + jnp.broadcast_to(bias[...].astype(y.dtype), y.shape)
 
 

@@ -1,27 +1,101 @@
-"""Chooses kernels. Without try/except, so that a kernel that fails does so loudly."""
+"""Which implementation of an operation runs where. Without try/except, so that a kernel that fails does so loudly."""
 
 import functools
+import importlib
+import inspect
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 log = logging.getLogger(__name__)
 
 
-def choose(
-    implementations: Mapping[str, Callable], preferred: Mapping[str, str], name: str, platform: str | None
-) -> Callable:
-    """The implementation called `name`, or for "auto" the preferred one of `platform` (None: JAX's default)."""
-    if name == "auto":
-        name = preferred.get(platform or jax.default_backend(), "reference")
-    if name not in implementations:
-        raise ValueError(f"unknown implementation {name!r}; have {sorted(implementations)}")
-    announce(implementations[name])
-    return implementations[name]
+@dataclass(frozen=True)
+class Placement:
+    """Where the arrays of a computation lie: on the devices of `mesh`. None: unknown, so that XLA's code serves."""
+
+    mesh: Mesh | None = None
+
+    @property
+    def platform(self) -> str | None:
+        """ "cpu", "gpu" or "tpu"; None where it is unknown."""
+        return None if self.mesh is None else self.mesh.devices.flat[0].platform
+
+    @property
+    def single_device(self) -> bool:
+        """Whether all arrays lie on one known device, so that custom calls see the whole of them."""
+        return self.mesh is not None and self.mesh.size == 1
+
+    @classmethod
+    def default(cls) -> "Placement":
+        """JAX's default device."""
+        return cls(Mesh(jax.devices()[:1], ("tensor",)))
+
+
+UNPLACED = Placement()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """An operation: function `name` in modules of `package`, which are called as the implementations are.
+
+    `preferred` and `on_mesh` say for each platform which implementations to try, in this order, where the arrays lie on
+    one device, and where they lie on several. The first serves whose module has no `supports`, or one that accepts
+    the call's arguments; otherwise "reference", whose work XLA divides among devices. `warns` says so if it happens.
+    """
+
+    package: str
+    name: str
+    implementations: tuple[str, ...]  # modules, imported when chosen: Pallas loads slowly
+    preferred: Mapping[str, tuple[str, ...]]
+    on_mesh: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    warns: bool = False
+
+    def choose(self, implementation: str, placement: Placement, *args: Any, **kwargs: Any) -> Callable:
+        """The function of `implementation`, or for "auto" of the preferred one that takes these arguments. Announces
+        it once. ValueError for an unknown name."""
+        if implementation == "auto":
+            implementation = self.preferred_at(placement, *args, **kwargs)
+        if implementation not in self.implementations:
+            raise ValueError(f"unknown implementation {implementation!r}; have {sorted(self.implementations)}")
+        fn = getattr(self._module(implementation), self.name)
+        _announce(fn)
+        return fn
+
+    def preferred_at(self, placement: Placement, *args: Any, **kwargs: Any) -> str:
+        """The implementation that takes a call with these arguments where `placement` says."""
+        table = self.preferred if placement.single_device else self.on_mesh
+        names = table.get(placement.platform or "", ())
+        for name in names:
+            supports = getattr(self._module(name), "supports", None)
+            if supports is None or supports(*args, **kwargs):
+                return name
+        if names and self.warns:
+            call = inspect.signature(getattr(self._module("reference"), self.name)).bind(*args, **kwargs).arguments
+            call = ", ".join(f"{name} {_describe(value)}" for name, value in call.items())
+            _announce_refusal(placement.platform, call)
+        return "reference"
+
+    def _module(self, implementation: str) -> ModuleType:
+        return importlib.import_module(f"{self.package}.{implementation}")
 
 
 @functools.cache
-def announce(fn: Callable) -> None:
-    """Logs once that `fn` serves."""
+def _announce(fn: Callable) -> None:
     log.info("using %s.%s", fn.__module__, fn.__qualname__)
+
+
+@functools.cache
+def _announce_refusal(platform: str | None, call: str) -> None:
+    log.warning("no %s kernel supports %s: the reference serves, which is far slower", platform, call)
+
+
+def _describe(x: Any) -> str:
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_describe, x))})"
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else str(x)

@@ -58,9 +58,10 @@ def check_used(arrays: Iterable[Axes], mesh: Mesh) -> None:
             )
 
 
-def shard_map(fn: Callable, mesh: Mesh, in_axes: Sequence[Axes], out_axes: Sequence[Axes]) -> Callable:
-    """`fn` run on each device's part of its arguments. A mesh of one device needs no wrapper."""
-    if mesh.size == 1:
+def shard_map(fn: Callable, mesh: Mesh | None, in_axes: Sequence[Axes], out_axes: Sequence[Axes]) -> Callable:
+    """`fn` run on each device's part of its arguments; axes () are those of a tree that every device has whole. A mesh
+    of one device, or none, needs no wrapper."""
+    if mesh is None or mesh.size == 1:
         return fn
     return jax.shard_map(
         fn,

@@ -11,6 +11,7 @@ from benchmarks.attention_cases import Batch, Case
 from benchmarks.kernels import WrongResultError
 from benchmarks.on_gpu.checks import Checks, compile_all
 from benchmarks.on_gpu.child import Recorder
+from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.paged_attention import api, ragged_paged_attention
 
 _8B: dict[str, Any] = dict(heads=8, kv_heads=2, head_dim=128, block_size=32, dtype="bfloat16")  # a quarter of its heads
@@ -67,16 +68,16 @@ SMALL_LARGE = {"decodes beside a chunk": ([1, 1, 20], [40, 3, 60], {})}
 
 
 def run(record: Recorder, small: bool) -> str:
-    checks, platform = Checks(record), jax.devices()[0].platform
+    checks, placement, platform = Checks(record), Placement.default(), jax.devices()[0].platform
     cases = SMALL_CASES if small else CASES
     batches = {name: [Batch(case, contents(case, seed), platform) for seed in (0, 1)] for name, case in cases.items()}
-    record("implementations", {name: implementation(platform, case, batches[name][0]) for name, case in cases.items()})
-    waits = compile_all({name: partial(lower, platform, cases[name], batches[name][0]) for name in cases})
+    record("implementations", {name: implementation(placement, case, batches[name][0]) for name, case in cases.items()})
+    waits = compile_all({name: partial(lower, placement, cases[name], batches[name][0]) for name in cases})
     for name, wait in waits.items():
-        checks.run(name, partial(check, platform, cases[name], batches[name], wait))
+        checks.run(name, partial(check, placement, cases[name], batches[name], wait))
     model = kernels.Model(4, 2, 64, 16, "float32") if small else kernels.Model(32, 8, 128, 32, "bfloat16")
     for name, large in (SMALL_LARGE if small else LARGE).items():
-        checks.run(name, partial(check_large, platform, model, *large))
+        checks.run(name, partial(check_large, placement, model, *large))
     return checks.summary()
 
 
@@ -95,17 +96,17 @@ def contents(case: Case, seed: int) -> tuple[int, list[int], list[int], list[int
     return decodes, q_lens, kv_lens, shared, seed
 
 
-def implementation(platform: str, case: Case, batch: Batch) -> str:
+def implementation(placement: Placement, case: Case, batch: Batch) -> str:
     """Which serves a call of this case."""
-    return api.preferred(platform, *batch.arguments, **case.options, **batch.options)
+    return api.OP.preferred_at(placement, *batch.arguments, **case.options, **batch.options)
 
 
-def lower(platform: str, case: Case, batch: Batch) -> jax.stages.Lowered:
-    op = partial(ragged_paged_attention, platform=platform, **case.options)
+def lower(placement: Placement, case: Case, batch: Batch) -> jax.stages.Lowered:
+    op = partial(ragged_paged_attention, placement=placement, **case.options)
     return jax.jit(op).lower(*batch.arguments, **batch.options)
 
 
-def check(platform: str, case: Case, batches: list[Batch], wait: Any) -> dict[str, Any]:
+def check(placement: Placement, case: Case, batches: list[Batch], wait: Any) -> dict[str, Any]:
     """The largest error of all batches. Raises `WrongResultError` or `AssertionError`."""
     run, errors = wait(), []
     for batch in batches:
@@ -113,14 +114,14 @@ def check(platform: str, case: Case, batches: list[Batch], wait: Any) -> dict[st
         again = [np.asarray(run(*batch.arguments, **batch.options)[0])[: sum(batch.q_lens)] for _ in range(RUNS)]
         if any(out.tobytes() != again[0].tobytes() for out in again):
             raise WrongResultError("the same batch gave several results")
-    return {"error": max(errors), "dtype": case.dtype, "kernel": implementation(platform, case, batches[0])}
+    return {"error": max(errors), "dtype": case.dtype, "kernel": implementation(placement, case, batches[0])}
 
 
 def check_large(
-    platform: str, model: kernels.Model, q_lens: list[int], kv_lens: list[int], options: dict[str, Any]
+    placement: Placement, model: kernels.Model, q_lens: list[int], kv_lens: list[int], options: dict[str, Any]
 ) -> dict[str, Any]:
     some = kernels.arguments(model, [1], [model.block_size])
-    kernel = api.preferred(platform, *some, scale=1.0, **options)
+    kernel = api.OP.preferred_at(placement, *some, scale=1.0, **options)
     error, tolerance = kernels.check(model, kernel, q_lens, kv_lens, **options), kernels.TOLERANCE[model.dtype]
     if not error <= tolerance:
         raise WrongResultError(f"{kernel} differs by {error:.1e} from the reference, more than {tolerance:.0e}")

@@ -1,9 +1,8 @@
 """The attention kernel's own speed, as in a model's layers: bytes or operations a second."""
 
-import jax
-
 from benchmarks import kernels
 from benchmarks.on_gpu.child import Recorder
+from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.paged_attention import api
 
 MODEL = kernels.Model(32, 8, 128, 32, "bfloat16")
@@ -14,8 +13,8 @@ SMALL_DECODES, SMALL_PROMPTS = ((2, 32),), (32,)
 
 
 def run(record: Recorder, small: bool) -> str:
-    model, device = (SMALL_MODEL if small else MODEL), jax.devices()[0]
-    kernel = api.preferred(device.platform, *kernels.arguments(model, [1], [model.block_size]), scale=1.0)
+    model = SMALL_MODEL if small else MODEL
+    kernel = api.OP.preferred_at(Placement.default(), *kernels.arguments(model, [1], [model.block_size]), scale=1.0)
     record("kernel", kernel)
     decodes, prompts = {}, {}
     timing = kernels.Timing(1, 3) if small else kernels.Timing(20, 7)

@@ -13,7 +13,7 @@ from benchmarks.on_gpu.child import Recorder
 from benchmarks.on_gpu.draws import FILTERS, check_draws, columns_of
 from jaxllm.engine.device import block_moves
 from jaxllm.pallas_kernels import matmul, sampling
-from jaxllm.sharding.mesh import make_mesh
+from jaxllm.pallas_kernels.dispatch import Placement
 
 VOCABS, ROWS, NUM_BEST = (151936, 32000), (1, 8, 64), (20, 64)
 SMALL_VOCABS, SMALL_ROWS, SMALL_NUM_BEST = (301,), (8,), (20,)
@@ -40,15 +40,15 @@ def run(record: Recorder, small: bool) -> str:
 
 
 def check_sampling(checks: Checks, vocab: int, rows: tuple[int, ...], num_best: tuple[int, ...]) -> None:
-    mesh, shape = make_mesh(None), jax.ShapeDtypeStruct
+    placement, shape = Placement.default(), jax.ShapeDtypeStruct
     lowerings: dict[str, Any] = {}
     for n in rows:
         logits = shape((n, vocab), jnp.float32)
         columns = [shape((n,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
-        draw = jax.jit(partial(sampling.draw, mesh=mesh))
+        draw = jax.jit(partial(sampling.draw, placement=placement))
         lowerings[f"draw {n}x{vocab}"] = partial(draw.lower, logits, *columns, shape((n, 2), jnp.uint32))
     for k in num_best:
-        best = jax.jit(partial(sampling.best, k=k, mesh=mesh))
+        best = jax.jit(partial(sampling.best, k=k, placement=placement))
         logits, given = shape((rows[-1], vocab), jnp.float32), shape((rows[-1], 2), jnp.int32)
         lowerings[f"best {k} of {vocab}"] = partial(best.lower, logits, logits, tokens=given)
     waits = compile_all(lowerings)
@@ -97,7 +97,7 @@ def check_best(wait: Any, rows: int, vocab: int, k: int) -> dict[str, Any]:
 
 
 def check_normalize(rows: int, vocab: int) -> dict[str, Any]:
-    run, errors = jax.jit(partial(sampling.normalize, mesh=make_mesh(None))), []
+    run, errors = jax.jit(partial(sampling.normalize, placement=Placement.default())), []
     for kind in SCALES:
         logits = make_logits(rows, vocab, kind)
         found, exact = run(logits), np.log(np.exp(logits.astype(np.float64)).sum(axis=1))
@@ -110,12 +110,12 @@ def check_normalize(rows: int, vocab: int) -> dict[str, Any]:
 
 def check_matmul(depth: int, columns: int, transposed: bool, rows: tuple[int, ...]) -> dict[str, Any]:
     """Products of bfloat16 against float32 ones on the host, as large as an 8B model's: the compiler's pick."""
-    rng, errors, platform = np.random.default_rng(0), {}, jax.devices()[0].platform
+    rng, errors, placement = np.random.default_rng(0), {}, Placement.default()
     weight = rng.normal(size=(columns, depth) if transposed else (depth, columns)).astype(np.float32)
     placed = jnp.asarray(weight, jnp.bfloat16)
     exact = np.asarray(placed.astype(jnp.float32))
     equation = "...C,OC->...O" if transposed else "...C,CO->...O"
-    multiply = jax.jit(partial(matmul.einsum, equation, platform=platform))
+    multiply = jax.jit(partial(matmul.einsum, equation, placement=placement))
     for n in rows:
         x = jnp.asarray(rng.normal(size=(n, depth)), jnp.bfloat16)
         want = np.asarray(x.astype(jnp.float32)) @ (exact.T if transposed else exact)
@@ -128,12 +128,12 @@ def check_matmul(depth: int, columns: int, transposed: bool, rows: tuple[int, ..
 
 def check_moves(dtype: str) -> dict[str, Any]:
     """Copies within pools, out of them and back, bit by bit."""
-    rng, platform = np.random.default_rng(0), jax.devices()[0].platform
+    rng, placement = np.random.default_rng(0), Placement.default()
     before = [rng.integers(-100, 100, POOL).astype(jnp.dtype(dtype)) for _ in range(2)]
     targets, sources = rng.permutation(POOL[0])[:MOVES], rng.integers(0, POOL[0], MOVES)
     moves = POOL[0] + np.tile(np.arange(2 * MOVES, dtype=np.int32), (2, 1))  # half of them is padding
     moves[:, :MOVES] = sources, targets
-    copied = jax.jit(partial(block_moves.copy_blocks, platform=platform), donate_argnums=0)(
+    copied = jax.jit(partial(block_moves.copy_blocks, placement=placement), donate_argnums=0)(
         [jnp.asarray(pool) for pool in before], moves
     )
     contents = np.asarray(jax.jit(block_moves.read_blocks)(copied, targets.astype(np.int32)))

@@ -17,6 +17,7 @@ from jaxllm.engine.engine import Engine
 from jaxllm.engine.model_source import model_source
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
+from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.sharding.mesh import make_mesh, platform_of
 from jaxllm.sharding.rules import sharding
 
@@ -92,13 +93,13 @@ def _default(value: int | None, default: int) -> int:
 
 def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> ModelShape:
     """The shape of a model on `mesh`; `state` holds its parameters, or their shapes."""
-    platform = platform_of(mesh) if mesh.size == 1 else None  # which kernels may multiply them
+    placement = Placement(mesh)
 
     def place(variable: nnx.Variable) -> nnx.Variable:
         value = variable.get_value()
         where = sharding(variable.get_metadata("axes"), mesh)
         placed = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where)
-        return variable.replace(placed, platform=platform)
+        return variable.replace(placed, placement=placement)
 
     state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     leaves, treedef = jax.tree.flatten(state)

@@ -1,14 +1,14 @@
-"""Products of activations with a weight. Callers import from here; only this module chooses by platform."""
+"""Products of activations with a weight."""
 
-from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxllm.pallas_kernels import dispatch
-from jaxllm.pallas_kernels.matmul import native, reference
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Op, Placement
 
-IMPLEMENTATIONS: dict[str, Callable] = {"reference": reference.einsum, "native": native.einsum}
+OP = Op(
+    package=__package__ or "", name="einsum", implementations=("reference", "native"), preferred={"cpu": ("native",)}
+)
 
 
 def einsum(
@@ -18,12 +18,7 @@ def einsum(
     *,
     out_dtype: Any = None,
     implementation: str = "auto",
-    platform: str | None = None,
+    placement: Placement = UNPLACED,
 ) -> Float[Array, "..."]:
-    """See `reference.einsum`. `platform` is that of the one device that the arrays are on; None: of several, or
-    unknown, where XLA divides the work."""
-    preferred: dict[str, str] = {}
-    if platform == "cpu" and native.supports(equation, x, weight):
-        preferred["cpu"] = "native"
-    chosen = dispatch.choose(IMPLEMENTATIONS, preferred, implementation, platform or "none")
-    return chosen(equation, x, weight, out_dtype)
+    """See `reference.einsum`."""
+    return OP.choose(implementation, placement, equation, x, weight)(equation, x, weight, out_dtype)

@@ -8,8 +8,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Num
+from jaxtyping import Array, Float, Float32, Num
 
+from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
 from jaxllm.pallas_kernels.paged_attention.reference import (
     cap,
     finish_softmax,
@@ -30,10 +31,7 @@ def ragged_paged_attention(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     kv_pool: Num[Array, "blocks 2 kv_heads block_size padded_head_dim"],
-    block_tables: Int[Array, "seqs blocks_per_seq"],
-    cu_q_lens: Int[Array, " seqs_plus_1"],
-    kv_lens: Int[Array, " seqs"],
-    distribution: Int[Array, "2"],
+    batch: PagedBatch,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -42,7 +40,8 @@ def ragged_paged_attention(
     kv_scales: Float32[Array, "2 kv_heads"] | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Num[Array, "blocks 2 kv_heads block_size padded_head_dim"]]:
     """See `reference.ragged_paged_attention`."""
-    pool = write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution, kv_scales)
+    pool = write_kv(k, v, kv_pool, batch, kv_scales)
+    block_tables, cu_q_lens, kv_lens, distribution = batch
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = pool.shape
     group = heads // kv_heads

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Float32, Int, Num
+from jaxtyping import Array, Float, Float32, Num
 
 from jaxllm.pallas_kernels.paged_attention import gpu_kernels
-from jaxllm.pallas_kernels.paged_attention.gpu_kernels import BatchRefs, Spec
+from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
+from jaxllm.pallas_kernels.paged_attention.gpu_kernels import Spec
 from jaxllm.pallas_kernels.paged_attention.reference import is_quantised, quantise
 
 DTYPES = ("float32", "bfloat16")
@@ -209,10 +210,7 @@ def ragged_paged_attention(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     kv_pool: Num[Array, "blocks 2 kv_heads block_size head_dim"],
-    block_tables: Int[Array, "seqs blocks_per_seq"],
-    cu_q_lens: Int[Array, " seqs_plus_1"],
-    kv_lens: Int[Array, " seqs"],
-    distribution: Int[Array, "2"],
+    batch: PagedBatch,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -233,7 +231,7 @@ def ragged_paged_attention(
         )
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
-    seqs, blocks_per_seq = block_tables.shape
+    seqs, blocks_per_seq = batch.block_tables.shape
     run = plan(
         tokens,
         seqs,
@@ -249,7 +247,7 @@ def ragged_paged_attention(
         hopper=_compute_capability() >= 90,
         interpret=bool(interpret),
     )
-    batch = BatchRefs(*(x.astype(jnp.int32) for x in (block_tables, cu_q_lens, kv_lens, distribution)))
+    batch = jax.tree.map(lambda x: x.astype(jnp.int32), batch)
     if is_quantised(kv_pool.dtype):  # here, where XLA fuses it into what computes k and v
         k, v = (quantise(x, kv_scales[i][None, :, None], kv_pool.dtype) for i, x in enumerate((k, v)))
     call, shape = partial(pl.pallas_call, interpret=interpret), jax.ShapeDtypeStruct

@@ -4,12 +4,14 @@ No kernel reads a cell of the pool that the step writes: a step's own keys are r
 no order among them. In-kernel shapes are powers of two, hence the masks on heads and head_dim.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+
+from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
 
 LOG2_E = 1.4426950408889634
 NEVER = 2**31 - 1
@@ -41,26 +43,6 @@ class Spec(NamedTuple):
         return pl.next_power_of_2(self.group)
 
 
-class BatchRefs(NamedTuple):
-    """What says which tokens there are: arrays outside of kernels, references to them inside."""
-
-    block_tables: Any
-    cu_q_lens: Any
-    kv_lens: Any
-    distribution: Any
-
-    def read(self, name: str, index: Any) -> jax.Array:
-        return getattr(self, name)[index]
-
-    def count(self, bound: jax.Array, *, ends: bool) -> jax.Array:
-        """How many real sequences end (or begin) at or before token `bound`."""
-        seqs = self.kv_lens.shape[0]
-        index = iota(pl.next_power_of_2(seqs))
-        real = index < self.read("distribution", 1)
-        at = plt.load(self.cu_q_lens.at[jnp.minimum(index, seqs - 1) + int(ends)], mask=real, other=NEVER)
-        return jnp.sum((at <= bound).astype(jnp.int32))
-
-
 class Row(NamedTuple):
     """One token: its sequence, the sequence's first token in the step and its position, the token's position."""
 
@@ -74,21 +56,30 @@ def iota(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)
 
 
+def count(batch: PagedBatch, bound: jax.Array, *, ends: bool) -> jax.Array:
+    """How many real sequences end (or begin) at or before token `bound`; the batch is of references here."""
+    seqs = batch.kv_lens.shape[0]
+    index = iota(pl.next_power_of_2(seqs))
+    real = index < batch.distribution[1]
+    at = plt.load(batch.cu_q_lens.at[jnp.minimum(index, seqs - 1) + int(ends)], mask=real, other=NEVER)
+    return jnp.sum((at <= bound).astype(jnp.int32))
+
+
 def cdiv(a: jax.Array, b: int) -> jax.Array:
     """Of numbers that are not negative."""
     return jax.lax.div(a + (b - 1), b)
 
 
-def num_rows(spec: Spec, batch: BatchRefs) -> jax.Array:
+def num_rows(spec: Spec, batch: PagedBatch) -> jax.Array:
     if spec.ragged_rows:
-        return batch.read("cu_q_lens", batch.read("distribution", 1))
-    return batch.read("distribution", 0)
+        return batch.cu_q_lens[batch.distribution[1]]
+    return batch.distribution[0]
 
 
-def find_row(spec: Spec, batch: BatchRefs, row: jax.Array) -> Row:
-    seq = batch.count(row, ends=True) if spec.ragged_rows else row
-    first = batch.read("cu_q_lens", seq)
-    start = batch.read("kv_lens", seq) - (batch.read("cu_q_lens", seq + 1) - first)
+def find_row(spec: Spec, batch: PagedBatch, row: jax.Array) -> Row:
+    seq = count(batch, row, ends=True) if spec.ragged_rows else row
+    first = batch.cu_q_lens[seq]
+    start = batch.kv_lens[seq] - (batch.cu_q_lens[seq + 1] - first)
     return Row(seq, first, start, start + row - first)
 
 
@@ -182,7 +173,7 @@ def in_window(spec, visible, position, key):
     return visible if spec.sliding_window is None else visible & (position - key < spec.sliding_window)
 
 
-def attend_rows(spec: Spec, batch: BatchRefs, q_ref, k_ref, v_ref, pool_ref, scales_ref, acc_ref, weight_ref):
+def attend_rows(spec: Spec, batch: PagedBatch, q_ref, k_ref, v_ref, pool_ref, scales_ref, acc_ref, weight_ref):
     """Grid (KV head, split, row): the row's attention to one split of its keys, normalised, and log2 of its weight.
 
     Writes acc [rows, heads, splits, head_dim] and weight [rows, heads, splits], both float32.
@@ -224,7 +215,7 @@ def attend_rows(spec: Spec, batch: BatchRefs, q_ref, k_ref, v_ref, pool_ref, sca
 
 def combine(
     spec: Spec,
-    batch: BatchRefs,
+    batch: PagedBatch,
     acc_ref,
     weight_ref,
     k_ref,
@@ -263,7 +254,7 @@ def combine(
 
         @pl.when(head == kv_head * spec.group)
         def _():
-            block = batch.read("block_tables", (row.seq, jax.lax.div(row.position, spec.block_size)))
+            block = batch.block_tables[row.seq, jax.lax.div(row.position, spec.block_size)]
             cell = jax.lax.rem(row.position, spec.block_size)
             for i, ref in enumerate((k_ref, v_ref)):
                 x = plt.load(ref.at[index, kv_head, dim], mask=inside, other=zero(ref.dtype))
@@ -272,7 +263,7 @@ def combine(
 
 def attend_tiles(
     spec: Spec,
-    batch: BatchRefs,
+    batch: PagedBatch,
     q_ref,
     k_ref,
     v_ref,
@@ -291,9 +282,9 @@ def attend_tiles(
     del rows_out_ref  # the same memory as out_ref
     tile_q = spec.rows // spec.padded_group
     head, begin = pl.program_id(1), (pl.num_programs(0) - 1 - pl.program_id(0)) * tile_q
-    end = jnp.minimum(begin + tile_q, batch.read("cu_q_lens", batch.read("distribution", 1)))
-    first_seq = jnp.maximum(batch.count(begin, ends=True), batch.read("distribution", 0))
-    end_seq = batch.count(end - 1, ends=False)
+    end = jnp.minimum(begin + tile_q, batch.cu_q_lens[batch.distribution[1]])
+    first_seq = jnp.maximum(count(batch, begin, ends=True), batch.distribution[0])
+    end_seq = count(batch, end - 1, ends=False)
 
     @pl.when(first_seq < end_seq)
     def _():
@@ -304,8 +295,8 @@ def attend_tiles(
         score_scale = spec.scale if scales_ref is None else spec.scale * scales_ref[0, head]
 
         def attend_seq(seq, _):
-            first, past = batch.read("cu_q_lens", seq), batch.read("cu_q_lens", seq + 1)
-            start = batch.read("kv_lens", seq) - (past - first)
+            first, past = batch.cu_q_lens[seq], batch.cu_q_lens[seq + 1]
+            start = batch.kv_lens[seq] - (past - first)
             low, high = jnp.maximum(begin, first), jnp.minimum(end, past)  # its tokens in the tile
             write_cells(spec, batch, (k_ref, v_ref), out_pool_ref, seq, head, begin, start - first, (low, high))
             position = start + token - first

@@ -5,14 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Num
+from jaxtyping import Array, Float, Float32, Num
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
 
 DTYPES = ("float32", "bfloat16")
 
 
-def supports(q: Array, k: Array, v: Array, kv_pool: Array, **others: Any) -> bool:
+def supports(q: Array, k: Array, v: Array, kv_pool: Array, *others: Any, **options: Any) -> bool:
     """Whether the kernel is built and supports these dtypes: one for all, or an int8 pool."""
     own = q.dtype.name in DTYPES and q.dtype == k.dtype == v.dtype
     return own and kv_pool.dtype in (q.dtype, jnp.int8) and kv_pool.shape[-1] == q.shape[-1] and native.is_built()
@@ -23,10 +24,7 @@ def ragged_paged_attention(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     kv_pool: Num[Array, "blocks 2 kv_heads block_size head_dim"],
-    block_tables: Int[Array, "seqs blocks_per_seq"],
-    cu_q_lens: Int[Array, " seqs_plus_1"],
-    kv_lens: Int[Array, " seqs"],
-    distribution: Int[Array, "2"],
+    batch: PagedBatch,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -37,7 +35,7 @@ def ragged_paged_attention(
     """See `reference.ragged_paged_attention`. Lengths or blocks out of range are an error, and padding comes out 0."""
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv_pool.shape, kv_pool.dtype))
     call = native.ffi_call("jaxllm_paged_attention", results, input_output_aliases={3: 1})
-    ints = (x.astype(jnp.int32) for x in (block_tables, cu_q_lens, kv_lens, distribution))
+    ints = (x.astype(jnp.int32) for x in batch)
     floats = (jnp.zeros(0) if x is None else x.astype(jnp.float32).reshape(-1) for x in (sinks, kv_scales))
     return call(
         q,

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, Num
+from jaxtyping import Array, Float, Float32, Num
+
+from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
 
 
 def ragged_paged_attention(
@@ -11,10 +13,7 @@ def ragged_paged_attention(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
     kv_pool: Num[Array, "blocks 2 kv_heads block_size padded_head_dim"],
-    block_tables: Int[Array, "seqs blocks_per_seq"],
-    cu_q_lens: Int[Array, " seqs_plus_1"],
-    kv_lens: Int[Array, " seqs"],
-    distribution: Int[Array, "2"],
+    batch: PagedBatch,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -24,21 +23,19 @@ def ragged_paged_attention(
 ) -> tuple[Float[Array, "tokens heads head_dim"], Num[Array, "blocks 2 kv_heads block_size padded_head_dim"]]:
     """Causal attention of a ragged batch over paged keys and values (PagedAttention, arXiv 2309.06180).
 
-    The tokens of sequence `s` are rows `cu_q_lens[s]:cu_q_lens[s + 1]`, its last `q_len` positions; `kv_lens`
-    counts its tokens, these included. `distribution` is (leading sequences that have one token each, all sequences);
-    those past it are padding, whose tokens write nothing and come out unspecified. Query head `h` reads KV head
-    `h // (heads // kv_heads)`. Of the pool's last axis the first `head_dim` are read; the rest is written as zeros.
+    `batch` says which tokens are whose. Query head `h` reads KV head `h // (heads // kv_heads)`. Of the pool's last
+    axis the first `head_dim` are read; the rest is written as zeros.
 
     A key is visible to `sliding_window` tokens, its own included. Scores become `soft_cap * tanh(scores / soft_cap)`.
     `sinks` are one more score per head, whose value is zero. `kv_scales`, of keys and of values, goes with a pool of
     8-bit numbers and with no other: see `quantise`.
     """
-    pool = write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution, kv_scales)
+    pool = write_kv(k, v, kv_pool, batch, kv_scales)
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = pool.shape
     group = heads // kv_heads
-    seq, positions, valid = token_positions(cu_q_lens, kv_lens, distribution, tokens)
-    tables = block_tables[seq]  # [tokens, blocks_per_seq]
+    seq, positions, valid = batch.token_positions(tokens)
+    tables = batch.block_tables[seq]  # [tokens, blocks_per_seq]
     rows = q.reshape(tokens, kv_heads, group, head_dim).astype(jnp.float32) * scale
     if sinks is not None:
         sinks = sinks.reshape(1, kv_heads, group)
@@ -59,25 +56,13 @@ def ragged_paged_attention(
     return finish_softmax(carry).reshape(q.shape).astype(q.dtype), pool
 
 
-def token_positions(
-    cu_q_lens: Int[Array, " seqs_plus_1"], kv_lens: Int[Array, " seqs"], distribution: Int[Array, "2"], tokens: int
-) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"], Array]:
-    """The sequence and position of each flat token, and whether it is a real token rather than padding."""
-    index = jnp.arange(tokens, dtype=jnp.int32)
-    seq = jnp.searchsorted(cu_q_lens, index, side="right", method="compare_all").astype(jnp.int32) - 1
-    valid = index < cu_q_lens[distribution[1]]
-    seq = jnp.where(valid, seq, 0)
-    start = kv_lens - jnp.diff(cu_q_lens)
-    return seq, jnp.where(valid, start[seq] + index - cu_q_lens[seq], 0), valid
-
-
-def write_kv(k, v, kv_pool, block_tables, cu_q_lens, kv_lens, distribution, kv_scales=None):
+def write_kv(k: Array, v: Array, kv_pool: Array, batch: PagedBatch, kv_scales: Array | None = None) -> Array:
     """The pool with the new keys and values in their blocks, in place when the pool is donated."""
     num_blocks, _, _, block_size, padded_head_dim = kv_pool.shape
-    seq, positions, valid = token_positions(cu_q_lens, kv_lens, distribution, k.shape[0])
+    seq, positions, valid = batch.token_positions(k.shape[0])
     # Padding writes past the pool, each row elsewhere so that the indices stay unique: dropped, never wrapped.
     nowhere = num_blocks + jnp.arange(k.shape[0], dtype=jnp.int32)
-    block = jnp.where(valid, block_tables[seq, positions // block_size], nowhere)
+    block = jnp.where(valid, batch.block_tables[seq, positions // block_size], nowhere)
     kv = jnp.stack([k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
     kv = jnp.pad(kv, ((0, 0), (0, 0), (0, 0), (0, padded_head_dim - k.shape[2])))
     if kv_scales is None:
@@ -121,6 +106,7 @@ def dequantise(stored: Num[Array, "..."], scale: Float32[Array, "..."]) -> Float
 
 
 def cap(scores: Array, soft_cap: float | None) -> Array:
+    """`soft_cap * tanh(scores / soft_cap)`; None: the scores as they are."""
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 

@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Num
 
+from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
 from jaxllm.pallas_kernels.paged_attention.reference import quantise
 from jaxllm.pallas_kernels.paged_attention.tpu_attend import Refs, Static
 from jaxllm.pallas_kernels.paged_attention.tpu_chunks import chunk_scratch, run_chunks
@@ -38,7 +39,7 @@ from jaxllm.pallas_kernels.paged_attention.tpu_plan import bytes_moved as bytes_
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 
 
-def supports(q: Array, k: Array, v: Array, kv_pool: Array, *, block_tables: Array | None = None, **_: Any) -> bool:
+def supports(q: Array, k: Array, v: Array, kv_pool: Array, batch: PagedBatch | None = None, **options: Any) -> bool:
     """Whether the kernel supports these dtypes and shapes, and tiles fit VMEM and tables SMEM."""
     heads, head_dim = q.shape[1:]
     _, two, kv_heads, block_size, padded = kv_pool.shape
@@ -50,8 +51,8 @@ def supports(q: Array, k: Array, v: Array, kv_pool: Array, *, block_tables: Arra
         return False
     try:
         pick_tiles(shapes_of(q, kv_pool))
-        if block_tables is not None:
-            smem_bytes(*block_tables.shape)
+        if batch is not None:
+            smem_bytes(*batch.block_tables.shape)
     except ValueError:
         return False
     return True
@@ -73,19 +74,16 @@ def ragged_paged_attention(
     q: Float[Array, "tokens heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    kv_pool: Array,
-    block_tables: Int[Array, "seqs blocks_per_seq"],
-    cu_q_lens: Int[Array, " seqs_plus_1"],
-    kv_lens: Int[Array, " seqs"],
-    distribution: Int[Array, "2"],
+    kv_pool: Num[Array, "blocks 2 kv_heads block_size padded_head_dim"],
+    batch: PagedBatch,
     *,
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
-    kv_scales: Float[Array, "2 kv_heads"] | None = None,
+    kv_scales: Float32[Array, "2 kv_heads"] | None = None,
     interpret: Any = False,
-) -> tuple[Float[Array, "tokens heads head_dim"], Array]:
+) -> tuple[Float[Array, "tokens heads head_dim"], Num[Array, "blocks 2 kv_heads block_size padded_head_dim"]]:
     """See `reference.ragged_paged_attention`. Results of padding are whatever was in memory.
 
     `interpret` is False, True or `pltpu.InterpretParams`. ValueError where tables or tiles do not fit.
@@ -111,10 +109,10 @@ def ragged_paged_attention(
         k, v = (quantise(x, kv_scales[i, None, :, None], kv_pool.dtype).astype(q.dtype) for i, x in enumerate((k, v)))
     q_words = to_words(q[:, : shapes.words], q[:, shapes.words :], shapes.words)
     none = jnp.zeros(1, jnp.float32)
-    operands = [x.astype(jnp.int32) for x in (cu_q_lens, kv_lens, distribution)]
+    operands = [x.astype(jnp.int32) for x in (batch.cu_q_lens, batch.kv_lens, batch.distribution)]
     operands += [none if x is None else x.astype(jnp.float32).reshape(-1) for x in (sinks, kv_scales)]
-    operands += [in_lanes(block_tables), q_words, to_words(k, v, shapes.new_words)]
-    out, pool = call(static, q.shape[0], block_tables.shape, interpret, q_words, kv_pool)(*operands, kv_pool)
+    operands += [in_lanes(batch.block_tables), q_words, to_words(k, v, shapes.new_words)]
+    out, pool = call(static, q.shape[0], batch.block_tables.shape, interpret, q_words, kv_pool)(*operands, kv_pool)
     return from_words(out, shapes.words, q), pool
 
 

@@ -24,7 +24,7 @@ MOST_BEST = 128
 PARAMS = plt.CompilerParams(num_warps=16, num_stages=2)
 
 
-def supports(logits: Array, k: int = 1) -> bool:
+def supports(logits: Array, *others: Any, k: int = 1) -> bool:
     return logits.dtype == jnp.float32 and logits.shape[1] >= 16 and k <= min(MOST_BEST, _tile(logits.shape[1]))
 
 

@@ -1,5 +1,7 @@
 """Sampling in C++: reads each row a few times from the cache, with as many threads as pay."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
@@ -8,7 +10,7 @@ from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.sampling.reference import Best, Draws, Rows, log_min_p
 
 
-def supports(logits: Array) -> bool:
+def supports(logits: Array, *others: Any, **options: Any) -> bool:
     return logits.dtype == jnp.float32 and native.is_built()
 
 

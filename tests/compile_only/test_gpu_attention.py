@@ -11,7 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxllm.pallas_kernels.paged_attention import gpu, kv_shape
+from jaxllm.pallas_kernels.paged_attention import PagedBatch, gpu, kv_shape
 from tests.compile_only.targets import chip_names, compile_on, mesh_of
 
 NUM_BLOCKS = 1024
@@ -75,7 +75,7 @@ def check(chip, model, step, dump, dtype=jnp.bfloat16, pool_dtype=None, **option
     shapes = operands(model, step, dtype, pool_dtype)
     compiled = compile_on(
         mesh_of(chip),
-        lambda *args: op(*args[:8], **dict(zip(names, args[8:], strict=True))),
+        lambda *args: op(*args[:4], PagedBatch(*args[4:8]), **dict(zip(names, args[8:], strict=True))),
         *shapes,
         *[extra[name] for name in names],
         donate_argnums=(3,),
@@ -145,10 +145,11 @@ def test_layers_are_one_graph(chip, tmp_path):
     """Two launches a layer in a small batch, three in others, and no copy between them."""
 
     def layers(q, k, v, pool, other_pool, *ints):
+        batch = PagedBatch(*ints)
         for _ in range(2):
-            out, pool = gpu.ragged_paged_attention(q, k, v, pool, *ints, scale=1.0)
+            out, pool = gpu.ragged_paged_attention(q, k, v, pool, batch, scale=1.0)
             q = q + jnp.tanh(out)
-            out, other_pool = gpu.ragged_paged_attention(q, k, v, other_pool, *ints, scale=1.0)
+            out, other_pool = gpu.ragged_paged_attention(q, k, v, other_pool, batch, scale=1.0)
             q = q + jnp.tanh(out)
         return q, pool, other_pool
 

@@ -10,6 +10,7 @@ import pytest
 from jaxllm.aot import thunks
 from jaxllm.engine.device.executables import sample_full_step, sample_step
 from jaxllm.engine.device.state import empty_penalties, empty_slots
+from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.sharding.rules import replicated, sharding
 from tests.compile_only.targets import chip_names, mesh_of
 
@@ -31,7 +32,7 @@ def lower(chip: str, *, full: bool, rows: int, vocab: int, devices: int = 1) -> 
     ints = jax.ShapeDtypeStruct((rows,), jnp.int32)
     before = slots.last_token, *([extras] if full else []), slots.length, table
     arguments = *jax.tree.map(place, before), *[logits] * (1 + full), place(ints)  # before and after a grammar's masks
-    fn = partial(sample_full_step if full else sample_step, mesh=mesh)
+    fn = partial(sample_full_step if full else sample_step, placement=Placement(mesh))
     with jax.set_mesh(mesh):
         return jax.jit(fn, donate_argnums=(0, 1) if full else 0).lower(*arguments)
 

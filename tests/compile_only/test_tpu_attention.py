@@ -5,7 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 
-from jaxllm.pallas_kernels.paged_attention import kv_shape, tpu
+from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape, tpu
 from tests.compile_only.targets import chip_names, compile_on, mesh_of
 
 NUM_BLOCKS = 1024
@@ -40,7 +40,7 @@ def check(chip, model, step, dtype=jnp.bfloat16, pool_dtype=None, **options):
     op = partial(tpu.ragged_paged_attention, scale=head_dim**-0.5, sliding_window=window, **options)
     compiled = compile_on(
         mesh_of(chip),
-        lambda *args: op(*args[:8], **dict(zip(names, args[8:], strict=True))),
+        lambda *args: op(*args[:4], PagedBatch(*args[4:8]), **dict(zip(names, args[8:], strict=True))),
         *shapes,
         *[extra[name] for name in names],
         donate_argnums=(3,),

@@ -12,11 +12,11 @@ from jaxllm import LLM
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.loader import load_params
 from jaxllm.models import gemma2, gemma3, llama, mistral, opt, phi3, qwen2, qwen3, transformer
-from jaxllm.models.cache import Dense, Paged, PagedBatch
+from jaxllm.models.cache import Dense, Paged
 from jaxllm.models.layers import RMSNorm
 from jaxllm.models.registry import model_for
 from jaxllm.models.rope import LongRope, Rope
-from jaxllm.pallas_kernels.paged_attention import kv_shape
+from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape
 from jaxllm.sharding.mesh import make_mesh
 from tests.hf_models import LONGROPE, YARN, checkpoint, logits
 
@@ -124,7 +124,7 @@ def test_activations_keep_their_dtype_and_logits_are_float32(family):
         pool = jnp.zeros(kv_shape(6, 4, cfg.kv_heads, cfg.head_dim, platform="cpu"), jnp.bfloat16)
         rows = jnp.zeros(2, jnp.int32)
         batch = PagedBatch(jnp.zeros((2, 3), jnp.int32), jnp.zeros(3, jnp.int32), rows, rows)
-        hidden, _ = model(tokens, tokens, [Paged(pool, batch, make_mesh(None))] * cfg.num_layers)
+        hidden, _ = model(tokens, tokens, [Paged(pool, batch)] * cfg.num_layers)
         return hidden, model.logits(hidden)
 
     hidden, out = jax.eval_shape(forward, params, jax.ShapeDtypeStruct((10,), jnp.int32))

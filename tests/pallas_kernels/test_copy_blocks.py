@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.pallas_kernels import native
-from jaxllm.pallas_kernels.copy_blocks.api import IMPLEMENTATIONS, copy_blocks
+from jaxllm.pallas_kernels.copy_blocks.api import OP, copy_blocks
 
 NUM_BLOCKS, NUM_MOVES = 9, 6
 
 
-@pytest.fixture(scope="module", params=sorted(IMPLEMENTATIONS))
+@pytest.fixture(scope="module", params=sorted(OP.implementations))
 def compiled(request):
     """dtype -> the op, for pools whose blocks take more than a part of the work, and an odd number of bytes."""
     if request.param == "native" and not native.is_built():

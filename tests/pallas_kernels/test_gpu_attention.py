@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from jax.experimental import pallas as pl
 
 from benchmarks.attention_cases import Batch, Case
-from jaxllm.pallas_kernels.paged_attention import gpu
+from jaxllm.pallas_kernels.paged_attention import PagedBatch, gpu
 from tests.pallas_kernels.test_paged_attention import batches
 
 CASES = {
@@ -130,11 +130,8 @@ SHAPES = {
     "k": ((8, 8, 128), "bfloat16"),
     "v": ((8, 8, 128), "bfloat16"),
     "kv_pool": ((64, 2, 8, 16, 128), "bfloat16"),
-    "block_tables": ((8, 4), "int32"),
-    "cu_q_lens": ((9,), "int32"),
-    "kv_lens": ((8,), "int32"),
-    "distribution": ((2,), "int32"),
 }
+BATCH = PagedBatch(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 4), (9,), (8,), (2,))))
 
 
 def supports(given):
@@ -144,7 +141,8 @@ def supports(given):
 
 
 def shapes(**changes):
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in (SHAPES | changes).items()}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in (SHAPES | changes).items()}
+    return arrays | {"batch": BATCH}
 
 
 def test_supports():

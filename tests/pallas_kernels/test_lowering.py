@@ -3,6 +3,7 @@
 The kernels are compiled for real chips in `compile_only`.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -17,6 +18,7 @@ from jaxllm.engine.device.packing import AdmitLayout, StepLayout
 from jaxllm.engine.device.sampler import mask_logits
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.paged_attention import api
 from jaxllm.sharding.mesh import make_mesh
 
@@ -25,7 +27,7 @@ CONFIG = EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_executables_lower(tiny, monkeypatch, platform):
-    monkeypatch.setattr(api, "PREFERRED", {})
+    monkeypatch.setattr(api, "OP", dataclasses.replace(api.OP, preferred={}))
     monkeypatch.setattr(native, "is_built", lambda: False)  # the mesh here is the CPU's
     mesh = make_mesh(None)
     shape = model_shape(tiny.cfg, *nnx.split(tiny.model), mesh)
@@ -43,7 +45,7 @@ def test_executables_lower(tiny, monkeypatch, platform):
         return text
 
     layout, rows = StepLayout(8, 4, 4), AdmitLayout(16, 4, CONFIG.blocks_per_seq)
-    fn = partial(step, model_shape=shape, layout=layout, mesh=mesh)
+    fn = partial(step, model_shape=shape, layout=layout, placement=Placement(mesh))
     text = lower(fn, leaves, pools, slots, hidden, ints(layout.size))
     assert "stablehlo.scatter" in text and "stablehlo.while" in text
     lower(partial(admit, layout=rows), slots, sampling, ints(16, rows.size))

@@ -12,7 +12,7 @@ from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.matmul import einsum
 from jaxllm.pallas_kernels.matmul.native import supports
 from jaxllm.pallas_kernels.native import build
-from jaxllm.pallas_kernels.paged_attention import kv_shape, ragged_paged_attention
+from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape, ragged_paged_attention
 from jaxllm.pallas_kernels.paged_attention.reference import quantise
 
 needs_library = pytest.mark.skipif(
@@ -68,7 +68,7 @@ def test_only_few_rows_of_one_dtype_are_supported():
     assert supported(8) and not supported(1024) and not supported(8, jnp.bfloat16) and not supported(8, jnp.float16)
 
 
-def test_a_weight_without_a_platform_is_xla_s():
+def test_a_weight_without_a_placement_is_xla_s():
     text = jax.jit(lambda x, w: einsum("...d,df->...f", x, w)).lower(jnp.ones((4, 8)), jnp.ones((8, 8))).as_text()
     assert "dot_general" in text and "custom_call" not in text
 
@@ -90,7 +90,7 @@ def attention_arguments(head_dim, block_size, group, dtype, kv_heads=2):
     for x in (q, k, v):
         x[155:] = np.nan
     ints = (tables, np.cumsum([0, *q_lens]), kv_lens, [2, 4])
-    return [*(jnp.asarray(x, dtype) for x in (q, k, v, pool)), *(jnp.asarray(x, jnp.int32) for x in ints)]
+    return [*(jnp.asarray(x, dtype) for x in (q, k, v, pool)), PagedBatch(*(jnp.asarray(x, jnp.int32) for x in ints))]
 
 
 @needs_library
@@ -123,12 +123,14 @@ def test_attention_at_real_sizes(head_dim, block_size, group, dtype, options):
 
 
 @needs_library
-@pytest.mark.parametrize(("which", "value"), [(4, 10**6), (5, 161), (6, 10**6), (7, 6)])
+@pytest.mark.parametrize(
+    ("which", "value"), [("block_tables", 10**6), ("cu_q_lens", 161), ("kv_lens", 10**6), ("distribution", 6)]
+)
 def test_what_points_outside_of_the_arrays_is_an_error(which, value):
-    arguments = attention_arguments(16, 32, 2, np.float32)
-    arguments[which] = jnp.full_like(arguments[which], value)
+    *arrays, batch = attention_arguments(16, 32, 2, np.float32)
+    batch = batch._replace(**{which: jnp.full_like(getattr(batch, which), value)})
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of range"):
-        jax.block_until_ready(ragged_paged_attention(*arguments, implementation="native", scale=1.0))
+        jax.block_until_ready(ragged_paged_attention(*arrays, batch, implementation="native", scale=1.0))
 
 
 def test_a_library_of_other_sources_or_another_jaxlib_is_not_loaded(monkeypatch, tmp_path):

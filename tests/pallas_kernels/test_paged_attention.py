@@ -3,6 +3,7 @@
 Pallas kernels run interpreted, on fewer examples.
 """
 
+import dataclasses
 import importlib
 import logging
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.attention_cases import BLOCKS_PER_SEQ, SCALE, Batch, Case
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.paged_attention import api, kv_shape, ragged_paged_attention
 
 CASES = {
@@ -77,7 +79,7 @@ def implementation(name, case_name):
     run, module = RUNS[name], importlib.import_module(f"{api.__package__}.{name}")
     if hasattr(module, "supports"):
         some = Batch(case, (0, [], [], [], 0), run.platform)
-        given = module.supports(*some.arguments[:4], block_tables=some.arguments[4], **case.options, **some.options)
+        given = module.supports(*some.arguments, **case.options, **some.options)
         assert given == (case_name not in run.refuses)
         if not given:
             pytest.skip("refused")
@@ -86,7 +88,7 @@ def implementation(name, case_name):
 
 
 @pytest.mark.parametrize(
-    ("name", "case_name"), [(name, case_name) for name in api.IMPLEMENTATIONS for case_name in RUNS[name].cases]
+    ("name", "case_name"), [(name, case_name) for name in api.OP.implementations for case_name in RUNS[name].cases]
 )
 def test_conforms(name, case_name, monkeypatch):
     run, case = RUNS[name], CASES[case_name]
@@ -126,15 +128,15 @@ def test_scales_go_with_a_pool_that_needs_them():
 
 
 def test_what_no_kernel_supports_falls_back_with_one_warning(caplog, monkeypatch):
-    monkeypatch.setattr(api, "PREFERRED", {"cpu": ("native",)})
+    monkeypatch.setattr(api, "OP", dataclasses.replace(api.OP, preferred={"cpu": ("native",)}))
     batch = Batch(CASES["float8"], (1, [1], [5], [0], 0))
-    op = partial(ragged_paged_attention, **batch.case.options)
+    op = partial(ragged_paged_attention, placement=Placement.default(), **batch.case.options)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             out, _ = jax.eval_shape(lambda *arguments: op(*arguments, **batch.options), *batch.arguments)
             assert out.shape == batch.q.shape
     assert [r.getMessage() for r in caplog.records] == [
-        "no cpu kernel supports q float32[24, 4, 128], kv_pool float8_e4m3fn[30, 2, 2, 32, 128], block_tables "
-        "int32[5, 5], scale 0.1, soft_cap 1.5, kv_scales float32[2, 2]: the reference serves, "
-        "which is far slower"
+        "no cpu kernel supports q float32[24, 4, 128], k float32[24, 2, 128], v float32[24, 2, 128], kv_pool "
+        "float8_e4m3fn[30, 2, 2, 32, 128], batch (int32[5, 5], int32[6], int32[5], int32[2]), scale 0.1, soft_cap "
+        "1.5, kv_scales float32[2, 2]: the reference serves, which is far slower"
     ]

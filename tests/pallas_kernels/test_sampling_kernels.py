@@ -1,6 +1,7 @@
 """The sampling kernels against numpy and the reference: the best tokens, draws, filters, noise; and nobody sorts."""
 
 import contextlib
+import dataclasses
 import re
 from functools import cache, partial
 
@@ -18,6 +19,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.executables import Lowering, sample_full_step, sample_step
 from jaxllm.engine.device.state import empty_penalties, empty_slots
 from jaxllm.pallas_kernels import native, sampling
+from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.sampling import api, gpu, gpu_noise, reference
 from jaxllm.sharding.mesh import make_mesh
 from tests.engine.device.test_sampler import kept_by
@@ -280,14 +282,15 @@ def on_a_gpu():
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_no_lowered_sampler_sorts(monkeypatch, platform):
     kernel = "gpu" if platform == "cuda" else "reference"
-    monkeypatch.setattr(api, "_preferred", lambda op, *_: "reference" if op == "normalize" else kernel)
+    for name, chosen in ("NORMALIZE", "reference"), ("DRAW", kernel), ("BEST", kernel):
+        monkeypatch.setattr(api, name, dataclasses.replace(getattr(api, name), preferred={"cpu": (chosen,)}))
     slots, table = jax.eval_shape(partial(empty_slots, 4, 8))
     extras = jax.eval_shape(partial(empty_penalties, 4, 5000))
     logits, ints = jax.ShapeDtypeStruct((4, 5000), jnp.float32), slots.length
 
     def lower(fn, *arguments):
         with on_a_gpu():
-            traced = jax.jit(partial(fn, mesh=make_mesh(None))).trace(*arguments)
+            traced = jax.jit(partial(fn, placement=Placement.default())).trace(*arguments)
             return traced.lower(lowering_platforms=(platform,)).as_text()
 
     plain = lower(sample_step, slots.last_token, slots.length, table, logits, ints)

@@ -21,7 +21,7 @@ from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.packing import pick_bucket
 from jaxllm.engine.schedule.plan import Copy, Plan, Swap
 from jaxllm.pallas_kernels.copy_blocks import api as block_ops
-from jaxllm.sharding.mesh import platform_of
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.sharding.rules import replicated
 
 SWAP_SIZES = (4, 16)  # blocks that one `swap_out` or `swap_in` moves; more take several
@@ -41,12 +41,12 @@ def copy_sizes(max_num_seqs: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def copy_blocks(kv_pools: KVPools, packed: Int[Array, "2 n"], platform: str | None = None) -> KVPools:
+def copy_blocks(kv_pools: KVPools, packed: Int[Array, "2 n"], placement: Placement = UNPLACED) -> KVPools:
     """Copies the blocks `packed[0]`, as they are before the call, to `packed[1]`, which names no block twice.
-    `platform` is that of the pools' device, None if they lie on several."""
+    `placement` says where the pools are."""
     copied = []
     for pool in kv_pools:
-        pool = block_ops.copy_blocks(pool, packed, platform=platform)
+        pool = block_ops.copy_blocks(pool, packed, placement=placement)
         # One layer after the other: else the compiler gathers all first, and needs memory for all.
         pool, packed = jax.lax.optimization_barrier((pool, packed))
         copied.append(pool)
@@ -75,8 +75,7 @@ def jobs(kv_pools: Sequence[jax.ShapeDtypeStruct], max_num_seqs: int) -> dict[Ha
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(mesh))
 
     def lower_copy(n: int) -> Lowered:
-        platform = platform_of(mesh) if mesh.size == 1 else None
-        copy = partial(copy_blocks, platform=platform)
+        copy = partial(copy_blocks, placement=Placement(mesh))
         return jax.jit(copy, donate_argnums=0, out_shardings=places).lower(pools, ints(2, n))
 
     def lower_out(n: int) -> Lowered:

@@ -2,12 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.beam.candidates import NUM_CANDIDATES
 from jaxllm.engine.logprobs import LEAST
 from jaxllm.pallas_kernels import sampling
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 
 
 def candidate_rows(
@@ -15,19 +15,19 @@ def candidate_rows(
     logits: Float[Array, "rows vocab"],
     *,
     normalizer: Float[Array, " rows"] | None = None,
-    mesh: Mesh | None = None,
+    placement: Placement = UNPLACED,
 ) -> Int[Array, "rows width"]:
     """What `read_candidates` reads: the `NUM_CANDIDATES` best tokens of each row by `scores`, best first and the
     smaller id first among equals; with the scores, and log-probabilities (nats) and ranks in the softmax of `logits`
     as they are. Floats as their bits.
 
     `scores`, float32, are log-probabilities after masks, bias and penalties, minus infinity where a token may not be.
-    `normalizer` is the softmax's, if it was computed before; `mesh` holds the devices that they are on, if known.
+    `normalizer` is the softmax's, if it was computed before; `placement` says where they are.
     """
     count = min(NUM_CANDIDATES, scores.shape[1])
-    best = sampling.best(scores, logits, count, mesh=mesh)
+    best = sampling.best(scores, logits, count, placement=placement)
     if normalizer is None:
-        normalizer = sampling.normalize(logits, mesh=mesh).normalizer
+        normalizer = sampling.normalize(logits, placement=placement).normalizer
     logprobs = jnp.maximum(best.logits - normalizer[:, None], LEAST)
     columns = []
     for values, padding in ((best.ids, 0), (best.scores, -jnp.inf), (logprobs, 0.0), (best.ranks, 0)):

@@ -28,8 +28,9 @@ from jaxllm.engine.device.state import (
     install_rows,
 )
 from jaxllm.grammar.matcher import mask_words
-from jaxllm.models.cache import Paged, PagedBatch
-from jaxllm.pallas_kernels.paged_attention import KV_AXES, kv_shape
+from jaxllm.models.cache import Paged
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
+from jaxllm.pallas_kernels.paged_attention import KV_AXES, PagedBatch, kv_shape
 from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import replicated, sharding
 
@@ -77,7 +78,7 @@ def step(
     *,
     model_shape: ModelShape,
     layout: StepLayout,
-    mesh: Mesh,
+    placement: Placement,
 ) -> tuple[list[Array], Slots, Array, Float[Array, "seqs vocab"], Int[Array, " seqs"]]:
     """One forward pass over a ragged batch. Returns pools, slots, hidden states, the logits of each sample, and the
     samples' slots."""
@@ -91,11 +92,11 @@ def step(
     cu_q_lens = jnp.pad(jnp.cumsum(given.q_lens), (1, 0))
     kv_lens = of_rows(slots.length) + given.q_lens
     batch = PagedBatch(of_rows(slots.block_table), cu_q_lens, kv_lens, given.counts[:2])
-    row, positions = batch.token_positions(layout.tokens)
+    row, positions, _ = batch.token_positions(layout.tokens)
     tokens = jnp.where(given.tokens == FROM_SLOT, of_rows(slots.last_token)[row], given.tokens)
 
     model = model_shape.model(leaves)
-    hidden, caches = model(tokens, positions, [Paged(pool, batch, mesh) for pool in kv_pools])
+    hidden, caches = model(tokens, positions, [Paged(pool, batch, placement) for pool in kv_pools])
     last = jnp.maximum(cu_q_lens[1:] - 1, 0)  # token of each row
     logits = model.logits(hidden[last[given.sample_rows]])
     slots = slots._replace(length=slots.length.at[given.slots].add(given.q_lens, mode="drop"))
@@ -110,10 +111,10 @@ def sample_step(
     logits: Float[Array, "seqs vocab"],
     sample_slots: Int[Array, " seqs"],
     *,
-    mesh: Mesh | None = None,
+    placement: Placement = UNPLACED,
 ) -> tuple[Int[Array, " slots"], Int[Array, " seqs"]]:
     """Samples every row, and writes the tokens of rows that are no padding into the slot table."""
-    tokens = sample(logits, sample_slots, lengths, table, mesh=mesh)
+    tokens = sample(logits, sample_slots, lengths, table, placement=placement)
     return last_token.at[sample_slots].set(tokens, mode="drop"), tokens
 
 
@@ -126,12 +127,12 @@ def sample_full_step(
     allowed: Float[Array, "seqs vocab"],
     sample_slots: Int[Array, " seqs"],
     *,
-    mesh: Mesh | None = None,
+    placement: Placement = UNPLACED,
 ) -> tuple[Int[Array, " slots"], PenaltyState, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
     """Likewise, from `allowed`: the logits after the masks of grammars, or the same once more. Each row of the result
     is a token, then its log-probabilities. Beams' candidates are apart, as they are read only if there are beams."""
     tokens, penalties, rows, candidates = sample_full(
-        logits, sample_slots, lengths, table, penalties, allowed=allowed, mesh=mesh
+        logits, sample_slots, lengths, table, penalties, allowed=allowed, placement=placement
     )
     last_token = last_token.at[sample_slots].set(tokens, mode="drop")
     return last_token, penalties, jnp.concatenate([tokens[:, None], rows], 1), candidates
@@ -143,11 +144,11 @@ def prompt_logprobs(
     packed: Int[Array, "2 rows"],
     *,
     model_shape: ModelShape,
-    mesh: Mesh | None = None,
+    placement: Placement = UNPLACED,
 ) -> Int[Array, "rows width"]:
     """Log-probabilities of prompt tokens: of `packed[1]` after the step's tokens at `packed[0]`."""
     logits = model_shape.model(leaves).logits(hidden.at[packed[0]].get(mode="clip"))
-    return logprob_rows(logits, packed[1], mesh=mesh)
+    return logprob_rows(logits, packed[1], placement=placement)
 
 
 def admit(
@@ -163,6 +164,10 @@ class Lowering:
     model_shape: ModelShape
     config: EngineConfig
     mesh: Mesh
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.mesh)
 
     def jobs(self, layouts: Sequence[StepLayout]) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
         """Name -> lowering of every executable: (number of T) + 3 x (number of S), the admits, three more, and those
@@ -216,7 +221,7 @@ class Lowering:
 
     def lower_step(self, layout: StepLayout) -> jax.stages.Lowered:
         state = self.state()
-        fn = partial(step, model_shape=self.model_shape, layout=layout, mesh=self.mesh)
+        fn = partial(step, model_shape=self.model_shape, layout=layout, placement=self.placement)
         everywhere = replicated(self.mesh)
         out = (
             [pool.sharding for pool in state.kv_pools],
@@ -231,7 +236,7 @@ class Lowering:
 
     def lower_sample(self, seqs: int) -> jax.stages.Lowered:
         slots, sampling, _, _ = self.small_state()
-        fn = partial(sample_step, mesh=self.mesh)
+        fn = partial(sample_step, placement=self.placement)
         jitted = jax.jit(fn, donate_argnums=0, out_shardings=(replicated(self.mesh),) * 2)
         return jitted.lower(slots.last_token, slots.length, sampling, self._logits(seqs), self._ints(seqs))
 
@@ -239,7 +244,7 @@ class Lowering:
         slots, sampling, penalties, _ = self.small_state()
         everywhere = replicated(self.mesh)
         out = (everywhere, jax.tree.map(lambda x: x.sharding, penalties), everywhere, everywhere)
-        fn = partial(sample_full_step, mesh=self.mesh)
+        fn = partial(sample_full_step, placement=self.placement)
         jitted = jax.jit(fn, donate_argnums=(0, 1), out_shardings=out)
         logits = self._logits(seqs)
         return jitted.lower(slots.last_token, penalties, slots.length, sampling, logits, logits, self._ints(seqs))
@@ -262,7 +267,7 @@ class Lowering:
 
     def lower_prompt_logprobs(self) -> jax.stages.Lowered:
         *_, hidden = self.small_state()
-        fn = partial(prompt_logprobs, model_shape=self.model_shape, mesh=self.mesh)
+        fn = partial(prompt_logprobs, model_shape=self.model_shape, placement=self.placement)
         jitted = jax.jit(fn, out_shardings=replicated(self.mesh))
         return jitted.lower(list(self.model_shape.leaves), hidden, self._ints(2, self.config.max_num_seqs))
 

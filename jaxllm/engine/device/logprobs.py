@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.logprobs import LEAST
 from jaxllm.pallas_kernels import sampling
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.sampling_params import MAX_LOGPROBS
 
 
@@ -16,14 +16,14 @@ def logprob_rows(
     logprob_ids: Int[Array, "rows logprob_ids"] | None = None,
     *,
     normalizer: Float[Array, " rows"] | None = None,
-    mesh: Mesh | None = None,
+    placement: Placement = UNPLACED,
 ) -> Int[Array, "rows width"]:
     """What `pack_logprobs` reads, of the softmax of `logits` as they are; floats as their bits. `normalizer` is the
-    softmax's, if it was computed before; `mesh` holds the devices that the logits are on, if known."""
+    softmax's, if it was computed before; `placement` says where the logits are."""
     if normalizer is None:
-        normalizer = sampling.normalize(logits, mesh=mesh).normalizer
+        normalizer = sampling.normalize(logits, placement=placement).normalizer
     count = min(MAX_LOGPROBS, logits.shape[1])
-    best = sampling.best(logits, logits, count, tokens[:, None], mesh=mesh)
+    best = sampling.best(logits, logits, count, tokens[:, None], placement=placement)
 
     def bits(values: Array) -> Array:
         return jax.lax.bitcast_convert_type(jnp.maximum(values - normalizer[:, None], LEAST), jnp.int32)

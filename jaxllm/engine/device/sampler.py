@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxllm.engine.beam.candidates import CANDIDATES_WIDTH
@@ -12,6 +11,7 @@ from jaxllm.engine.device.state import PenaltyState, SamplingTable
 from jaxllm.engine.logprobs import WIDTH_WITH_IDS
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.pallas_kernels import sampling
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 
 MIN_TEMPERATURE = 1e-5  # below it a row is greedy
 
@@ -22,15 +22,15 @@ def sample(
     lengths: Int[Array, " slots"],
     table: SamplingTable,
     *,
-    mesh: Mesh | None = None,
+    placement: Placement = UNPLACED,
 ) -> Int[Array, " seqs"]:
     """A token for each row, whose parameters are those of its slot (padding rows give garbage).
 
     `lengths` counts each slot's tokens before the new one, whose position it thereby is. A row whose logits are
-    not finite gives `NOT_FINITE`. `mesh` holds the devices that the logits are on, if known.
+    not finite gives `NOT_FINITE`. `placement` says where the logits are.
     """
     row, length = _of_slots(table, slots), lengths.at[slots].get(mode="clip")
-    tokens, top = _draw(logits, row, length, mesh)
+    tokens, top = _draw(logits, row, length, placement)
     return jnp.where(jnp.isfinite(top), tokens, NOT_FINITE)
 
 
@@ -42,7 +42,7 @@ def sample_full(
     penalties: PenaltyState,
     *,
     allowed: Float[Array, "seqs vocab"] | None = None,
-    mesh: Mesh | None = None,
+    placement: Placement = UNPLACED,
 ) -> tuple[Int[Array, " seqs"], PenaltyState, Int[Array, "seqs width"], Int[Array, "seqs candidates_width"]]:
     """Like `sample`, with everything that a request may ask for: tokens, the penalties after them, the rows of
     `logprob_rows` (zeros if nobody wants any), and those of `candidate_rows` (zeros without beams). A row that may
@@ -54,26 +54,26 @@ def sample_full(
     row, length = _of_slots(table, slots), lengths.at[slots].get(mode="clip")
     is_beam = row.is_beam > 0
     has_beams = jnp.any(is_beam)
-    largest, normalizer = sampling.normalize(logits, mesh=mesh)
+    largest, normalizer = sampling.normalize(logits, placement=placement)
     altered = (logits if allowed is None else allowed) - jnp.where(is_beam, normalizer, 0.0)[:, None]
     altered = jax.lax.cond(
         jnp.any(row.alters_logits > 0), lambda x: alter(x, row, _of_slots(penalties, slots)), lambda x: x, altered
     )
     altered = mask_stop_ids(altered, row.stop_ids, length < row.min_len)
-    tokens, top = _draw(altered, row, length, mesh)
+    tokens, top = _draw(altered, row, length, placement)
     tokens = jnp.where(top > -jnp.inf, tokens, NO_TOKEN)
     tokens = jnp.where(jnp.isfinite(largest), tokens, NOT_FINITE)
     rows = jax.lax.cond(
         jnp.any(row.wants_logprobs > 0),
         lambda x: logprob_rows(
-            x, tokens, penalties.logprob_ids.at[slots].get(mode="clip"), normalizer=normalizer, mesh=mesh
+            x, tokens, penalties.logprob_ids.at[slots].get(mode="clip"), normalizer=normalizer, placement=placement
         ),
         lambda x: jnp.zeros((x.shape[0], WIDTH_WITH_IDS), jnp.int32),
         logits,
     )
     candidates = jax.lax.cond(
         has_beams,
-        lambda x: candidate_rows(x, logits, normalizer=normalizer, mesh=mesh),
+        lambda x: candidate_rows(x, logits, normalizer=normalizer, placement=placement),
         lambda x: jnp.zeros((x.shape[0], CANDIDATES_WIDTH), jnp.int32),
         altered,
     )
@@ -92,11 +92,11 @@ def _of_slots(table, slots: Int[Array, " seqs"]):
 
 
 def _draw(
-    logits: Float[Array, "seqs vocab"], row: SamplingTable, length: Int[Array, " seqs"], mesh: Mesh | None
+    logits: Float[Array, "seqs vocab"], row: SamplingTable, length: Int[Array, " seqs"], placement: Placement
 ) -> sampling.Draws:
     temperature = jnp.where(row.temperature >= MIN_TEMPERATURE, row.temperature, 0.0)
     keys = jax.random.key_data(jax.vmap(sample_key)(row.seed, row.sample_index, length))
-    return sampling.draw(logits, temperature, row.top_k, row.top_p, row.min_p, keys, mesh=mesh)
+    return sampling.draw(logits, temperature, row.top_k, row.top_p, row.min_p, keys, placement=placement)
 
 
 def alter(
