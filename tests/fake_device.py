@@ -73,7 +73,7 @@ class Device:
         forked = {request for _, request in plan.forks}
         for request, length in plan.admitted:
             known = request.prompt_token_ids + request.output_token_ids
-            slot = self.slots[request.slot] = Slot(request, list(request.block_ids), length, known[-1])
+            slot = self.slots[request.slot] = Slot(request, list(request.table.ids), length, known[-1])
             assert request in forked or self.holds(slot, known), "what it starts with is there before the step"
             if request in fresh:
                 assert (self.read(slot)[:, 1] == self.version).all(), "a prefix hit is of these parameters"
@@ -104,7 +104,7 @@ class Device:
         given = [(request, None) for request in plan.decodes] + [(chunk.sequence, chunk) for chunk in plan.chunks]
         for request, chunk in given:
             slot = self.slots[request.slot]
-            assert slot.request is request and slot.block_table == request.block_ids
+            assert slot.request is request and slot.block_table == request.table.ids
             assert chunk is None or slot.length == chunk.start
             if chunk is not None:
                 tokens = request.token_ids(chunk.start, chunk.stop)

@@ -205,25 +205,25 @@ class FakeEngine:
             assert len({r.slot for r in requests}) == len(requests) <= scheduler.running_set.max_num_seqs
         assert not (plan.swap_outs and plan.swap_ins)
         assert len({new[:2] for new in plan.new_blocks}) == len(plan.new_blocks), "one write per cell"
-        tables = {request.slot: request.block_ids for request in plan.rows}
+        tables = {request.slot: request.table.ids for request in plan.rows}
         assert all(tables[new.slot][new.index] == new.block for new in plan.new_blocks)
         assert len(plan.new_blocks) <= len(plan.rows) + -(-plan.num_tokens // block_size)
         assert plan.full_sampler or not any(request.needs_full_sampler for request in plan.rows)
         assert plan.has_beams or not any(request.is_beam for request in plan.samples)
         if any(request.host_dependent for request in in_flight):
             assert not any(request.host_dependent for request in plan.samples), "they sample in the same steps"
-        holders = Counter(block for request in scheduler.running for block in request.block_ids)
+        holders = Counter(block for request in scheduler.running for block in request.table.ids)
         for request, start, stop in spans:
             assert request.status is Status.RUNNING
             assert start < stop < request.max_total_len, "the last token needs no row"
-            own = request.block_ids[start // block_size : -(-stop // block_size)]
+            own = request.table.ids[start // block_size : -(-stop // block_size)]
             num_forks = sum(parent is request for parent, _ in plan.forks)  # they share what is written here
             assert all(holders[block] == 1 + num_forks for block in own), "a shared block is written"
         orders = [request.order for request, _ in plan.admitted if request in waiting]
         assert orders == sorted(orders)
         for request in waiting:  # only those may be overtaken whose beginning is being written
             if request.status is Status.WAITING and orders and request.order < orders[-1]:
-                assert any(request.keys[:1] == other.keys[:1] != [] for other in scheduler.running)
+                assert any(request.table.keys[:1] == other.table.keys[:1] != [] for other in scheduler.running)
 
     def check(self) -> None:
         self.scheduler.check()

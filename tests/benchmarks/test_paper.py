@@ -166,7 +166,7 @@ class Recount(memory.PagedUsage):
 
     def look(self, scheduler):
         super().look(scheduler)
-        self.lists.append([list(request.block_ids) for request in scheduler.running])
+        self.lists.append([list(request.table.ids) for request in scheduler.running])
 
 
 @pytest.mark.slow

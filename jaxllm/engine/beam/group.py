@@ -16,6 +16,7 @@ from jaxllm.engine.beam.candidates import BeamRow, read_candidates
 from jaxllm.engine.beam.search import LENGTH, BeamSearch, Continuation, Finished
 from jaxllm.engine.logprobs import PackedLogprobs
 from jaxllm.engine.schedule.block_pool import BlockPool
+from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.plan import NO_TOKEN, NO_TOKEN_ERRORS
 from jaxllm.engine.schedule.running import RunningSet
 from jaxllm.engine.schedule.sequence import GroupStep, Sequence, SequenceGroup, Status
@@ -137,7 +138,7 @@ class BeamSearchGroup(SequenceGroup):
             return GroupStep([], None)
         prefix_cache, block_size = running_set.prefix_cache, running_set.pool.block_size
         for beam in self.beams:  # before some of them end: others may wait for what they have written
-            if (beam.num_keyed + 1) * block_size <= beam.num_computed:
+            if (beam.table.num_keyed + 1) * block_size <= beam.num_computed:
                 prefix_cache.offer(beam, beam.num_computed)
             prefix_cache.end(beam)  # also for what it may not offer, of older parameters
         head = self.sequences[0]
@@ -165,23 +166,22 @@ class BeamSearchGroup(SequenceGroup):
         parents = [self.beams[continuation.beam] for continuation in continuations]
         staying = set(parents)
         free = [sequence for sequence in self.sequences if sequence not in staying]
-        forks: list[tuple[Sequence, list[int]]] = []
+        num_computed = parents[0].num_computed
+        forks: list[BlockTable] = []
         beams, has_child = [], set()
         for parent in parents:
             if parent in has_child:
-                pool.acquire(parent.block_ids)
-                forks.append((parent, list(parent.block_ids)))
-                beams.append(free[len(forks) - 1])
+                beams.append(free[len(forks)])
+                forks.append(parent.table.fork(num_computed))
             else:
                 has_child.add(parent)
                 beams.append(parent)
-        for sequence in free:  # after those who share their blocks have them
-            pool.release(sequence.block_ids)
+        for sequence in free:
+            sequence.table.release()
             sequence.vacate()
-        shares_tail = parents[0].num_computed % pool.block_size > 0
-        for sequence, (parent, block_ids) in zip(free, forks, strict=False):
-            sequence.share(parent, block_ids, parent.num_computed, parent.num_keyed)
-            sequence.shares_tail = parent.shares_tail = shares_tail
+            sequence.table = BlockTable(pool)  # without the keys of what died
+        for sequence, table in zip(free, forks, strict=False):
+            sequence.table, sequence.num_computed = table, num_computed
         self.beams = beams
         self._give_tokens()
         for beam in beams:

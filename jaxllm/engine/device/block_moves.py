@@ -19,7 +19,8 @@ from jaxtyping import Array, Int, Shaped
 
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.packing import pick_bucket
-from jaxllm.engine.schedule.plan import Copy, Plan, Swap
+from jaxllm.engine.schedule.block_table import Copy
+from jaxllm.engine.schedule.plan import Plan, Swap
 from jaxllm.pallas_kernels.copy_blocks import api as block_ops
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.sharding.rules import replicated

@@ -168,7 +168,7 @@ class AdmitLayout:
             table = 3 + len(sequence.packed_params)
             packed[i, :3] = sequence.slot, length, last_token
             packed[i, 3:table] = sequence.packed_params
-            packed[i, table : table + len(sequence.block_ids)] = sequence.block_ids
+            packed[i, table : table + len(sequence.table)] = sequence.table.ids
         return packed
 
 

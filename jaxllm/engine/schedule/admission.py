@@ -3,7 +3,7 @@ memory, and divides the step among prompts."""
 
 from collections.abc import Iterable
 
-from jaxllm.engine.schedule.plan import Copy, Plan
+from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.running import RunningSet
 from jaxllm.engine.schedule.sequence import Sequence, Status, join
@@ -93,11 +93,11 @@ class Admission:
         parent.forks, others = forks[: len(tails)], parent.forks[len(tails) :]
         if others:
             self.queue.push(join(others))
-        pool.acquire(hits)
-        parent.block_ids = hits + pool.allocate(num_new)
-        parent.num_computed, parent.num_keyed = len(hits) * block_size, len(hits)
+        parent.table.share(hits)
+        parent.table.allocate(num_new)
+        parent.num_computed = len(hits) * block_size
         for fork, num_blocks in zip(parent.forks, tails, strict=True):
-            fork.block_ids = pool.allocate(num_blocks)
+            fork.table.allocate(num_blocks)
         self._enter_all(parent, parent.forks)
         self._count_cached(parent)
         self.prefix_cache.begin(parent)
@@ -140,7 +140,7 @@ class Admission:
         for sequence in sequences:
             sequence.status = Status.RUNNING
             plan.install(sequence)
-            is_full = sequence.num_computed == len(sequence.block_ids) * self.pool.block_size
+            is_full = sequence.num_computed == sequence.table.capacity
             if not is_full and self._limit(sequence, 1) and _has_room(plan, max_tokens):  # otherwise in the next step
                 plan.add_decode(sequence)
         return True
@@ -184,13 +184,11 @@ class Admission:
             if parent not in self._forking:
                 self._forking.append(parent)
             return
-        parent.shares_tail = parent.num_computed % self.pool.block_size > 0
         forks, parent.forks = [fork for fork in parent.forks if fork.status is Status.HELD], []
         num_now = max_tokens - plan.num_samples  # few only while the engine compiles
         for fork in forks[:num_now]:
-            self.pool.acquire(parent.block_ids)
-            fork.share(parent, list(parent.block_ids), parent.num_computed, parent.num_keyed)
-            fork.status, fork.shares_tail, fork.num_cached = Status.RUNNING, parent.shares_tail, parent.num_cached
+            fork.table, fork.num_computed = parent.table.fork(parent.num_computed), parent.num_computed
+            fork.status, fork.num_cached = Status.RUNNING, parent.num_cached
             plan.install(fork)
             plan.add_fork(parent, fork)
         self.put_back(forks[num_now:])
@@ -217,12 +215,13 @@ class Admission:
         return started
 
     def _fork_behind(self, plan: Plan, parent: Sequence, fork: Sequence) -> None:
-        num_shared, is_inside = divmod(parent.fork_len, self.pool.block_size)
-        shared = parent.block_ids[:num_shared]
-        if is_inside:
-            plan.copies.append(Copy(parent.block_ids[num_shared], fork.block_ids[0]))
-        self.pool.acquire(shared)
-        fork.share(parent, shared + fork.block_ids, parent.fork_len, min(parent.num_keyed, num_shared))
+        num_blocks = len(fork.table)
+        fork.table.release()
+        fork.table, fork.num_computed = parent.table.fork(parent.fork_len), parent.fork_len
+        if (copy := fork.table.own_tail()) is not None:
+            plan.copies.append(copy)
+            num_blocks -= 1
+        fork.table.allocate(num_blocks)
         fork.status = Status.RUNNING
         plan.install(fork)
 

@@ -52,7 +52,7 @@ class DecodeBatch:
 
     def set_due(self, sequence: Sequence) -> None:
         """Notes the step before which the sequence needs a block, or leaves for its last row."""
-        end = min(len(sequence.block_ids) * self.block_size, sequence.max_total_len - 2)
+        end = min(sequence.table.capacity, sequence.max_total_len - 2)
         sequence.due_step = end - sequence.computed_offset
         self._due[sequence.due_step].append(sequence)
 
@@ -74,6 +74,6 @@ class DecodeBatch:
             assert sequence.batch is self and sequence.row == row and sequence.is_steady
             assert sequence.num_tokens + sequence.num_in_flight == sequence.num_computed + 1
             assert sequence in self._due[sequence.due_step] and sequence.due_step >= self.num_steps
-            num_left = len(sequence.block_ids) * self.block_size - sequence.num_computed
+            num_left = sequence.table.capacity - sequence.num_computed
             num_left = min(num_left, sequence.max_total_len - 2 - sequence.num_computed)
             assert num_left == sequence.due_step - self.num_steps

@@ -4,6 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxllm.engine.schedule.block_table import Copy
 from jaxllm.engine.schedule.decode_batch import DecodeBatch
 from jaxllm.engine.schedule.sequence import Sequence
 
@@ -30,13 +31,6 @@ class NewBlock(NamedTuple):
     slot: int
     index: int  # in the slot's block table
     block: int
-
-
-class Copy(NamedTuple):
-    """A block's contents go to another block (copy-on-write)."""
-
-    source: int
-    target: int
 
 
 class Swap(NamedTuple):

@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 
+from jaxllm.engine.schedule.block_table import restore
 from jaxllm.engine.schedule.plan import Plan, Swap
 from jaxllm.engine.schedule.running import RunningSet
 from jaxllm.engine.schedule.sequence import HostCopy, Sequence, Status, join
@@ -63,16 +64,17 @@ class Preemption:
 
     def _num_missing(self) -> int:
         """Blocks that the next decodes need beyond the free ones."""
-        due, block_size = self.running_set.batch.due(), self.pool.block_size
-        wanted = sum(sequence.num_computed == len(sequence.block_ids) * block_size for sequence in due)
+        due = self.running_set.batch.due()
+        wanted = sum(sequence.num_computed == sequence.table.capacity for sequence in due)
         sharing = Counter()
         for sequence in self.running_set.individuals:
             known = sequence.num_tokens + sequence.num_in_flight
             if sequence.status is Status.RUNNING and sequence.can_sample and known - sequence.num_computed == 1:
-                if sequence.num_computed == len(sequence.block_ids) * block_size:
+                table = sequence.table
+                if sequence.num_computed == table.capacity:
                     wanted += 1
-                elif sequence.shares_tail:
-                    sharing[sequence.block_ids[-1]] += 1
+                elif table.shares_tail:
+                    sharing[table.ids[-1]] += 1
         # The last holder of a block needs no copy.
         wanted += sum(min(count, self.pool.refs[block] - 1) for block, count in sharing.items())
         return wanted - self.pool.num_free
@@ -111,8 +113,9 @@ class Preemption:
         places: dict[int, int] = {}
         for sequence in sequences:
             sequence.host_blocks = []
-            for i, block in enumerate(sequence.block_ids):
-                is_tail = sequence.shares_tail and i == len(sequence.block_ids) - 1
+            table = sequence.table
+            for i, block in enumerate(table.ids):
+                is_tail = table.shares_tail and i == len(table) - 1
                 if is_tail or block not in places:  # a shared block that is written next comes back once for each
                     places[block] = len(blocks)
                     blocks.append(block)
@@ -132,18 +135,13 @@ class Preemption:
     def swap_in(self, plan: Plan, sequences: list[Sequence]) -> None:
         """Gives sequences that left together blocks again, and plans the copy back. There is room."""
         copy = sequences[0].host_copy
-        wanted = sorted({place for sequence in sequences for place in sequence.host_blocks})
-        blocks = dict(zip(wanted, self.pool.allocate(len(wanted)), strict=True))
-        taken: set[int] = set()
+        tables, places = [s.table for s in sequences], [s.host_blocks for s in sequences]
+        blocks = restore(tables, places, copy.num_blocks)
         for sequence in sequences:
-            sequence.block_ids = [blocks[place] for place in sequence.host_blocks]
-            self.pool.acquire(block for block in sequence.block_ids if block in taken)
-            taken.update(sequence.block_ids)
             sequence.host_copy = None
-        nowhere = self.pool.num_blocks  # for blocks of siblings that have ended meanwhile
-        plan.swap_ins.append(Swap(copy.key, [blocks.get(place, nowhere) for place in range(copy.num_blocks)]))
+        plan.swap_ins.append(Swap(copy.key, blocks))
         self.num_host_blocks -= copy.num_blocks
-        self.num_blocks_in += len(wanted)
+        self.num_blocks_in += sum(block < self.pool.num_blocks for block in blocks)  # others are of siblings that ended
 
     def report_released(self, plan: Plan) -> None:
         """Puts the copies that nobody wants back into the plan, for the device to drop."""

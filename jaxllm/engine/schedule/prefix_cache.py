@@ -21,36 +21,37 @@ class PrefixCache:
         """The cached blocks that a waiting sequence begins with. None: a running prefill is about to write the next."""
         if not (self.enabled and sequence.reads_prefix_cache):
             return []
-        if sequence.key_generation != self.pool.generation:
-            sequence.keys.clear()
-            sequence.key_generation = self.pool.generation
+        table = sequence.table
+        if table.key_generation != self.pool.generation:
+            table.keys.clear()
+            table.key_generation = self.pool.generation
         self._extend(sequence, sequence.num_tokens)
         num_usable = (sequence.num_tokens - 1) // self.pool.block_size  # the last token is computed, for its logits
-        hits = self.pool.lookup(sequence.keys[:num_usable])
-        if len(hits) < num_usable and sequence.keys[len(hits)] in self._writing:
+        hits = self.pool.lookup(table.keys[:num_usable])
+        if len(hits) < num_usable and table.keys[len(hits)] in self._writing:
             return None
         return hits
 
     def begin(self, sequence: Sequence) -> None:
         """The sequence was admitted: its prefill will write the blocks that were not cached."""
-        for key in sequence.keys[sequence.num_keyed :]:
+        for key in sequence.table.keys[sequence.table.num_keyed :]:
             self._writing.setdefault(key, sequence)
 
     def offer(self, sequence: Sequence, num_tokens: int) -> None:
         """Makes the full blocks among the first `num_tokens` tokens findable, unless the cache was dropped since the
         sequence was admitted: then some of them come from before, from other parameters say."""
-        if not self.enabled or sequence.key_generation != self.pool.generation:
+        table = sequence.table
+        if not self.enabled or table.key_generation != self.pool.generation:
             return
         self._extend(sequence, num_tokens)
-        full = num_tokens // self.pool.block_size
-        for i in range(sequence.num_keyed, full):
-            self.pool.register(sequence.block_ids[i], sequence.keys[i])
+        num_keyed, num_full = table.num_keyed, num_tokens // self.pool.block_size
+        table.register(num_full)
+        for i in range(num_keyed, num_full):
             self._forget(sequence, i)
-        sequence.num_keyed = full
 
     def end(self, sequence: Sequence) -> None:
         """The sequence leaves its blocks: others stop waiting for those that it has not written."""
-        for i in range(sequence.num_keyed, len(sequence.keys)):
+        for i in range(sequence.table.num_keyed, len(sequence.table.keys)):
             self._forget(sequence, i)
 
     def reset(self) -> None:
@@ -58,11 +59,12 @@ class PrefixCache:
         self._writing.clear()
 
     def _forget(self, sequence: Sequence, i: int) -> None:
-        if self._writing.get(sequence.keys[i]) is sequence:
-            del self._writing[sequence.keys[i]]
+        key = sequence.table.keys[i]
+        if self._writing.get(key) is sequence:
+            del self._writing[key]
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        block_size, keys = self.pool.block_size, sequence.keys
+        block_size, keys = self.pool.block_size, sequence.table.keys
         for i in range(len(keys), num_tokens // block_size):
             tokens = sequence.token_ids(i * block_size, (i + 1) * block_size)
             keys.append(self.pool.key(keys[-1] if keys else self._root(sequence), tokens))

@@ -50,7 +50,7 @@ class RunningSet:
         self.num_beams -= sequence.is_beam
         self.num_retrying -= sequence.num_failures > 0
         self.prefix_cache.end(sequence)
-        self.pool.release(sequence.block_ids)
+        sequence.table.release()
         self.free_slots.append(sequence.slot)
         sequence.leave_device()
 
@@ -88,10 +88,10 @@ class RunningSet:
         """Tokens' places in held blocks that hold no token yet. O(running)."""
         num_wasted, shared_tails = 0, {}
         for sequence in self:
-            blocks = sequence.block_ids
-            num_empty = len(blocks) * self.pool.block_size - sequence.num_computed
-            if blocks and sequence.shares_tail:  # with others that have filled it as far
-                shared_tails[blocks[-1]] = num_empty
+            table = sequence.table
+            num_empty = table.capacity - sequence.num_computed
+            if table.shares_tail:  # with others that have filled it as far
+                shared_tails[table.ids[-1]] = num_empty
             else:
                 num_wasted += num_empty
         return num_wasted + sum(shared_tails.values())
@@ -104,9 +104,9 @@ class RunningSet:
             assert sequence.status in (Status.RUNNING, Status.HELD, Status.DRAINING)
             assert 0 <= sequence.num_in_flight <= 2
             assert sequence.num_computed <= sequence.num_tokens + sequence.num_in_flight
-            assert sequence.num_computed <= len(sequence.block_ids) * self.pool.block_size
-            assert len(set(sequence.block_ids)) == len(sequence.block_ids)
-            held.update(sequence.block_ids)
+            assert sequence.num_computed <= sequence.table.capacity
+            sequence.table.check()
+            held.update(sequence.table.ids)
         assert self.pool.refs == [held[block] for block in range(self.pool.num_blocks)]
         slots = [sequence.slot for sequence in self] + self.free_slots
         assert sorted(slots) == list(range(self.max_num_seqs))
@@ -122,7 +122,7 @@ class RunningSet:
     def _check_wasted_slots(self) -> None:
         size, filled = self.pool.block_size, {}
         for sequence in self:
-            for i, block in enumerate(sequence.block_ids):
+            for i, block in enumerate(sequence.table.ids):
                 filled[block] = max(filled.get(block, 0), min(size, sequence.num_computed - i * size))
         assert self.num_wasted_slots == sum(size - max(0, tokens) for tokens in filled.values())
 
@@ -130,5 +130,5 @@ class RunningSet:
         """A block that is written next has one holder, or holders marked `shares_tail`."""
         for sequence in self:
             index = sequence.num_computed // self.pool.block_size
-            if sequence.status is Status.RUNNING and index < len(sequence.block_ids):
-                assert self.pool.refs[sequence.block_ids[index]] == 1 or sequence.shares_tail
+            if sequence.status is Status.RUNNING and index < len(sequence.table):
+                assert self.pool.refs[sequence.table.ids[index]] == 1 or sequence.table.shares_tail

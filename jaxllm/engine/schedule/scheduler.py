@@ -11,7 +11,8 @@ from typing import Any
 
 from jaxllm.engine.schedule.admission import Admission
 from jaxllm.engine.schedule.block_pool import BlockPool
-from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_FINITE, Copy, NewBlock, Plan
+from jaxllm.engine.schedule.block_table import BlockTable
+from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_FINITE, NewBlock, Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
 from jaxllm.engine.schedule.running import RunningSet
@@ -58,6 +59,8 @@ class Scheduler:
 
     def add(self, group: SequenceGroup) -> None:
         """Queues a request's sequences. They must fit the pool alone: the engine has refused them otherwise."""
+        for sequence in group.sequences:
+            sequence.table = BlockTable(self.pool)
         self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
         self.num_unfinished_masked += sum(sequence.needs_mask for sequence in group.sequences)
         self.waiting.push(join(group.live))
@@ -133,7 +136,7 @@ class Scheduler:
     def _plan_individuals(self, plan: Plan, max_tokens: int) -> list[Sequence]:
         """Adds the other running sequences with one token to compute; returns those with more."""
         prefills, decodes = [], plan.decodes
-        block_size, awaits_host = self.pool.block_size, self.running_set.awaits_host
+        awaits_host = self.running_set.awaits_host
         for sequence in self.running_set.individuals:
             if sequence.status is not Status.RUNNING or not sequence.can_sample:
                 continue
@@ -146,10 +149,11 @@ class Scheduler:
                 continue
             if len(decodes) == max_tokens:
                 break
-            if num_computed == len(sequence.block_ids) * block_size:
+            table = sequence.table
+            if num_computed == table.capacity:
                 if not self._grow(plan, sequence):
                     continue
-            elif sequence.shares_tail and not self._own_tail(plan, sequence):
+            elif table.shares_tail and not self._own_tail(plan, sequence):
                 continue
             plan.add_decode(sequence)
         if len(decodes) == max_tokens < len(self.running_set):  # the others come first in the next step
@@ -158,25 +162,21 @@ class Scheduler:
 
     def _grow(self, plan: Plan, sequence: Sequence) -> bool:
         """Allocates one more block for the sequence; False if none is free, while a victim drains."""
-        if not self.pool.num_free:
-            return False
-        (block,) = self.pool.allocate(1)
-        plan.new_blocks.append(NewBlock(sequence.slot, len(sequence.block_ids), block))
-        sequence.block_ids.append(block)
-        return True
+        table = sequence.table
+        block = table.append()
+        if block is not None:
+            plan.new_blocks.append(NewBlock(sequence.slot, len(table) - 1, block))
+        return block is not None
 
     def _own_tail(self, plan: Plan, sequence: Sequence) -> bool:
         """Copy-on-write: replaces a shared block that the sequence writes next by a copy. False as in `_grow`."""
-        shared = sequence.block_ids[-1]
-        if self.pool.refs[shared] > 1:
-            if not self.pool.num_free:
-                return False
-            (block,) = self.pool.allocate(1)
-            plan.copies.append(Copy(shared, block))
-            plan.new_blocks.append(NewBlock(sequence.slot, len(sequence.block_ids) - 1, block))
-            sequence.block_ids[-1] = block
-            self.pool.release([shared])
-        sequence.shares_tail = False
+        table = sequence.table
+        if table.must_copy and not self.pool.num_free:
+            return False
+        copy = table.own_tail()
+        if copy is not None:
+            plan.copies.append(copy)
+            plan.new_blocks.append(NewBlock(sequence.slot, len(table) - 1, copy.target))
         return True
 
     def commit(
@@ -217,7 +217,7 @@ class Scheduler:
             sequence.logprobs.append(logprobs)
         sequence.output_token_ids.append(token)
         num_computed = sequence.num_computed
-        if (sequence.num_keyed + 1) * self.pool.block_size <= num_computed:
+        if (sequence.table.num_keyed + 1) * self.pool.block_size <= num_computed:
             self.prefix_cache.offer(sequence, min(num_computed, sequence.num_tokens))
         if sequence.num_failures and sequence.num_tokens > sequence.retry_len:
             self._clear(sequence)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from jaxllm.engine.schedule.block_pool import Key
+from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.outputs import FinishReason
 from jaxllm.sampling_params import SamplingParams
 
@@ -61,8 +61,7 @@ class Sequence:
 
     slot: int = -1
     epoch: int = 0  # grows with each eviction; results of an older epoch are dropped
-    block_ids: list[int] = field(default_factory=list)
-    shares_tail: bool = False  # the block it writes next may be another's too
+    table: BlockTable = field(init=False)  # from when the scheduler has it
     forks: list["Sequence"] = field(default_factory=list)  # which start with what it has of its first `fork_len` tokens
     fork_len: int = 0
     host_copy: HostCopy | None = None  # of its blocks, while it is swapped out
@@ -71,9 +70,6 @@ class Sequence:
     has_penalties: bool = False  # its slot's row of the `PenaltyState` is installed
     candidates: Any = None  # of a beam that waits for the other beams' candidates
     num_cached: int = -1  # prompt tokens found in the prefix cache at first admission; -1 before
-    keys: list[Key] = field(default_factory=list)  # of its full blocks, as far as computed
-    key_generation: int = 0  # the pool's, when they were
-    num_keyed: int = 0  # leading blocks that were offered to the prefix cache
     num_failures: int = 0  # failed steps it was in since it last got further
     retry_len: int = 0  # tokens to get past before its failures are forgotten
     reports_tokens: bool = True  # whether the layer above looks at each token, or at its end only
@@ -88,12 +84,11 @@ class Sequence:
             self.group = Samples([self])
 
     def leave_device(self) -> None:
-        """Forgets its slot and blocks, and ends its epoch, so that results in flight are dropped."""
+        """Forgets its slot, and ends its epoch, so that results in flight are dropped."""
         self.epoch += 1
-        self.status, self.slot, self.block_ids = Status.WAITING, -1, []
+        self.status, self.slot = Status.WAITING, -1
         self.batch, self.row = None, -1
-        self.num_keyed = 0
-        self.shares_tail = self.has_penalties = False
+        self.has_penalties = False
         self.candidates = None
 
     def forget_computed(self) -> None:
@@ -102,17 +97,9 @@ class Sequence:
         self.num_computed = 0
 
     def vacate(self) -> None:
-        """The beam died: keep its slot, forget its blocks, which the caller has released or handed on."""
-        self.status, self.block_ids, self.keys = Status.HELD, [], []
+        """The beam died: keep its slot, forget its tokens."""
+        self.status, self.candidates, self.num_computed = Status.HELD, None, 0
         self.output_token_ids, self.logprobs, self.matcher = [], [], None
-        self.num_computed = self.num_keyed = 0
-        self.candidates, self.shares_tail = None, False
-
-    def share(self, parent: "Sequence", block_ids: list[int], num_computed: int, num_keyed: int) -> None:
-        """Continues after the parent's first `num_computed` tokens, which `block_ids` hold; the first `num_keyed` of
-        those blocks are full and offered to the prefix cache."""
-        self.block_ids, self.num_computed, self.num_keyed = block_ids, num_computed, num_keyed
-        self.keys, self.key_generation = parent.keys[:num_keyed], parent.key_generation
 
     @property
     def num_tokens(self) -> int:
@@ -145,7 +132,7 @@ class Sequence:
     def is_steady(self) -> bool:
         """Whether one that decodes goes on like that for more than one step, with nothing to decide."""
         is_plain = self.matcher is None and not (self.host_dependent or self.num_failures)
-        is_alone = not (self.forks or self.shares_tail)
+        is_alone = not (self.forks or self.table.shares_tail)
         return is_plain and is_alone and self.status is Status.RUNNING and self.num_computed < self.max_total_len - 1
 
     @property

@@ -22,7 +22,8 @@ from jaxllm.engine.device.block_moves import (
     write_blocks,
 )
 from jaxllm.engine.device.compile_plan import CompilePlan
-from jaxllm.engine.schedule.plan import Copy, Plan, Swap
+from jaxllm.engine.schedule.block_table import Copy
+from jaxllm.engine.schedule.plan import Plan, Swap
 from jaxllm.pallas_kernels.paged_attention import KV_AXES, kv_shape
 from jaxllm.sharding.mesh import make_mesh
 from jaxllm.sharding.rules import sharding

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from jaxllm.engine.device.packing import FROM_SLOT, NUM_STOP_IDS, AdmitLayout, StepLayout, pick_bucket, token_ladder
 from jaxllm.engine.device.state import empty_slots, install_rows
+from jaxllm.engine.schedule.block_pool import BlockPool
+from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.plan import Chunk, NewBlock, Plan
 from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.sampling_params import SamplingParams
@@ -31,8 +33,9 @@ def make_request(slot=0, prompt=(7, 8, 9), output=(), *, seed=0, blocks=(), stop
         sample_index=sample_index,
         output_token_ids=list(output),
         slot=slot,
-        block_ids=list(blocks),
     )
+    request.table = BlockTable(BlockPool(0, 4))
+    request.table.ids = list(blocks)
     return request
 
 
@@ -187,7 +190,7 @@ def test_admit_round_trip(given_rows):
         at, params = request.slot, request.params
         assert slots.length[at] == length
         assert slots.last_token[at] == (request.prompt_token_ids + request.output_token_ids)[-1]
-        assert slots.block_table[at].tolist() == request.block_ids + [0] * (BLOCKS_PER_SEQ - len(request.block_ids))
+        assert slots.block_table[at].tolist() == request.table.ids + [0] * (BLOCKS_PER_SEQ - len(request.table))
         high, low = sampling.seed[at].tolist()
         assert high << 32 | low == request.seed % 2**64
         assert sampling.sample_index[at] == request.sample_index

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxllm.engine.schedule.block_pool import BlockPool
+from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.decode_batch import DecodeBatch
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import Samples, Sequence, Status
@@ -21,11 +22,15 @@ class Counted(Sequence):
 
 
 def make_sequence(kind=Sequence, arrival=0, **fields):
-    return kind(
+    """With a block of four tokens."""
+    sequence = kind(
         **{"prompt_token_ids": [1, 2], "seed": 0, "max_total_len": 30} | fields,
         params=SamplingParams(),
         arrival=arrival,
     )
+    sequence.table = BlockTable(BlockPool(1, 4))
+    sequence.table.allocate(1)
+    return sequence
 
 
 def test_a_steady_step_looks_at_no_sequence():
@@ -50,7 +55,7 @@ def test_a_steady_step_looks_at_no_sequence():
 def running(count, block_size=4):
     batch, sequences = DecodeBatch(block_size), []
     for slot in range(count):
-        sequence = make_sequence(arrival=slot, slot=slot, status=Status.RUNNING, block_ids=[slot])
+        sequence = make_sequence(arrival=slot, slot=slot, status=Status.RUNNING)
         sequence.num_computed = 2
         batch.add(sequence)
         sequences.append(sequence)
@@ -80,7 +85,7 @@ def test_sequences_count_with_the_batch():
 @pytest.mark.parametrize(("max_total_len", "steps"), [(30, 2), (5, 1), (4, 0)])
 def test_due_at_the_end_of_a_block_or_before_the_last_row(max_total_len, steps):
     batch, _ = running(1)
-    sequence = make_sequence(slot=1, status=Status.RUNNING, block_ids=[1], max_total_len=max_total_len)
+    sequence = make_sequence(slot=1, status=Status.RUNNING, max_total_len=max_total_len)
     sequence.num_computed = 2
     batch.add(sequence)
     for _ in range(steps):

@@ -70,7 +70,7 @@ def test_a_group_leaves_and_comes_back_as_a_whole():
     while swapped is None:
         plan = engine.step()
         swapped = plan.swap_outs[0] if plan is not None and plan.swap_outs else None
-    assert all(member.status is Status.WAITING and not member.block_ids for member in members)
+    assert all(member.status is Status.WAITING and not member.table.ids for member in members)
     assert engine.scheduler.preemption.num_host_blocks == len(swapped.blocks) > 0
     assert plan.swap_ins == [] and len(engine.scheduler.waiting) == 3
     while not (plan is not None and plan.swap_ins):

@@ -11,7 +11,7 @@ def test_prompt_block_is_hit_only_by_a_later_plan():
     first, second = engine.add([1, 2, 1, 2, 1]), engine.add([1, 2, 1, 2, 2])
     assert rows(engine.step()) == [first]  # the second waits for blocks that are being written
     assert engine.step().admitted == [(second, 4)]
-    assert second.block_ids[:2] == first.block_ids[:2] and second.num_cached == 4
+    assert second.table.ids[:2] == first.table.ids[:2] and second.num_cached == 4
     engine.run()
 
 
@@ -24,7 +24,7 @@ def test_blocks_are_hit_only_by_requests_with_the_same_salt():
     again = {salt: engine.add(prompt, cache_salt=salt) for salt in ("a", "b", None, "\ud800")}
     engine.run()
     assert {salt: request.num_cached for salt, request in again.items()} == {"a": 4, "b": 4, None: 4, "\ud800": 0}
-    assert len({tuple(request.keys[:2]) for request in again.values()}) == 4
+    assert len({tuple(request.table.keys[:2]) for request in again.values()}) == 4
 
 
 def test_waits_for_blocks_of_a_chunked_prefill():

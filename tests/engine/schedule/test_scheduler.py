@@ -22,7 +22,7 @@ def test_abort_in_flight_drops_the_result_and_frees_the_blocks():
     engine.step()
     assert a in engine.sampling_in_flight() and len(a.output_token_ids) == 1
     engine.abort(a)
-    assert a.block_ids == [] and a.slot == -1
+    assert a.table.ids == [] and a.slot == -1
     assert rows(engine.step()) == [b]
     assert len(a.output_token_ids) == 1 and a.finish_reason == "abort"
     engine.run()
@@ -56,10 +56,10 @@ def test_victim_in_flight_is_drained_then_evicted_and_keeps_its_token():
     assert young in engine.sampling_in_flight() and len(young.output_token_ids) == 1
     plan = engine.step()
     assert plan is None and young.status is Status.DRAINING
-    assert len(young.output_token_ids) == 2 and young.block_ids
+    assert len(young.output_token_ids) == 2 and young.table.ids
     plan = engine.step()
     assert plan.decodes == [old] and len(plan.new_blocks) == 1
-    assert young.status is Status.WAITING and not young.block_ids and len(young.output_token_ids) == 2
+    assert young.status is Status.WAITING and not young.table.ids and len(young.output_token_ids) == 2
     assert engine.scheduler.preemption.num_recomputed == 1
     engine.run()
 
