@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxllm.llm import LLM
 from jaxllm.models import llama
-from jaxllm.models.layers import Rope
+from jaxllm.models.layers import LayerSpec, Rope
 from jaxllm.sampling_params import SamplingParams
 
 
@@ -21,12 +21,11 @@ def tiny_model() -> llama.Model:
     cfg = llama.Config(
         vocab=512,
         embed=16,
-        num_layers=2,
         heads=2,
         kv_heads=1,
         head_dim=8,
         mlp=32,
-        rope=Rope(theta=1e4),
+        layers=(LayerSpec(rope=Rope(theta=1e4)),) * 2,
         max_len=1024,
         dtype=jnp.float32,
     )

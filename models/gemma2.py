@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models import transformer
-from jaxllm.models.layers import make_norm
+from jaxllm.models.context import StepContext
+from jaxllm.models.layers import LayerSpec, make_norm
 from jaxllm.models.weights import ATTENTION_BIASES, LAYER, LLAMA_LAYOUT, norm
 from jaxllm.pallas_kernels.paged_attention import cap
 
@@ -40,27 +41,27 @@ class Config(transformer.Config):
 class DecoderLayer(transformer.DecoderLayer):
     """Normalises the input and the output of each block."""
 
-    def __init__(self, cfg: Config, window: int | None, **kwargs: Any):
-        super().__init__(cfg, window, **kwargs)
+    def __init__(self, cfg: Config, spec: LayerSpec, **kwargs: Any):
+        super().__init__(cfg, spec, **kwargs)
         self.attn_out_norm = make_norm(cfg, cfg.embed)
         self.mlp_out_norm = make_norm(cfg, cfg.embed)
 
-    def __call__(self, x: Float[Array, "*t embed"], sin_cos, cache):
-        h, cache = self.attn(self.attn_norm(x), sin_cos, cache)
+    def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
+        h, cache = self.attn(self.attn_norm(x), ctx, sin_cos, cache)
         x = x + self.attn_out_norm(h)
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x))), cache
+        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x), ctx)), cache
 
 
 class Model(transformer.Decoder):
     Config = Config
     Layer = DecoderLayer
 
-    def embed_tokens(self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"]) -> Float[Array, "*t embed"]:
-        x = super().embed_tokens(tokens, positions)
+    def embed_tokens(self, tokens: Int[Array, "*t"], ctx: StepContext) -> Float[Array, "*t embed"]:
+        x = super().embed_tokens(tokens, ctx)
         return x * jnp.asarray(self.cfg.embed**0.5, x.dtype)  # rounded, as when it was trained
 
-    def logits(self, hidden: Float[Array, "*t embed"]) -> Float[Array, "*t vocab"]:
-        return cap(super().logits(hidden), self.cfg.logit_soft_cap)
+    def logits(self, hidden: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t vocab"]:
+        return cap(super().logits(hidden, ctx), self.cfg.logit_soft_cap)
 
 
 WEIGHTS = {

@@ -1,6 +1,7 @@
 """Layers. Weights carry logical axis names; activations are `[*t, ...]`, flat over tokens in the engine."""
 
-import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm.models.context import StepContext
+from jaxllm.models.linear import Linear
 from jaxllm.models.rope import Rope as Rope
 from jaxllm.models.rope import rotate
-from jaxllm.pallas_kernels import matmul
-from jaxllm.pallas_kernels.dispatch import UNPLACED
 
 ACTIVATIONS = {  # by their names in `config.json`
     "silu": nnx.silu,
@@ -22,30 +23,6 @@ ACTIVATIONS = {  # by their names in `config.json`
     "gelu_pytorch_tanh": partial(nnx.gelu, approximate=True),
     "gelu_new": partial(nnx.gelu, approximate=True),
 }
-
-
-def param(rngs: nnx.Rngs, dtype: Any, *, fan_in: int, **dims: int) -> nnx.Param:
-    """A weight whose keyword names are its logical axes: `param(rngs, dtype, fan_in=D, embed=D, mlp=F)`."""
-    shape = tuple(dims.values())
-    value = jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(fan_in)
-    return nnx.Param(value.astype(dtype), axes=tuple(dims))
-
-
-def bias(dtype: Any, **dims: int) -> nnx.Param:
-    """A bias, initially zero, whose keyword names are its logical axes: the output axes of its product."""
-    return nnx.Param(jnp.zeros(tuple(dims.values()), dtype), axes=tuple(dims))
-
-
-def einsum(
-    equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None = None, *, out_dtype: Any = None
-) -> Array:
-    """Every product with a weight goes through here, so that quantised or adapted weights can be leaf types.
-
-    The result has the dtype of `x`; with `out_dtype` float32 it is not rounded from the float32 sums.
-    """
-    placement = weight.get_metadata("placement", UNPLACED)
-    y = matmul.einsum(equation, x, weight[...], out_dtype=out_dtype, placement=placement)
-    return y if bias is None else y + jnp.broadcast_to(bias[...].astype(y.dtype), y.shape)
 
 
 class RMSNorm(nnx.Module):
@@ -102,22 +79,23 @@ class Attention(nnx.Module):
     """Grouped-query attention (arXiv 2305.13245) over a cache of any kind.
 
     `qkv[embed, kv_heads, group + 2, head_dim]` holds, for each KV head, its group of query heads, then the key and
-    the value: one matrix product, and one axis to shard. A token attends to the last `window` tokens (None: all).
+    the value: one matrix product, and one axis to shard.
     """
 
-    def __init__(self, cfg: Any, window: int | None = None, *, rngs: nnx.Rngs):
+    def __init__(self, cfg: Any, spec: "LayerSpec", *, rngs: nnx.Rngs):
         d, k, g, h = cfg.embed, cfg.kv_heads, cfg.heads // cfg.kv_heads, cfg.head_dim
-        self.qkv = param(rngs, cfg.dtype, fan_in=d, embed=d, kv_heads=k, qkv=g + 2, head_dim=h)
-        self.o = param(rngs, cfg.dtype, fan_in=k * g * h, kv_heads=k, group=g, head_dim=h, embed=d)
-        self.qkv_bias = bias(cfg.dtype, kv_heads=k, qkv=g + 2, head_dim=h) if cfg.qkv_bias else None
-        self.o_bias = bias(cfg.dtype, embed=d) if cfg.o_bias else None
+        members, heads = {"q": g, "k": 1, "v": 1}, {"kv_heads": k, "group": g, "head_dim": h}
+        options = {"dtype": cfg.dtype, "rngs": rngs}
+        outputs = {"kv_heads": k, "qkv": members, "head_dim": h}
+        self.qkv = Linear.random({"embed": d}, outputs, bias=cfg.qkv_bias, **options)
+        self.o = Linear.random(heads, {"embed": d}, bias=cfg.o_bias, **options)
         self.q_norm = make_norm(cfg, h) if cfg.qk_norm else None
         self.k_norm = make_norm(cfg, h) if cfg.qk_norm else None
         self.scale = h**-0.5 if cfg.query_scale is None else cfg.query_scale
-        self.window, self.soft_cap = window, cfg.attn_soft_cap
+        self.window, self.soft_cap = spec.window, cfg.attn_soft_cap
 
-    def __call__(self, x: Float[Array, "*t embed"], sin_cos: tuple[Array, Array] | None, cache):
-        qkv = einsum("...d,dkgh->...kgh", x, self.qkv, self.qkv_bias)
+    def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos: tuple[Array, Array] | None, cache):
+        qkv = self.qkv(x, ctx)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         group_shape = q.shape
         q = q.reshape(*q.shape[:-3], -1, q.shape[-1])  # [*t, heads, head_dim]
@@ -126,35 +104,43 @@ class Attention(nnx.Module):
         if sin_cos is not None:
             q, k = rotate(q, *sin_cos), rotate(k, *sin_cos)
         out, cache = cache.attend(q, k, v, scale=self.scale, sliding_window=self.window, soft_cap=self.soft_cap)
-        return einsum("...kgh,kghd->...d", out.reshape(group_shape), self.o, self.o_bias), cache
+        return self.o(out.reshape(group_shape), ctx), cache
 
 
 class MLP(nnx.Module):
     """Gated feed-forward (arXiv 2002.05202), gate and up fused."""
 
     def __init__(self, cfg: Any, *, rngs: nnx.Rngs):
-        self.gate_up = param(rngs, cfg.dtype, fan_in=cfg.embed, embed=cfg.embed, gate_up=2, mlp=cfg.mlp)
-        self.down = param(rngs, cfg.dtype, fan_in=cfg.mlp, mlp=cfg.mlp, embed=cfg.embed)
-        self.gate_up_bias = bias(cfg.dtype, gate_up=2, mlp=cfg.mlp) if cfg.mlp_bias else None
-        self.down_bias = bias(cfg.dtype, embed=cfg.embed) if cfg.mlp_bias else None
+        options = {"bias": cfg.mlp_bias, "dtype": cfg.dtype, "rngs": rngs}
+        outputs = {"gate_up": {"gate": 1, "up": 1}, "mlp": cfg.mlp}
+        self.gate_up = Linear.random({"embed": cfg.embed}, outputs, **options)
+        self.down = Linear.random({"mlp": cfg.mlp}, {"embed": cfg.embed}, **options)
         self.activation = cfg.activation
 
-    def __call__(self, x: Float[Array, "*t embed"]) -> Float[Array, "*t embed"]:
-        both = einsum("...d,dgf->...gf", x, self.gate_up, self.gate_up_bias)
-        gated = ACTIVATIONS[self.activation](both[..., 0, :]) * both[..., 1, :]
-        return einsum("...f,fd->...d", gated, self.down, self.down_bias)
+    def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t embed"]:
+        both = self.gate_up(x, ctx)
+        return self.down(ACTIVATIONS[self.activation](both[..., 0, :]) * both[..., 1, :], ctx)
 
 
 class PlainMLP(nnx.Module):
     """Feed-forward without a gate."""
 
     def __init__(self, cfg: Any, *, rngs: nnx.Rngs):
-        self.up = param(rngs, cfg.dtype, fan_in=cfg.embed, embed=cfg.embed, mlp=cfg.mlp)
-        self.down = param(rngs, cfg.dtype, fan_in=cfg.mlp, mlp=cfg.mlp, embed=cfg.embed)
-        self.up_bias = bias(cfg.dtype, mlp=cfg.mlp) if cfg.mlp_bias else None
-        self.down_bias = bias(cfg.dtype, embed=cfg.embed) if cfg.mlp_bias else None
+        options = {"bias": cfg.mlp_bias, "dtype": cfg.dtype, "rngs": rngs}
+        self.up = Linear.random({"embed": cfg.embed}, {"mlp": cfg.mlp}, **options)
+        self.down = Linear.random({"mlp": cfg.mlp}, {"embed": cfg.embed}, **options)
         self.activation = cfg.activation
 
-    def __call__(self, x: Float[Array, "*t embed"]) -> Float[Array, "*t embed"]:
-        h = ACTIVATIONS[self.activation](einsum("...d,df->...f", x, self.up, self.up_bias))
-        return einsum("...f,fd->...d", h, self.down, self.down_bias)
+    def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t embed"]:
+        return self.down(ACTIVATIONS[self.activation](self.up(x, ctx)), ctx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """What may differ from layer to layer. `attention` and `feed_forward` are called with the model's configuration
+    (attention with this specification too) and `rngs`."""
+
+    window: int | None = field(default=None, metadata={"help": "tokens that a token attends to; None: all"})
+    rope: Rope | None = None
+    attention: Callable[..., nnx.Module] = Attention
+    feed_forward: Callable[..., nnx.Module] = MLP

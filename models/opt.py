@@ -7,8 +7,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models import transformer
-from jaxllm.models.layers import PlainMLP, einsum, param
-from jaxllm.models.rope import Rope
+from jaxllm.models.context import StepContext
+from jaxllm.models.layers import LayerSpec, PlainMLP
+from jaxllm.models.linear import Embedding, Linear
 from jaxllm.models.transformer import flag
 from jaxllm.models.weights import Table, Weight, attention, attention_biases, norm
 
@@ -21,7 +22,6 @@ class Config(transformer.Config):
     `post_norm` normalises after each block's residual, and not at the end."""
 
     word_embed: int
-    rope: Rope | None = None
     post_norm: bool = False
     final_norm: bool = True
     norm: str = "layer"
@@ -47,7 +47,7 @@ class Config(transformer.Config):
                     vocab=hf["vocab_size"],
                     embed=embed,
                     word_embed=hf.get("word_embed_proj_dim") or embed,
-                    num_layers=hf["num_hidden_layers"],
+                    layers=(LayerSpec(feed_forward=PlainMLP),) * hf["num_hidden_layers"],
                     heads=heads,
                     kv_heads=heads,
                     head_dim=embed // heads,
@@ -68,18 +68,16 @@ class Config(transformer.Config):
 
 
 class DecoderLayer(transformer.DecoderLayer):
-    FeedForward = PlainMLP
-
-    def __init__(self, cfg: Config, window: int | None, **kwargs: Any):
-        super().__init__(cfg, window, **kwargs)
+    def __init__(self, cfg: Config, spec: LayerSpec, **kwargs: Any):
+        super().__init__(cfg, spec, **kwargs)
         self.post_norm = cfg.post_norm
 
-    def __call__(self, x: Float[Array, "*t embed"], sin_cos, cache):
+    def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
         if not self.post_norm:
-            return super().__call__(x, sin_cos, cache)
-        h, cache = self.attn(x, sin_cos, cache)
+            return super().__call__(x, ctx, sin_cos, cache)
+        h, cache = self.attn(x, ctx, sin_cos, cache)
         x = self.attn_norm(x + h)
-        return self.mlp_norm(x + self.mlp(x)), cache
+        return self.mlp_norm(x + self.mlp(x, ctx)), cache
 
 
 class Model(transformer.Decoder):
@@ -88,24 +86,24 @@ class Model(transformer.Decoder):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
-        embed, word = cfg.embed, cfg.word_embed
-        self.positions = param(rngs, cfg.dtype, fan_in=embed, positions=cfg.max_len + OFFSET, embed=embed)
+        embed, word, options = {"embed": cfg.embed}, {"word_embed": cfg.word_embed}, {"dtype": cfg.dtype, "rngs": rngs}
+        self.positions = Embedding.random({"positions": cfg.max_len + OFFSET}, embed, **options)
         if not cfg.final_norm:
             self.norm = None
-        narrow = word != embed
-        self.project_in = param(rngs, cfg.dtype, fan_in=word, word_embed=word, embed=embed) if narrow else None
-        self.project_out = param(rngs, cfg.dtype, fan_in=embed, embed=embed, word_embed=word) if narrow else None
+        narrow = cfg.word_embed != cfg.embed
+        self.project_in = Linear.random(word, embed, **options) if narrow else None
+        self.project_out = Linear.random(embed, word, **options) if narrow else None
 
-    def embed_tokens(self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"]) -> Float[Array, "*t embed"]:
-        x = super().embed_tokens(tokens, positions)
+    def embed_tokens(self, tokens: Int[Array, "*t"], ctx: StepContext) -> Float[Array, "*t embed"]:
+        x = super().embed_tokens(tokens, ctx)
         if self.project_in is not None:
-            x = einsum("...d,de->...e", x, self.project_in)
-        return x + self.positions[...][positions + OFFSET]
+            x = self.project_in(x, ctx)
+        return x + self.positions(ctx.positions + OFFSET)
 
-    def logits(self, hidden: Float[Array, "*t embed"]) -> Float[Array, "*t vocab"]:
+    def logits(self, hidden: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t vocab"]:
         if self.project_out is not None:
-            hidden = einsum("...d,de->...e", hidden, self.project_out)
-        return super().logits(hidden)
+            hidden = self.project_out(hidden, ctx)
+        return super().logits(hidden, ctx)
 
 
 def _norm(tensor: str, path: str) -> Table:
@@ -114,20 +112,20 @@ def _norm(tensor: str, path: str) -> Table:
 
 _LAYER = "model.decoder.layers.{i}."
 WEIGHTS = {
-    "model.decoder.embed_tokens.weight": Weight("embed", "v d -> v d"),
-    "model.decoder.embed_positions.weight": Weight("positions", "p d -> p d"),
+    "model.decoder.embed_tokens.weight": Weight("embed.weight", "v d -> v d"),
+    "model.decoder.embed_positions.weight": Weight("positions.weight", "p d -> p d"),
     **attention(_LAYER + "self_attn.", "out_proj"),
-    _LAYER + "fc1.weight": Weight("layers.{i}.mlp.up", "f d -> d f"),
-    _LAYER + "fc2.weight": Weight("layers.{i}.mlp.down", "d f -> f d"),
-    "lm_head.weight": Weight("lm_head", "v d -> d v"),
+    _LAYER + "fc1.weight": Weight("layers.{i}.mlp.up.weight", "f d -> d f"),
+    _LAYER + "fc2.weight": Weight("layers.{i}.mlp.down.weight", "d f -> f d"),
+    "lm_head.weight": Weight("lm_head.weight", "v d -> d v"),
 }
 OPTIONAL_WEIGHTS = {
     **attention_biases(_LAYER + "self_attn.", "out_proj"),
-    _LAYER + "fc1.bias": Weight("layers.{i}.mlp.up_bias", "f -> f"),
-    _LAYER + "fc2.bias": Weight("layers.{i}.mlp.down_bias", "d -> d"),
+    _LAYER + "fc1.bias": Weight("layers.{i}.mlp.up.bias", "f -> f"),
+    _LAYER + "fc2.bias": Weight("layers.{i}.mlp.down.bias", "d -> d"),
     **_norm(_LAYER + "self_attn_layer_norm", "layers.{i}.attn_norm"),
     **_norm(_LAYER + "final_layer_norm", "layers.{i}.mlp_norm"),
     **_norm("model.decoder.final_layer_norm", "norm"),
-    "model.decoder.project_in.weight": Weight("project_in", "e d -> d e"),
-    "model.decoder.project_out.weight": Weight("project_out", "d e -> e d"),
+    "model.decoder.project_in.weight": Weight("project_in.weight", "e d -> d e"),
+    "model.decoder.project_out.weight": Weight("project_out.weight", "d e -> e d"),
 }

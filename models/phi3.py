@@ -33,5 +33,5 @@ class Model(transformer.Decoder):
 
 WEIGHTS = LLAMA_SHARED | {
     LAYER + "self_attn.qkv_proj.weight": (qkv_piece("q"), qkv_piece("k"), qkv_piece("v")),
-    LAYER + "mlp.gate_up_proj.weight": Weight("layers.{i}.mlp.gate_up", "(u f) d -> d u f"),
+    LAYER + "mlp.gate_up_proj.weight": Weight("layers.{i}.mlp.gate_up.weight", "(u f) d -> d u f"),
 }

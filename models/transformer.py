@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxllm.models.layers import ACTIVATIONS, MLP, NORMS, Attention, einsum, make_norm, param
+from jaxllm.models.context import StepContext
+from jaxllm.models.layers import ACTIVATIONS, NORMS, LayerSpec, make_norm
+from jaxllm.models.linear import Embedding, Linear
 from jaxllm.models.rope import Rope, rope_from_hf
 
 Params = Any  # an `nnx.State` of arrays, or of their shapes (its own annotation trips run-time type checkers)
@@ -24,12 +26,11 @@ class Config:
 
     vocab: int
     embed: int
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
     heads: int
     kv_heads: int
     head_dim: int
     mlp: int
-    rope: Rope | None
     max_len: int
     eps: float = 1e-6
     norm: str = field(default="rms", metadata={"help": f"one of {sorted(NORMS)}"})
@@ -40,61 +41,76 @@ class Config:
     mlp_bias: bool = False
     query_scale: float | None = field(default=None, metadata={"help": "None: head_dim ** -0.5"})
     attn_soft_cap: float | None = None
-    windows: tuple[int | None, ...] = field(default=(), metadata={"help": "of each layer, in tokens; (): none"})
-    local_rope: Rope | None = field(default=None, metadata={"help": "for layers with a window; None: `rope`"})
     tie_embeddings: bool = False
     dtype: Any = field(default=jnp.float32, metadata={"help": "of parameters and activations"})
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
-        if self.windows and len(self.windows) != self.num_layers:
-            raise ValueError(f"{len(self.windows)} layer types or windows are given for {self.num_layers} layers")
+        if not self.layers:
+            raise ValueError("layers is empty; give a LayerSpec for each layer")
         for name, known in (("activation", ACTIVATIONS), ("norm", NORMS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r:.100} is not supported; supported: {sorted(known)}")
-        for rope in filter(None, self.layer_ropes):
+        for rope in filter(None, dict.fromkeys(layer.rope for layer in self.layers)):
             rope.check(self.head_dim)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def table_width(self) -> int:
         """Of the embedding table."""
         return self.embed
 
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        return self.windows or (None,) * self.num_layers
-
-    @property
-    def layer_ropes(self) -> tuple[Rope | None, ...]:
-        local = self.local_rope or self.rope
-        return tuple(self.rope if window is None else local for window in self.layer_windows)
-
     @classmethod
-    def from_hf(cls, hf: dict, **fields: Any) -> "Config":
-        """From the keys of a checked `config.json` that most families share; `fields` go before them. KeyError for a
-        missing one, ValueError for a value that is not supported."""
+    def from_hf(
+        cls,
+        hf: dict,
+        *,
+        windows: Sequence[int | None] = (),
+        rope: Rope | None = None,
+        local_rope: Rope | None = None,
+        **fields: Any,
+    ) -> "Config":
+        """From the keys of a checked `config.json` that most families share; `fields` go before them.
+
+        `windows` are those of the layers, in tokens (none given: no layer has one), `rope` stands for what the file
+        says, and `local_rope` for `rope` in layers with a window. KeyError for a missing key, ValueError for a value
+        that is not supported.
+        """
         for key in cls.REFUSED:
             if hf.get(key):
                 raise ValueError(f"{key}={hf[key]!r:.100} is not supported for this family")
-        rope = fields["rope"] if "rope" in fields else rope_from_hf(hf)
+        rope = rope or rope_from_hf(hf)
         if rope.fraction != 1 and not cls.PARTIAL_ROPE:
             raise ValueError(f"partial_rotary_factor={rope.fraction} is not supported for this family, only 1")
+        num_layers = hf["num_hidden_layers"]
+        if windows and len(windows) != num_layers:
+            raise ValueError(f"{len(windows)} layer types or windows are given for {num_layers} layers")
         shared = dict(
             vocab=hf["vocab_size"],
             embed=hf["hidden_size"],
-            num_layers=hf["num_hidden_layers"],
+            layers=layers_of(windows or (None,) * num_layers, rope, local_rope),
             heads=hf["num_attention_heads"],
             kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
             head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
             mlp=hf["intermediate_size"],
-            rope=rope,
             max_len=rope.reach(hf["max_position_embeddings"]),
             eps=hf.get("rms_norm_eps", cls.eps),
             activation=hf.get("hidden_act") or cls.activation,
             tie_embeddings=flag(hf, "tie_word_embeddings", cls.tie_embeddings),
         )
         return cls(**(shared | fields))
+
+
+def layers_of(
+    windows: Sequence[int | None], rope: Rope | None, local_rope: Rope | None = None
+) -> tuple[LayerSpec, ...]:
+    """Layers with these windows, in tokens; those that have one take `local_rope`, if it is given, for `rope`."""
+    local = local_rope or rope
+    return tuple(LayerSpec(window=window, rope=rope if window is None else local) for window in windows)
 
 
 def flag(hf: dict, key: str, default: bool = False) -> bool:
@@ -118,18 +134,16 @@ def windows_of(layer_types: Sequence[str], window: int | None) -> tuple[int | No
 
 
 class DecoderLayer(nnx.Module):
-    FeedForward: ClassVar[type[nnx.Module]] = MLP
-
-    def __init__(self, cfg: Config, window: int | None, *, rngs: nnx.Rngs):
+    def __init__(self, cfg: Config, spec: LayerSpec, *, rngs: nnx.Rngs):
         self.attn_norm = make_norm(cfg, cfg.embed)
-        self.attn = Attention(cfg, window, rngs=rngs)
+        self.attn = spec.attention(cfg, spec, rngs=rngs)
         self.mlp_norm = make_norm(cfg, cfg.embed)
-        self.mlp = self.FeedForward(cfg, rngs=rngs)
+        self.mlp = spec.feed_forward(cfg, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "*t embed"], sin_cos, cache):
-        h, cache = self.attn(self.attn_norm(x), sin_cos, cache)
+    def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
+        h, cache = self.attn(self.attn_norm(x), ctx, sin_cos, cache)
         x = x + h
-        return x + self.mlp(self.mlp_norm(x)), cache
+        return x + self.mlp(self.mlp_norm(x), ctx), cache
 
 
 class Decoder(nnx.Module):
@@ -139,38 +153,38 @@ class Decoder(nnx.Module):
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        width = cfg.table_width
-        self.embed = param(rngs, cfg.dtype, fan_in=width, vocab=cfg.vocab, embed=width)
-        self.layers = nnx.List([self.Layer(cfg, window, rngs=rngs) for window in cfg.layer_windows])
+        vocab, width = {"vocab": cfg.vocab}, {"embed": cfg.table_width}
+        self.embed = Embedding.random(vocab, width, dtype=cfg.dtype, rngs=rngs)
+        self.layers = nnx.List([self.Layer(cfg, spec, rngs=rngs) for spec in cfg.layers])
         self.norm = make_norm(cfg, cfg.embed)
         if not cfg.tie_embeddings:
-            self.lm_head = param(rngs, cfg.dtype, fan_in=width, embed=width, vocab=cfg.vocab)
+            self.lm_head = Linear.random(width, vocab, dtype=cfg.dtype, rngs=rngs)
 
-    def embed_tokens(self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"]) -> Float[Array, "*t embed"]:
+    def embed_tokens(self, tokens: Int[Array, "*t"], ctx: StepContext) -> Float[Array, "*t embed"]:
         """The first layer's input."""
-        return self.embed[...][tokens]
+        return self.embed(tokens)
 
     def __call__(
-        self, tokens: Int[Array, "*t"], positions: Int[Array, "*t"], caches: list
+        self, tokens: Int[Array, "*t"], ctx: StepContext, caches: list
     ) -> tuple[Float[Array, "*t embed"], list]:
         """Final hidden states, and the caches after these tokens (one a layer, `Paged` or `Dense`)."""
-        x = self.embed_tokens(tokens, positions)
-        ropes = self.cfg.layer_ropes
+        x = self.embed_tokens(tokens, ctx)
+        ropes = [spec.rope for spec in self.cfg.layers]
         sin_cos = {
-            rope: None if rope is None else rope.sin_cos(positions, self.cfg.head_dim, self.cfg.max_len)
+            rope: None if rope is None else rope.sin_cos(ctx.positions, self.cfg.head_dim, self.cfg.max_len)
             for rope in dict.fromkeys(ropes)
         }
         caches = list(caches)
         for i, layer in enumerate(self.layers):
-            x, caches[i] = layer(x, sin_cos[ropes[i]], caches[i])
+            x, caches[i] = layer(x, ctx, sin_cos[ropes[i]], caches[i])
         return x if self.norm is None else self.norm(x), caches
 
-    def logits(self, hidden: Float[Array, "*t embed"]) -> Float[Array, "*t vocab"]:
+    def logits(self, hidden: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t vocab"]:
         """Unnormalised log-probabilities in float32, never rounded to the parameters' dtype: in bfloat16 many tokens
-        would share the best one."""
+        would share the best one. `ctx` is that of the tokens whose hidden states these are."""
         if self.cfg.tie_embeddings:
-            return einsum("...d,vd->...v", hidden, self.embed, out_dtype=jnp.float32)
-        return einsum("...d,dv->...v", hidden, self.lm_head, out_dtype=jnp.float32)
+            return self.embed.logits(hidden, ctx)
+        return self.lm_head(hidden, ctx, out_dtype=jnp.float32)
 
 
 def abstract(model_cls: type[Decoder], cfg: Config) -> Decoder:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class Weight:
     """One checkpoint tensor's place in our parameters.
 
-    `path` is the parameter ("layers.{i}.attn.qkv"), `axes` the einops pattern from the tensor's axes to those of the
-    parameter ("(k g h) d -> d k g h"), and `part` the (dimension, start, stop) that the tensor fills where several
+    `path` is the parameter ("layers.{i}.attn.qkv.weight"), `axes` the einops pattern from the tensor's axes to those of
+    the parameter ("(k g h) d -> d k g h"), and `part` the (dimension, start, stop) that the tensor fills where several
     share a parameter (None: all of it).
     """
 
@@ -31,7 +31,7 @@ LAYER = "model.layers.{i}."
 
 def qkv_piece(name: str) -> Weight:
     """Where the queries' ("q"), keys' or values' projection goes."""
-    return Weight("layers.{i}.attn.qkv", "(k g h) d -> d k g h", (2, *_QKV[name]))
+    return Weight("layers.{i}.attn.qkv.weight", "(k g h) d -> d k g h", (2, *_QKV[name]))
 
 
 def attention(prefix: str, out: str = "o_proj") -> Table:
@@ -40,18 +40,18 @@ def attention(prefix: str, out: str = "o_proj") -> Table:
 
 
 def _out(prefix: str, out: str) -> Table:
-    return {f"{prefix}{out}.weight": Weight("layers.{i}.attn.o", "d (k g h) -> k g h d")}
+    return {f"{prefix}{out}.weight": Weight("layers.{i}.attn.o.weight", "d (k g h) -> k g h d")}
 
 
 def qkv_biases(prefix: str) -> Table:
     return {
-        f"{prefix}{name}_proj.bias": Weight("layers.{i}.attn.qkv_bias", "(k g h) -> k g h", (1, *part))
+        f"{prefix}{name}_proj.bias": Weight("layers.{i}.attn.qkv.bias", "(k g h) -> k g h", (1, *part))
         for name, part in _QKV.items()
     }
 
 
 def attention_biases(prefix: str, out: str = "o_proj") -> Table:
-    return qkv_biases(prefix) | {f"{prefix}{out}.bias": Weight("layers.{i}.attn.o_bias", "d -> d")}
+    return qkv_biases(prefix) | {f"{prefix}{out}.bias": Weight("layers.{i}.attn.o.bias", "d -> d")}
 
 
 def norm(tensor: str, path: str) -> Table:
@@ -59,19 +59,19 @@ def norm(tensor: str, path: str) -> Table:
 
 
 LLAMA_SHARED: Table = {  # by layouts that fuse projections and those that don't
-    "model.embed_tokens.weight": Weight("embed", "v d -> v d"),
+    "model.embed_tokens.weight": Weight("embed.weight", "v d -> v d"),
     **norm(LAYER + "input_layernorm", "layers.{i}.attn_norm"),
     **_out(LAYER + "self_attn.", "o_proj"),
     **norm(LAYER + "post_attention_layernorm", "layers.{i}.mlp_norm"),
-    LAYER + "mlp.down_proj.weight": Weight("layers.{i}.mlp.down", "d f -> f d"),
+    LAYER + "mlp.down_proj.weight": Weight("layers.{i}.mlp.down.weight", "d f -> f d"),
     **norm("model.norm", "norm"),
-    "lm_head.weight": Weight("lm_head", "v d -> d v"),
+    "lm_head.weight": Weight("lm_head.weight", "v d -> d v"),
 }
 LLAMA_LAYOUT: Table = {
     **LLAMA_SHARED,
     **attention(LAYER + "self_attn."),
-    LAYER + "mlp.gate_proj.weight": Weight("layers.{i}.mlp.gate_up", "(u f) d -> d u f", (1, 0, 1)),
-    LAYER + "mlp.up_proj.weight": Weight("layers.{i}.mlp.gate_up", "(u f) d -> d u f", (1, 1, 2)),
+    LAYER + "mlp.gate_proj.weight": Weight("layers.{i}.mlp.gate_up.weight", "(u f) d -> d u f", (1, 0, 1)),
+    LAYER + "mlp.up_proj.weight": Weight("layers.{i}.mlp.gate_up.weight", "(u f) d -> d u f", (1, 1, 2)),
 }
 QK_NORMS: Table = {
     **norm(LAYER + "self_attn.q_norm", "layers.{i}.attn.q_norm"),
@@ -79,7 +79,7 @@ QK_NORMS: Table = {
 }
 ATTENTION_BIASES: Table = attention_biases(LAYER + "self_attn.")
 MLP_BIASES: Table = {
-    LAYER + "mlp.gate_proj.bias": Weight("layers.{i}.mlp.gate_up_bias", "(u f) -> u f", (0, 0, 1)),
-    LAYER + "mlp.up_proj.bias": Weight("layers.{i}.mlp.gate_up_bias", "(u f) -> u f", (0, 1, 2)),
-    LAYER + "mlp.down_proj.bias": Weight("layers.{i}.mlp.down_bias", "d -> d"),
+    LAYER + "mlp.gate_proj.bias": Weight("layers.{i}.mlp.gate_up.bias", "(u f) -> u f", (0, 0, 1)),
+    LAYER + "mlp.up_proj.bias": Weight("layers.{i}.mlp.gate_up.bias", "(u f) -> u f", (0, 1, 2)),
+    LAYER + "mlp.down_proj.bias": Weight("layers.{i}.mlp.down.bias", "d -> d"),
 }

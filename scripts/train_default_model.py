@@ -43,6 +43,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.models import llama
+from jaxllm.models.context import StepContext
 from jaxllm.models.transformer import Params
 from jaxllm.sharding.mesh import make_mesh
 from scripts.cpu_ops import BlockedDense, tied_cross_entropy
@@ -135,7 +136,7 @@ def start_from(model_dir: Path, model: llama.Model) -> None:
     loaded = load_params(model_dir, spec, abstract_params(spec), make_mesh(None))
     values = {path: np.asarray(var[...]) for path, var in nnx.to_flat_state(loaded)}
     for path, var in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        value = values.get(path, jnp.zeros_like(var[...]) if path[-1] in ("o", "down") else var[...])
+        value = values.get(path, jnp.zeros_like(var[...]) if path[-2] in ("o", "down") else var[...])
         if value.shape != var[...].shape:
             raise ValueError(f"{path} is {value.shape} in {model_dir} and {var[...].shape} here; give its sizes")
         values[path] = jnp.asarray(value)
@@ -145,9 +146,8 @@ def start_from(model_dir: Path, model: llama.Model) -> None:
 def mean_loss(model: llama.Model, rows: Int[Array, "batch len_plus_1"]) -> Float[Array, ""]:
     """Cross-entropy of each row's next tokens, nats per token."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
-    positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None], inputs.shape)
-    hidden, _ = model(inputs, positions, [BlockedDense()] * model.cfg.num_layers)
-    return tied_cross_entropy(hidden.reshape(-1, model.cfg.embed), model.embed[...], targets.reshape(-1))
+    hidden, _ = model(inputs, StepContext.of(inputs), [BlockedDense()] * model.cfg.num_layers)
+    return tied_cross_entropy(hidden.reshape(-1, model.cfg.embed), model.embed.weight[...], targets.reshape(-1))
 
 
 def matrices(params: Any) -> Any:

@@ -10,7 +10,8 @@ from flax import nnx
 from jaxllm import LLM, SamplingParams
 from jaxllm.models import qwen3
 from jaxllm.models.cache import Dense
-from jaxllm.models.layers import Rope
+from jaxllm.models.context import StepContext
+from jaxllm.models.layers import LayerSpec, Rope
 
 MAX_LEN = 96
 TIE = 1e-4  # two logits closer than this share of the largest may come out in either order
@@ -23,11 +24,10 @@ class Tiny:
         fields = dict(
             vocab=96,
             embed=32,
-            num_layers=2,
             heads=4,
             head_dim=16,
             mlp=48,
-            rope=Rope(theta=1e4),
+            layers=(LayerSpec(rope=Rope(theta=1e4)),) * 2,
             max_len=MAX_LEN,
             qk_norm=True,
             dtype=jnp.float32,
@@ -42,9 +42,9 @@ class Tiny:
         @jax.jit
         def forward(params, tokens):
             model = nnx.merge(graph, params)
-            positions = jnp.arange(MAX_LEN, dtype=jnp.int32)[None]
-            hidden, _ = model(tokens, positions, [Dense()] * self.cfg.num_layers)
-            return model.logits(hidden)[0]
+            ctx = StepContext.of(tokens)
+            hidden, _ = model(tokens, ctx, [Dense()] * self.cfg.num_layers)
+            return model.logits(hidden, ctx)[0]
 
         return lambda tokens: forward(params, tokens)
 

@@ -25,6 +25,7 @@ from jaxllm.bench.dummy import dummy_model
 from jaxllm.llm import LLM
 from jaxllm.models import registry, transformer
 from jaxllm.models.cache import Dense
+from jaxllm.models.context import StepContext
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sharding.mesh import make_mesh
@@ -123,9 +124,9 @@ class Oracle:
         @jax.jit
         def forward(params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
             model = nnx.merge(graph, params)
-            positions = jnp.arange(most, dtype=jnp.int32)[None]
-            hidden, _ = model(tokens[None], positions, [Dense()] * exact.num_layers)
-            return model.logits(jax.lax.dynamic_slice_in_dim(hidden[0], last, output_len))
+            ctx = StepContext.of(tokens)
+            hidden, _ = model(tokens[None], StepContext.of(tokens[None]), [Dense()] * exact.num_layers)
+            return model.logits(jax.lax.dynamic_slice_in_dim(hidden[0], last, output_len), ctx)
 
         self._forward = partial(forward, self._params)
 

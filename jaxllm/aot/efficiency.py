@@ -115,7 +115,8 @@ def fewest_bytes(prepared: Prepared, batch: int, context: int) -> tuple[int, int
         rows = min(batch, shape[0]) if is_table else shape[0]
         weights += rows * math.prod(shape[1:]) * leaf.dtype.itemsize
     row = 2 * _kv_heads(prepared) * cfg.head_dim * jnp.dtype(prepared.shape.dtype).itemsize
-    seen = sum(min(context, window or context) for window in cfg.layer_windows)
+    windows = [layer.window for layer in cfg.layers]
+    seen = sum(min(context, window or context) for window in windows)
     return weights, batch * seen * row
 
 
@@ -124,7 +125,7 @@ def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
     cfg, kv_heads = prepared.cfg, _kv_heads(prepared)
     kernel = importlib.import_module(f"jaxllm.pallas_kernels.paged_attention.{prepared.target.chip.platform}")
     block_size, total = prepared.config.block_size, 0
-    for window, count in Counter(cfg.layer_windows).items():
+    for window, count in Counter(layer.window for layer in cfg.layers).items():
         seen = min(context, (window or context) + block_size)  # a window begins within a block
         total += count * kernel.bytes_moved(
             [1] * batch,

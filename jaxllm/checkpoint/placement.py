@@ -24,7 +24,8 @@ def check_mesh(params: Params, mesh: Mesh) -> None:
 def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
     """The caller's parameters, split over `mesh`, in the state that `abstract` describes.
 
-    `params` is an `nnx.State`, or nested dicts and lists with the same paths; any floating dtype is kept. An
+    `params` is an `nnx.State`, or nested dicts and lists with the same paths; where the model has a floating dtype any
+    other is kept. An
     array that lies as wanted already is shared, not copied, so donating it elsewhere ends both. Raises
     `ValueError` naming the leaves that don't fit, and `MeshError`.
     """
@@ -37,7 +38,7 @@ def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
             "pass nnx.state(model) of a model with the same config, or nested dicts with the same paths"
         )
     for name, var in want.items():
-        _check_leaf(name, got[name], var.get_value().shape)
+        _check_leaf(name, got[name], var.get_value())
     shardings = [rules.sharding(var.axes, mesh) for var in want.values()]
     arrays = jax.device_put([_value(got[name]) for name in want], shardings)
     placed = jax.tree.map(lambda leaf: leaf, abstract)
@@ -46,16 +47,18 @@ def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
     return placed
 
 
-def _check_leaf(name: str, leaf: Any, shape: tuple[int, ...]) -> None:
+def _check_leaf(name: str, leaf: Any, want: jax.ShapeDtypeStruct) -> None:
     value = _value(leaf)
     if not isinstance(value, jax.Array | np.ndarray):
         raise ValueError(f"parameter {name} is a {type(value).__name__}; pass a jax or numpy array")
     if isinstance(value, jax.Array) and value.is_deleted():
         raise ValueError(f"parameter {name} has been deleted or donated; pass the arrays that replaced it")
-    if value.shape != shape:
-        raise ValueError(f"parameter {name} has shape {value.shape}, but the model's config wants {shape}")
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise ValueError(f"parameter {name} has dtype {value.dtype}; convert it to a floating one")
+    if value.shape != want.shape:
+        raise ValueError(f"parameter {name} has shape {value.shape}, but the model's config wants {want.shape}")
+    is_floating = jnp.issubdtype(want.dtype, jnp.floating)
+    if value.dtype != want.dtype and not (is_floating and jnp.issubdtype(value.dtype, jnp.floating)):
+        wanted = "a floating one" if is_floating else want.dtype
+        raise ValueError(f"parameter {name} has dtype {value.dtype}; convert it to {wanted}")
 
 
 def named(params: Any) -> dict[str, Any]:

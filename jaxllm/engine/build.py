@@ -17,7 +17,6 @@ from jaxllm.engine.engine import Engine
 from jaxllm.engine.model_source import model_source
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
-from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.sharding.mesh import make_mesh, platform_of
 from jaxllm.sharding.rules import sharding
 
@@ -93,13 +92,12 @@ def _default(value: int | None, default: int) -> int:
 
 def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> ModelShape:
     """The shape of a model on `mesh`; `state` holds its parameters, or their shapes."""
-    placement = Placement(mesh)
 
     def place(variable: nnx.Variable) -> nnx.Variable:
         value = variable.get_value()
         where = sharding(variable.get_metadata("axes"), mesh)
         placed = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=where)
-        return variable.replace(placed, placement=placement)
+        return variable.replace(placed)
 
     state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     leaves, treedef = jax.tree.flatten(state)

@@ -17,6 +17,7 @@ from jaxllm.checkpoint.loader import load_params
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.models import registry, transformer
+from jaxllm.models.context import StepContext
 from jaxllm.models.transformer import Params
 from jaxllm.text.tokenizer import Tokenizer, wrap
 
@@ -52,13 +53,24 @@ def model_source(model: Any, dtype: str, platform: str, tokenizer: Any) -> Model
     if isinstance(model, nnx.Module):
         return ModelSource(*_of_module(model), eos_ids, tokenizer)
     if isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
-        cfg, params = model
-        cfg = dataclasses.replace(cfg, dtype=jax.tree.leaves(params)[0].dtype)
-        return ModelSource(cfg, transformer.abstract(registry.model_for(cfg), cfg), params, eos_ids, tokenizer)
+        return ModelSource(*_of_pair(*model), eos_ids, tokenizer)
     raise TypeError(
         f"model is a {type(model).__qualname__}; give a directory in Hugging Face format, a Flax module with the "
         "interface of jaxllm.models, or a pair (configuration, parameter pytree)"
     )
+
+
+def _of_pair(cfg: Any, params: Any) -> tuple[Any, nnx.Module, Params]:
+    """Configuration, abstract model and parameters; the dtype of the configuration becomes what the model computes
+    with these parameters, whatever it said. (Which parameters are missing is found when they are placed.)"""
+    model = transformer.abstract(registry.model_for(cfg), cfg)
+    graph, shapes = nnx.split(model)
+    given = {name: leaf.dtype for name, leaf in named(params).items() if hasattr(leaf, "dtype")}
+    for name, variable in named(shapes).items():
+        if name in given and jnp.issubdtype(given[name], jnp.floating):
+            variable.set_value(jax.ShapeDtypeStruct(variable.get_value().shape, given[name]))
+    cfg = dataclasses.replace(cfg, dtype=_kv_dtype(graph, shapes, cfg, type(model).__qualname__))
+    return cfg, transformer.abstract(type(model), cfg), params
 
 
 def _of_module(model: Any) -> tuple[Any, nnx.Module, Params]:
@@ -85,13 +97,12 @@ def _abstract(variable: nnx.Variable) -> nnx.Variable:
 
 def _check_interface(model: nnx.Module, name: str) -> None:
     cfg = getattr(model, "cfg", None)
-    fields = {field.name for field in dataclasses.fields(cfg)} if dataclasses.is_dataclass(cfg) else set()
-    missing = [size for size in (*_SIZES, "dtype") if size not in fields]
+    missing = [name for name in (*_SIZES, "dtype") if not (dataclasses.is_dataclass(cfg) and hasattr(cfg, name))]
     if missing:
         raise TypeError(
             f"{name}.cfg must be a dataclass with {', '.join(missing)}, as jaxllm.models.transformer.Config is"
         )
-    for method, arguments in {"__call__": ("tokens", "positions", "caches"), "logits": ("hidden",)}.items():
+    for method, arguments in {"__call__": ("tokens", "ctx", "caches"), "logits": ("hidden", "ctx")}.items():
         function = getattr(model, method, None)
         if not callable(function):
             raise TypeError(f"{name} has no {method}({', '.join(arguments)}); see jaxllm.models.transformer.Decoder")
@@ -118,16 +129,17 @@ def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str) -> Any:
 
     def forward(params: Params, token: Array) -> tuple[Array, Array]:
         module = nnx.merge(graph, params)
-        hidden, caches = module(token, token, [_Watcher(keys) for _ in range(cfg.num_layers)])
+        ctx = StepContext.of(token)
+        hidden, caches = module(token, ctx, [_Watcher(keys) for _ in range(cfg.num_layers)])
         if len(caches) != cfg.num_layers:
             raise ValueError(f"it returned {len(caches)} caches for {cfg.num_layers} layers")
-        return hidden, module.logits(hidden)
+        return hidden, module.logits(hidden, ctx)
 
     try:
         hidden, logits = jax.eval_shape(forward, params, jax.ShapeDtypeStruct((1,), jnp.int32))
     except Exception as error:
         raise ValueError(
-            f"{name} can't be served: called with tokens [tokens], positions [tokens] and a list of caches it raises "
+            f"{name} can't be served: called with tokens [tokens], a StepContext and a list of caches it raises "
             f"{type(error).__name__}: {error}"
         ) from error
     wanted = (1, cfg.kv_heads, cfg.head_dim)
@@ -137,9 +149,12 @@ def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str) -> Any:
             f"{name} gave its {cfg.num_layers} caches {len(keys)} times keys of shapes {shapes} for one token; its cfg "
             f"wants each layer to attend once, with keys [tokens, kv_heads, head_dim] of {wanted}"
         )
-    if hidden.ndim != 2 or hidden.shape[0] != 1 or logits.shape != (1, cfg.vocab) or logits.dtype != jnp.float32:
+    dtype = keys[0].dtype
+    if (hidden.shape, hidden.dtype) != ((1, cfg.embed), dtype) or logits.shape != (1, cfg.vocab):
         raise ValueError(
-            f"{name} makes of one token hidden states {hidden.shape} and logits {logits.shape} {logits.dtype}; "
-            f"expected [1, width] and [1, {cfg.vocab}] float32"
+            f"{name} makes of one token hidden states {hidden.shape} {hidden.dtype} and logits {logits.shape}; "
+            f"expected [1, {cfg.embed}] {dtype}, the dtype of its keys, and [1, {cfg.vocab}]"
         )
-    return keys[0].dtype
+    if logits.dtype != jnp.float32:
+        raise ValueError(f"{name} makes logits of {logits.dtype}; expected float32, not rounded from the head's sums")
+    return dtype

@@ -13,6 +13,7 @@ from jaxllm.checkpoint.config import read_config, resolve_dtype
 from jaxllm.checkpoint.files import read_json
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import llama, qwen3, rope
+from jaxllm.models.layers import LayerSpec
 
 HF = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,7 +54,8 @@ def test_architecture_picks_the_module(tmp_path):
 
 def test_whole_numbers_may_stand_for_floats(tmp_path):
     cfg = read_config(write(tmp_path, rope_theta=1000000, rope_parameters=ROPE | {"factor": 8}), jnp.float32).cfg
-    assert (cfg.rope.theta, cfg.rope.factor) == (1e6, 8.0) and isinstance(cfg.rope.theta, float)
+    given = cfg.layers[0].rope
+    assert (given.theta, given.factor) == (1e6, 8.0) and isinstance(given.theta, float)
 
 
 def test_optional_sizes_have_defaults(tmp_path):
@@ -227,9 +229,8 @@ def test_any_value_is_refused_or_makes_a_usable_config(tmp_path, name, key, valu
     except ModelFormatError as error:
         assert "config.json" in str(error)
     else:
-        for each in filter(None, cfg.layer_ropes):
+        for each in filter(None, (layer.rope for layer in cfg.layers)):
             assert np.isfinite(each.inv_freq(cfg.head_dim, cfg.max_len)).all() and np.isfinite(each.amplitude)
-        assert len(cfg.layer_windows) == cfg.num_layers
 
 
 @pytest.mark.parametrize(
@@ -255,12 +256,12 @@ def test_any_value_is_refused_or_makes_a_usable_config(tmp_path, name, key, valu
 )
 def test_windows_of_the_layers(tmp_path, name, changes, windows):
     cfg = read_config(write(tmp_path, **family(name, **changes)), jnp.float32).cfg
-    assert cfg.layer_windows == windows
+    assert tuple(layer.window for layer in cfg.layers) == windows
 
 
 def test_a_mistral_config_without_a_window_has_that_of_the_first_model(tmp_path):
     directory = write(tmp_path, drop=["sliding_window"], architectures=["MistralForCausalLM"])
-    assert read_config(directory, jnp.float32).cfg.windows == (4096, 4096)
+    assert read_config(directory, jnp.float32).cfg.layers == (LayerSpec(window=4096, rope=rope.Rope(theta=1e4)),) * 2
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import jaxllm
 from jaxllm.checkpoint.config import read_config
 from jaxllm.models import llama
 from jaxllm.models.cache import Dense
+from jaxllm.models.context import StepContext
 from jaxllm.text.tokenizer import Tokenizer
 from scripts import train_default_model as script
 from scripts.training_data import chat_text
@@ -108,10 +109,11 @@ def test_a_deeper_model_starts_where_the_packaged_one_ended():
     tokens = jnp.asarray([[0, 300, 301, 302]])
     logits = {}
     for num_layers in (spec.cfg.num_layers, spec.cfg.num_layers + 1):
-        model = llama.Model(replace(spec.cfg, num_layers=num_layers), rngs=nnx.Rngs(params=0))
+        model = llama.Model(replace(spec.cfg, layers=spec.cfg.layers[:1] * num_layers), rngs=nnx.Rngs(params=0))
         script.start_from(MODEL_DIR, model)
-        hidden, _ = model(tokens, jnp.arange(4)[None], [Dense()] * num_layers)
-        logits[num_layers] = model.logits(hidden)
+        ctx = StepContext.of(tokens)
+        hidden, _ = model(tokens, ctx, [Dense()] * num_layers)
+        logits[num_layers] = model.logits(hidden, ctx)
     shallow, deep = logits.values()
     np.testing.assert_allclose(deep, shallow, atol=1e-5)
     wider = llama.Model(replace(spec.cfg, mlp=8), rngs=nnx.Rngs(params=0))

@@ -18,6 +18,7 @@ from jaxllm.checkpoint.placement import check_mesh, place_params
 from jaxllm.errors import MeshError, ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.cache import Dense
+from jaxllm.models.context import StepContext
 from jaxllm.sharding.mesh import make_mesh
 from tests.checkpoints import FUSED, HF, load, random_tensors, rewrite, split_in_two, write_checkpoint, write_config
 
@@ -93,8 +94,8 @@ def test_logits_equal_transformers(tmp_path, family, tied, shard_size, dtype, ro
     @jax.jit
     def ours(params, tokens):
         model = nnx.merge(graph, params)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return model.logits(model(tokens, positions, [Dense()] * spec.cfg.num_layers)[0])
+        ctx = StepContext.of(tokens)
+        return model.logits(model(tokens, ctx, [Dense()] * spec.cfg.num_layers)[0], ctx)
 
     np.testing.assert_allclose(ours(params, tokens), want, rtol=0, atol=1e-4 * np.abs(want).max())
 
@@ -105,11 +106,11 @@ def test_every_stored_dtype_loads_as_every_wanted_one(model_dir, stored, wanted)
     tensors = random_tensors(stored)
     save_file(tensors, model_dir / "model.safetensors")
     params = load(model_dir, wanted)
-    embed, layer = params["embed"].get_value(), params["layers"][1]
+    embed, layer = params["embed"]["weight"].get_value(), params["layers"][1]
     assert embed.dtype == wanted
     np.testing.assert_array_equal(embed, tensors["model.embed_tokens.weight"].astype(wanted))
     up = tensors["model.layers.1.mlp.up_proj.weight"].astype(wanted)
-    np.testing.assert_array_equal(layer["mlp"]["gate_up"].get_value()[:, 1], up.T)
+    np.testing.assert_array_equal(layer["mlp"]["gate_up"]["weight"].get_value()[:, 1], up.T)
 
 
 def test_tiles_cover_a_parameter_larger_than_one(model_dir):
@@ -117,8 +118,8 @@ def test_tiles_cover_a_parameter_larger_than_one(model_dir):
     big = np.arange(40_007 * 16, dtype=np.float32).reshape(40_007, 16)
     rewrite(model_dir, {"lm_head.weight": big, "model.embed_tokens.weight": big})
     params = load(model_dir)
-    np.testing.assert_array_equal(params["lm_head"].get_value(), big.T)
-    np.testing.assert_array_equal(params["embed"].get_value(), big)
+    np.testing.assert_array_equal(params["lm_head"]["weight"].get_value(), big.T)
+    np.testing.assert_array_equal(params["embed"]["weight"].get_value(), big)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -129,12 +130,12 @@ def test_sharded_load_equals_the_whole(model_dir, devices):
     assert_same(params, whole)
     layer = params["layers"][0]
     for var, axis in [
-        (layer["attn"]["qkv"], 1),
-        (layer["attn"]["o"], 0),
-        (layer["mlp"]["gate_up"], 2),
-        (layer["mlp"]["down"], 0),
-        (params["embed"], 0),
-        (params["lm_head"], 1),
+        (layer["attn"]["qkv"]["weight"], 1),
+        (layer["attn"]["o"]["weight"], 0),
+        (layer["mlp"]["gate_up"]["weight"], 2),
+        (layer["mlp"]["down"]["weight"], 0),
+        (params["embed"]["weight"], 0),
+        (params["lm_head"]["weight"], 1),
         (params["norm"]["scale"], None),
     ]:
         array = var.get_value()
@@ -150,9 +151,11 @@ def test_fused_tensors_are_taken_apart(tmp_path, mesh):
     fused = tensors["model.layers.1.self_attn.qkv_proj.weight"]
     q, k, v = fused[:32], fused[32:48], fused[48:]
     want = np.concatenate([q.reshape(4, 2, 4, 16), k.reshape(4, 1, 4, 16), v.reshape(4, 1, 4, 16)], axis=1)
-    np.testing.assert_array_equal(layer["attn"]["qkv"].get_value(), want.transpose(3, 0, 1, 2))
+    np.testing.assert_array_equal(layer["attn"]["qkv"]["weight"].get_value(), want.transpose(3, 0, 1, 2))
     gate_up = tensors["model.layers.1.mlp.gate_up_proj.weight"]
-    np.testing.assert_array_equal(layer["mlp"]["gate_up"].get_value(), gate_up.reshape(2, 20, 16).transpose(2, 0, 1))
+    np.testing.assert_array_equal(
+        layer["mlp"]["gate_up"]["weight"].get_value(), gate_up.reshape(2, 20, 16).transpose(2, 0, 1)
+    )
 
 
 @pytest.mark.parametrize("rows", [48, 63, 65, 128])
@@ -175,8 +178,8 @@ def test_biases_must_be_those_of_the_config(model_dir):
         load(model_dir)
     write_config(model_dir, attention_bias=True)
     attn = load(model_dir)["layers"][1]["attn"]
-    assert attn["qkv_bias"].get_value().shape == (4, 4, 4) and attn["o_bias"].get_value().shape == (16,)
-    np.testing.assert_array_equal(attn["qkv_bias"].get_value(), 1.5)
+    assert attn["qkv"]["bias"].get_value().shape == (4, 4, 4) and attn["o"]["bias"].get_value().shape == (16,)
+    np.testing.assert_array_equal(attn["qkv"]["bias"].get_value(), 1.5)
     rewrite(model_dir, {"model.layers.1.self_attn.o_proj.bias": None})
     with pytest.raises(ModelFormatError, match="missing model.layers.1.self_attn.o_proj.bias, unexpected none"):
         load(model_dir)
@@ -253,9 +256,9 @@ def test_placed_params_are_sharded_and_keep_their_dtype(model_dir):
     for params in (whole, pure(whole), jax.tree.map(np.asarray, pure(whole))):
         placed = place_params(params, abstract, mesh)
         assert_same(placed, whole)
-        embed = placed["embed"].get_value()
+        embed = placed["embed"]["weight"].get_value()
         assert embed.dtype == jnp.bfloat16 and embed.addressable_shards[0].data.shape == (12, 16)
-    assert isinstance(abstract["embed"].get_value(), jax.ShapeDtypeStruct)
+    assert isinstance(abstract["embed"]["weight"].get_value(), jax.ShapeDtypeStruct)
 
 
 def test_params_already_in_place_are_not_copied(model_dir):
@@ -275,13 +278,19 @@ def donated(array):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tree: tree.pop("embed"), "missing embed, unexpected none; pass nnx.state"),
+        (lambda tree: tree.pop("embed"), r"missing embed\.weight, unexpected none; pass nnx.state"),
         (lambda tree: tree["layers"].pop(), r"missing layers\.1\.attn\.k_norm.* and 3 more, unexpected none"),
         (lambda tree: tree.update(bias=np.ones(3)), "missing none, unexpected bias"),
-        (lambda tree: tree.update(embed=tree["embed"].T), r"embed has shape \(16, 24\).*wants \(24, 16\)"),
-        (lambda tree: tree.update(embed=np.ones((24, 16), np.int32)), "embed has dtype int32"),
-        (lambda tree: tree.update(embed=1.0), "embed is a float"),
-        (lambda tree: tree.update(embed=donated(tree["embed"])), "embed has been deleted or donated"),
+        (
+            lambda tree: tree["embed"].update(weight=tree["embed"]["weight"].T),
+            r"embed.weight has shape \(16, 24\).*wants \(24, 16\)",
+        ),
+        (lambda tree: tree["embed"].update(weight=np.ones((24, 16), np.int32)), "embed.weight has dtype int32"),
+        (lambda tree: tree["embed"].update(weight=1.0), "embed.weight is a float"),
+        (
+            lambda tree: tree["embed"].update(weight=donated(tree["embed"]["weight"])),
+            "embed.weight has been deleted or donated",
+        ),
     ],
 )
 def test_params_that_do_not_fit_are_named(model_dir, change, message):

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxllm import LLM, SamplingParams
 from jaxllm.models import qwen3, transformer
 from jaxllm.models.cache import Dense
+from jaxllm.models.context import StepContext
 from tests.tiny import Tiny, clean, greedy, ids, make_llm, prompts_of, tokens
 
 CFG = Tiny().cfg
@@ -19,10 +20,10 @@ CFG = Tiny().cfg
 class ParallelLayer(transformer.DecoderLayer):
     """Attention and the MLP see the same input."""
 
-    def __call__(self, x, sin_cos, cache):
+    def __call__(self, x, ctx, sin_cos, cache):
         h = self.attn_norm(x)
-        attended, cache = self.attn(h, sin_cos, cache)
-        return x + attended + self.mlp(h), cache
+        attended, cache = self.attn(h, ctx, sin_cos, cache)
+        return x + attended + self.mlp(h, ctx), cache
 
 
 class Custom(qwen3.Model):
@@ -35,16 +36,16 @@ class Custom(qwen3.Model):
         self.gain = 3.0
         self.adapter = nnx.Param(jax.random.normal(rngs.params(), (cfg.vocab,)) * 2)
 
-    def logits(self, hidden):
-        logits = super().logits(hidden) * self.gain
+    def logits(self, hidden, ctx):
+        logits = super().logits(hidden, ctx) * self.gain
         return logits + jnp.broadcast_to(self.adapter[...], logits.shape)
 
 
 def logprobs_of(model, prompt) -> np.ndarray:
     """float32 [len(prompt) - 1]: of each token after the first, by the module itself."""
-    positions = jnp.arange(len(prompt))[None]
-    hidden, _ = model(jnp.asarray([prompt]), positions, [Dense()] * model.cfg.num_layers)
-    logprobs = jax.nn.log_softmax(model.logits(hidden)[0])
+    tokens = jnp.asarray([prompt])
+    hidden, _ = model(tokens, StepContext.of(tokens), [Dense()] * model.cfg.num_layers)
+    logprobs = jax.nn.log_softmax(model.logits(hidden, StepContext.of(tokens))[0])
     return np.asarray(logprobs[jnp.arange(len(prompt) - 1), jnp.asarray(prompt[1:])])
 
 
@@ -92,8 +93,8 @@ class WithArray(qwen3.Model):
 
 
 class OtherLogits(qwen3.Model):
-    def logits(self, hidden):
-        return super().logits(hidden).astype(jnp.bfloat16)
+    def logits(self, hidden, ctx):
+        return super().logits(hidden, ctx).astype(jnp.bfloat16)
 
 
 class OtherCall(qwen3.Model):
@@ -102,13 +103,13 @@ class OtherCall(qwen3.Model):
 
 
 class Raises(qwen3.Model):
-    def embed_tokens(self, tokens, positions):
+    def embed_tokens(self, tokens, ctx):
         raise KeyError("nowhere")
 
 
 class NoAttention(qwen3.Model):
-    def __call__(self, tokens, positions, caches):
-        return self.embed_tokens(tokens, positions), caches
+    def __call__(self, tokens, ctx, caches):
+        return self.embed_tokens(tokens, ctx), caches
 
 
 @pytest.mark.parametrize(
@@ -116,8 +117,8 @@ class NoAttention(qwen3.Model):
     [
         (WithBuffer, ValueError, r"WithBuffer holds arrays that are no nnx.Param: mean \(BatchStat\); .*Make them"),
         (WithArray, ValueError, r"no nnx.Param: table \(ArrayImpl\)"),
-        (OtherLogits, ValueError, r"logits \(1, 96\) bfloat16; expected \[1, width\] and \[1, 96\] float32"),
-        (OtherCall, TypeError, r"OtherCall.__call__ can't be called as __call__\(tokens, positions, caches\)"),
+        (OtherLogits, ValueError, r"OtherLogits makes logits of bfloat16; expected float32"),
+        (OtherCall, TypeError, r"OtherCall.__call__ can't be called as __call__\(tokens, ctx, caches\)"),
         (Raises, ValueError, "Raises can't be served: .* raises KeyError: 'nowhere'"),
         (NoAttention, ValueError, r"gave its 2 caches 0 times keys of shapes \[\]"),
     ],

@@ -13,9 +13,11 @@ from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.loader import load_params
 from jaxllm.models import gemma2, gemma3, llama, mistral, opt, phi3, qwen2, qwen3, transformer
 from jaxllm.models.cache import Dense, Paged
-from jaxllm.models.layers import RMSNorm
+from jaxllm.models.context import StepContext
+from jaxllm.models.layers import LayerSpec, PlainMLP, RMSNorm
 from jaxllm.models.registry import model_for
 from jaxllm.models.rope import LongRope, Rope
+from jaxllm.models.transformer import layers_of
 from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape
 from jaxllm.sharding.mesh import make_mesh
 from tests.hf_models import LONGROPE, YARN, checkpoint, logits
@@ -87,28 +89,29 @@ def forward_fn(model):
 
     def forward(params, tokens):
         model = nnx.merge(graph, params)
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        return model.logits(model(tokens, positions, [Dense()] * model.cfg.num_layers)[0])
+        ctx = StepContext.of(tokens)
+        return model.logits(model(tokens, ctx, [Dense()] * model.cfg.num_layers)[0], ctx)
 
     return forward
 
 
-TINY = dict(vocab=32, embed=16, num_layers=3, heads=4, kv_heads=2, head_dim=8, mlp=24, max_len=64)
-ROPE = {"rope": Rope(theta=1e4)}
+TINY = dict(vocab=32, embed=16, heads=4, kv_heads=2, head_dim=8, mlp=24, max_len=64)
+ROPE = {"layers": (LayerSpec(rope=Rope(theta=1e4)),) * 3}
 LONG = LongRope(
     theta=1e4, short_factors=(1.0,) * 3, long_factors=(2.0,) * 3, original_max_len=32, factor=2.0, fraction=0.75
 )
-LOCAL = {"windows": (4, None, 4)}
+LOCAL = {"layers": layers_of((4, None, 4), Rope(theta=1e4))}
+PLAIN = {"layers": (LayerSpec(feed_forward=PlainMLP),) * 3}
 CONFIGS = {
     "llama": llama.Config(**TINY, **ROPE, qkv_bias=True, o_bias=True, mlp_bias=True),
-    "mistral": mistral.Config(**TINY, **ROPE, windows=(4, 4, 4)),
-    "qwen2": qwen2.Config(**TINY, **ROPE, **LOCAL),
-    "qwen3": qwen3.Config(**TINY, **ROPE, **LOCAL),
-    "gemma2": gemma2.Config(**TINY, **ROPE, **LOCAL, attn_soft_cap=2.0, logit_soft_cap=4.0, query_scale=0.2),
-    "gemma3": gemma3.Config(**TINY, rope=Rope(theta=1e6), local_rope=Rope(theta=1e4), **LOCAL),
-    "phi3": phi3.Config(**TINY, rope=LONG, windows=(4, 4, 4)),
-    "opt": opt.Config(**(TINY | {"kv_heads": 4}), word_embed=16),
-    "opt_350m": opt.Config(**(TINY | {"kv_heads": 4}), word_embed=12, post_norm=True, final_norm=False),
+    "mistral": mistral.Config(**TINY, layers=layers_of((4, 4, 4), Rope(theta=1e4))),
+    "qwen2": qwen2.Config(**TINY, **LOCAL),
+    "qwen3": qwen3.Config(**TINY, **LOCAL),
+    "gemma2": gemma2.Config(**TINY, **LOCAL, attn_soft_cap=2.0, logit_soft_cap=4.0, query_scale=0.2),
+    "gemma3": gemma3.Config(**TINY, layers=layers_of((4, None, 4), Rope(theta=1e6), Rope(theta=1e4))),
+    "phi3": phi3.Config(**TINY, layers=layers_of((4, 4, 4), LONG)),
+    "opt": opt.Config(**(TINY | {"kv_heads": 4}), **PLAIN, word_embed=16),
+    "opt_350m": opt.Config(**(TINY | {"kv_heads": 4}), **PLAIN, word_embed=12, post_norm=True, final_norm=False),
 }
 
 
@@ -124,8 +127,9 @@ def test_activations_keep_their_dtype_and_logits_are_float32(family):
         pool = jnp.zeros(kv_shape(6, 4, cfg.kv_heads, cfg.head_dim, platform="cpu"), jnp.bfloat16)
         rows = jnp.zeros(2, jnp.int32)
         batch = PagedBatch(jnp.zeros((2, 3), jnp.int32), jnp.zeros(3, jnp.int32), rows, rows)
-        hidden, _ = model(tokens, tokens, [Paged(pool, batch)] * cfg.num_layers)
-        return hidden, model.logits(hidden)
+        ctx = StepContext.of(tokens)
+        hidden, _ = model(tokens, ctx, [Paged(pool, batch)] * cfg.num_layers)
+        return hidden, model.logits(hidden, ctx)
 
     hidden, out = jax.eval_shape(forward, params, jax.ShapeDtypeStruct((10,), jnp.int32))
     assert (hidden.dtype, hidden.shape) == (jnp.bfloat16, (10, 16))
@@ -134,7 +138,7 @@ def test_activations_keep_their_dtype_and_logits_are_float32(family):
 
 @pytest.mark.parametrize("family", ["gemma2", "opt_350m"])
 def test_gradients_reach_every_parameter(family):
-    cfg = dataclasses.replace(CONFIGS[family], num_layers=2, windows=CONFIGS[family].windows[:2])
+    cfg = dataclasses.replace(CONFIGS[family], layers=CONFIGS[family].layers[:2])
     model = model_for(cfg)(cfg, rngs=nnx.Rngs(params=0))
     forward = forward_fn(model)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 24)), jnp.int32)
@@ -176,21 +180,21 @@ def test_gemma_rounds_where_transformers_does():
         y = want(torch.tensor(x).to(torch.bfloat16)).float().numpy()
     np.testing.assert_array_equal(norm(jnp.asarray(x, jnp.bfloat16)).astype(jnp.float32), y)
 
-    cfg = dataclasses.replace(CONFIGS["gemma2"], embed=48, num_layers=1, windows=(), dtype=jnp.bfloat16)
+    cfg = dataclasses.replace(CONFIGS["gemma2"], embed=48, layers=(LayerSpec(),), dtype=jnp.bfloat16)
     model = gemma2.Model(cfg, rngs=nnx.Rngs(params=0))
     table = theirs.Gemma2TextScaledWordEmbedding(32, 48, 0, embed_scale=48**0.5).to(torch.bfloat16)
-    table.weight.data = torch.tensor(np.asarray(model.embed[...], np.float32)).to(torch.bfloat16)
+    table.weight.data = torch.tensor(np.asarray(model.embed.weight[...], np.float32)).to(torch.bfloat16)
     tokens = jnp.arange(32, dtype=jnp.int32)
     with torch.no_grad():
         y = table(torch.arange(32)).float().numpy()
-    np.testing.assert_array_equal(model.embed_tokens(tokens, tokens).astype(jnp.float32), y)
+    np.testing.assert_array_equal(model.embed_tokens(tokens, StepContext.of(tokens)).astype(jnp.float32), y)
 
 
 def test_one_sine_and_cosine_for_each_rope_and_step():
     cfg = CONFIGS["gemma3"]
     graph, params = nnx.split(transformer.abstract(gemma3.Model, cfg))
     tokens = jax.ShapeDtypeStruct((1, 10), jnp.int32)
-    text = str(jax.make_jaxpr(lambda p, t: nnx.merge(graph, p)(t, t, [Dense()] * 3)[0])(params, tokens))
+    text = str(jax.make_jaxpr(lambda p, t: nnx.merge(graph, p)(t, StepContext.of(t), [Dense()] * 3)[0])(params, tokens))
     assert text.count("= sin ") == text.count("= cos ") == 2
 
 
@@ -198,11 +202,11 @@ def test_one_sine_and_cosine_for_each_rope_and_step():
     ("changes", "message"),
     [
         ({"kv_heads": 3}, "heads=4 is not a multiple of kv_heads=3"),
-        ({"windows": (4, None)}, "2 layer types or windows are given for 3 layers"),
+        ({"layers": ()}, "layers is empty; give a LayerSpec for each layer"),
         ({"activation": "quick_gelu"}, "activation 'quick_gelu' is not supported; supported: .*'relu'"),
         ({"norm": "batch"}, "norm 'batch' is not supported"),
         ({"head_dim": 7}, "turn 7 features of head_dim=7"),
-        ({"rope": LONG, "head_dim": 16}, "short_factor has 3 numbers, but 6 pairs"),
+        ({"layers": (LayerSpec(rope=LONG),), "head_dim": 16}, "short_factor has 3 numbers, but 6 pairs"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(changes, message):

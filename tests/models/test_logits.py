@@ -8,27 +8,26 @@ from flax import nnx
 
 from jaxllm.engine.build import model_shape
 from jaxllm.models import gemma2, llama
-from jaxllm.models.layers import Rope
+from jaxllm.models.context import StepContext
+from jaxllm.models.layers import LayerSpec, Rope
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.matmul import einsum
 from jaxllm.sharding.mesh import make_mesh
 
-SIZES = dict(vocab=1024, embed=64, num_layers=1, heads=4, kv_heads=2, head_dim=16, mlp=96, max_len=64)
-BF16 = jnp.bfloat16
+LAYERS = (LayerSpec(rope=Rope(theta=1e4)),)
+SIZES = dict(vocab=1024, embed=64, heads=4, kv_heads=2, head_dim=16, mlp=96, max_len=64, layers=LAYERS)
+BF16, CTX = jnp.bfloat16, StepContext.of(jnp.zeros(1, jnp.int32))
 MODELS = {
-    "untied": llama.Model(llama.Config(**SIZES, rope=Rope(theta=1e4), dtype=BF16), rngs=nnx.Rngs(params=0)),
-    "tied": llama.Model(
-        llama.Config(**SIZES, rope=Rope(theta=1e4), dtype=BF16, tie_embeddings=True), rngs=nnx.Rngs(params=0)
-    ),
-    "capped": gemma2.Model(
-        gemma2.Config(**SIZES, rope=Rope(theta=1e4), dtype=BF16, logit_soft_cap=30.0), rngs=nnx.Rngs(params=0)
-    ),
+    "untied": llama.Model(llama.Config(**SIZES, dtype=BF16), rngs=nnx.Rngs(params=0)),
+    "tied": llama.Model(llama.Config(**SIZES, dtype=BF16, tie_embeddings=True), rngs=nnx.Rngs(params=0)),
+    "capped": gemma2.Model(gemma2.Config(**SIZES, dtype=BF16, logit_soft_cap=30.0), rngs=nnx.Rngs(params=0)),
 }
 
 
 def exact_logits(model, hidden) -> np.ndarray:
     """In float64, of the same bfloat16 numbers."""
-    head = model.embed[...].T if model.cfg.tie_embeddings else model.lm_head[...]
+    head = model.embed.weight[...].T if model.cfg.tie_embeddings else model.lm_head.weight[...]
     logits = np.asarray(hidden).astype(np.float64) @ np.asarray(head).astype(np.float64)
     cap = getattr(model.cfg, "logit_soft_cap", None)
     return logits if cap is None else cap * np.tanh(logits / cap)
@@ -40,8 +39,10 @@ def test_logits_of_a_bfloat16_model_are_not_rounded(kind, rows):
     model = MODELS[kind]
     hidden = (jax.random.normal(jax.random.key(1), (rows, model.cfg.embed)) * 4).astype(BF16)
     shape = model_shape(model.cfg, *nnx.split(model), make_mesh(None))
-    for served in (model, shape.model(jax.tree.leaves(nnx.state(model)))):
-        logits = jax.jit(lambda h, served=served: served.logits(h))(hidden)
+    served = shape.model(jax.tree.leaves(nnx.state(model)))
+    for each, placement in (model, UNPLACED), (served, Placement.default()):
+        ctx = StepContext.of(jnp.zeros(rows, jnp.int32), placement=placement)
+        logits = jax.jit(lambda h, each=each, ctx=ctx: each.logits(h, ctx))(hidden)
         assert logits.dtype == jnp.float32
         np.testing.assert_allclose(np.asarray(logits), exact_logits(model, hidden), rtol=1e-5, atol=1e-4)
         assert (np.asarray(logits) != np.asarray(logits.astype(BF16).astype(jnp.float32))).mean() > 0.9
@@ -50,9 +51,9 @@ def test_logits_of_a_bfloat16_model_are_not_rounded(kind, rows):
 def test_gradients_go_through_the_head_in_bfloat16():
     graph, params = nnx.split(MODELS["untied"])
     hidden = jnp.ones((3, 64), BF16)
-    grads = jax.grad(lambda params: nnx.merge(graph, params).logits(hidden).sum())(params)
-    assert grads["lm_head"][...].dtype == BF16
-    np.testing.assert_array_equal(np.asarray(grads["lm_head"][...].astype(jnp.float32)), 3.0)
+    grads = jax.grad(lambda params: nnx.merge(graph, params).logits(hidden, CTX).sum())(params)
+    assert grads["lm_head"]["weight"][...].dtype == BF16
+    np.testing.assert_array_equal(np.asarray(grads["lm_head"]["weight"][...].astype(jnp.float32)), 3.0)
 
 
 def test_a_float32_model_has_the_logits_it_had():
@@ -60,8 +61,8 @@ def test_a_float32_model_has_the_logits_it_had():
     graph, params = nnx.split(model)
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     hidden = jax.random.normal(jax.random.key(1), (40, 64))
-    new = nnx.merge(graph, params).logits(hidden)
-    old = jnp.einsum("...C,vC->...v", hidden, params["embed"][...])
+    new = nnx.merge(graph, params).logits(hidden, CTX)
+    old = jnp.einsum("...C,vC->...v", hidden, params["embed"]["weight"][...])
     assert (np.asarray(new) == np.asarray(old)).all()
 
 

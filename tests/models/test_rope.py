@@ -56,7 +56,7 @@ def test_sine_and_cosine(case, flat):
     written = {key: value for key, value in hf.to_dict().items() if not key.startswith("rope")} | given
     for form in (hf.to_dict(), written):
         cfg = llama.Config.from_hf(form)
-        assert_equal(cfg.rope, want, positions, HEAD_DIM)
+        assert_equal(cfg.layers[0].rope, want, positions, HEAD_DIM)
         assert cfg.max_len == (MAX_LEN * 4 if case == "yarn_implied_length" else MAX_LEN)
 
 
@@ -65,11 +65,11 @@ def test_dynamic_is_transformers_up_to_the_original_length_and_token_by_token_be
         "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}, max_position_embeddings=64
     )
     cfg = llama.Config.from_hf(hf.to_dict())
-    assert isinstance(cfg.rope, Dynamic) and cfg.max_len == 3 * 64
+    assert isinstance(cfg.layers[0].rope, Dynamic) and cfg.max_len == 3 * 64
     positions = list(range(192))
     steps = [theirs("Llama", hf, positions[:64]), *(theirs("Llama", hf, [p]) for p in positions[64:])]
     want = [np.concatenate(rows) for rows in zip(*steps, strict=True)]
-    assert_equal(cfg.rope, want, positions, HEAD_DIM, cfg.max_len)
+    assert_equal(cfg.layers[0].rope, want, positions, HEAD_DIM, cfg.max_len)
     at_once = theirs("Llama", hf, positions)  # every token with the base of the last
     assert np.abs(at_once[0] - want[0]).max() > 0.1
 
@@ -80,7 +80,7 @@ def test_longrope_chooses_by_the_longest_sequence(seq_len, factor):
     given = LONGROPE | ({} if factor is None else {"factor": factor, "attention_factor": 1.1})
     hf = config("Phi3", rope_parameters=given, original_max_position_embeddings=32)
     positions = list(range(seq_len))
-    rope = phi3.Config.from_hf(hf.to_dict()).rope
+    rope = phi3.Config.from_hf(hf.to_dict()).layers[0].rope
     assert_equal(rope, theirs("Phi3", hf, positions), positions, 12, max_len=seq_len)
     assert rope.inv_freq(12, 32).max() == 1.0 and rope.inv_freq(12, 33).max() == 0.5
 
@@ -89,7 +89,7 @@ def test_longrope_chooses_by_the_longest_sequence(seq_len, factor):
 def test_phi3_names_longrope_in_several_ways(kind):
     scaling = {key: value for key, value in LONGROPE.items() if not key.startswith("rope")} | {"type": kind}
     hf = config("Phi3").to_dict() | {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": 1e4}
-    rope = phi3.Config.from_hf(hf).rope
+    rope = phi3.Config.from_hf(hf).layers[0].rope
     assert isinstance(rope, LongRope) and rope.original_max_len == 4096
     assert rope.amplitude == 1.0  # 256 tokens are no extension
 
@@ -99,7 +99,7 @@ def test_partial_rotation():
     from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
     hf = config("Phi3", head_dim=16, hidden_size=64, partial_rotary_factor=0.75)
-    rope = phi3.Config.from_hf(hf.to_dict()).rope
+    rope = phi3.Config.from_hf(hf.to_dict()).layers[0].rope
     positions, x = list(range(40)), np.random.default_rng(0).normal(size=(40, 2, 16)).astype(np.float32)
     sin, cos = theirs("Phi3", hf, positions)
     assert sin.shape == (40, 6)
@@ -130,9 +130,10 @@ def test_gemma3_has_a_rope_for_each_layer_type(given):
     written = {key: value for key, value in hf.to_dict().items() if not key.startswith("rope")} | given
     for form in (hf.to_dict(), written):
         cfg = gemma3.Config.from_hf(form)
-        assert_equal(cfg.rope, theirs("Gemma3", hf, positions, "full_attention"), positions, HEAD_DIM)
-        assert_equal(cfg.local_rope, theirs("Gemma3", hf, positions, "sliding_attention"), positions, HEAD_DIM)
-        assert cfg.layer_ropes == (cfg.local_rope, cfg.local_rope, cfg.rope, cfg.local_rope)
+        local, full = cfg.layers[0].rope, cfg.layers[2].rope
+        assert_equal(full, theirs("Gemma3", hf, positions, "full_attention"), positions, HEAD_DIM)
+        assert_equal(local, theirs("Gemma3", hf, positions, "sliding_attention"), positions, HEAD_DIM)
+        assert [layer.rope for layer in cfg.layers] == [local, local, full, local]
 
 
 def test_a_rope_made_by_hand_is_as_in_the_paper():

@@ -8,10 +8,11 @@ import pytest
 from flax import nnx
 
 from jaxllm.models import gemma2, opt
-from jaxllm.models.layers import Rope
+from jaxllm.models.layers import LayerSpec, PlainMLP, Rope
+from jaxllm.models.transformer import layers_of
 from tests.tiny import MAX_LEN, Tiny, clean, greedy, ids, make_llm, prompts_of, tokens
 
-SIZES = dict(vocab=96, embed=32, num_layers=2, heads=4, head_dim=8, mlp=48, max_len=MAX_LEN)
+SIZES = dict(vocab=96, embed=32, heads=4, head_dim=8, mlp=48, max_len=MAX_LEN)
 PROMPTS = prompts_of([1, 5, 16, 33, 7])
 
 
@@ -29,12 +30,16 @@ class Family(Tiny):
 
 
 MODELS = {
-    "opt": partial(Family, opt.Model, opt.Config(**SIZES, kv_heads=4, word_embed=32)),
+    "opt": partial(
+        Family,
+        opt.Model,
+        opt.Config(**SIZES, layers=(LayerSpec(feed_forward=PlainMLP),) * 2, kv_heads=4, word_embed=32),
+    ),
     "gemma2": partial(
         Family,
         gemma2.Model,
         gemma2.Config(
-            **SIZES, kv_heads=2, rope=Rope(theta=1e4), windows=(8, None), attn_soft_cap=1.0, logit_soft_cap=5.0
+            **SIZES, layers=layers_of((8, None), Rope(theta=1e4)), kv_heads=2, attn_soft_cap=1.0, logit_soft_cap=5.0
         ),
     ),
 }
@@ -48,13 +53,20 @@ def test_the_same_tokens_on_two_devices(family):
             tiny.assert_greedy(prompt, output)
         params = llm.engine.runner.abstract_params
         layer = params["layers"][0]
-        shapes = {name: shard_shape(leaf) for name, leaf in [("qkv", layer["attn"]["qkv"]), ("embed", params["embed"])]}
+        leaves = {"qkv": layer["attn"]["qkv"]["weight"], "embed": params["embed"]["weight"]}
+        shapes = {name: shard_shape(leaf) for name, leaf in leaves.items()}
         kv_heads = tiny.cfg.kv_heads
         assert shapes == {"qkv": (32, kv_heads // 2, 4 // kv_heads + 2, 8), "embed": (48, 32)}
         if family == "opt":
             attn, mlp = layer["attn"], layer["mlp"]
-            biases = [attn["qkv_bias"], attn["o_bias"], mlp["up_bias"], mlp["down_bias"], params["positions"]]
-            assert [*map(shard_shape, biases)] == [(2, 3, 8), (32,), (24,), (32,), (MAX_LEN + 2, 32)]
+            biases = [part["bias"] for part in (attn["qkv"], attn["o"], mlp["up"], mlp["down"])]
+            assert [*map(shard_shape, [*biases, params["positions"]["weight"]])] == [
+                (2, 3, 8),
+                (32,),
+                (24,),
+                (32,),
+                (MAX_LEN + 2, 32),
+            ]
         clean(llm)
 
 

@@ -147,14 +147,17 @@ def test_the_loss_and_its_gradients_are_those_of_optax(num_tokens):
 def test_muon_takes_the_matrices_inside_layers():
     shape = jax.ShapeDtypeStruct
     layer = {
-        "attn": {"o": shape((2, 2, 8, 16), jnp.float32), "qkv": shape((16, 2, 4, 8), jnp.float32)},
+        "attn": {
+            "o": {"weight": shape((2, 2, 8, 16), jnp.float32)},
+            "qkv": {"weight": shape((16, 2, 4, 8), jnp.float32)},
+        },
         "norm": shape((16,), jnp.float32),
     }
-    found = script.matrices({"embed": shape((30, 16), jnp.float32), "layers": [layer]})
-    attn = found["layers"][0]["attn"]
+    found = script.matrices({"embed": {"weight": shape((30, 16), jnp.float32)}, "layers": [layer]})
+    attn = {name: leaf["weight"] for name, leaf in found["layers"][0]["attn"].items()}
     assert (attn["o"].reduction_axis, attn["o"].output_axis) == ((0, 1, 2), (3,))
     assert (attn["qkv"].reduction_axis, attn["qkv"].output_axis) == ((0,), (1, 2, 3))
-    assert found["embed"] is None and found["layers"][0]["norm"] is None
+    assert found["embed"]["weight"] is None and found["layers"][0]["norm"] is None
 
 
 def test_a_stopped_process_continues_its_schedule_and_ends_on_time(monkeypatch):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from jaxllm.engine.device.state import (
 )
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.models.cache import Paged
+from jaxllm.models.context import StepContext
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.paged_attention import KV_AXES, PagedBatch, kv_shape
 from jaxllm.sharding.mesh import platform_of
@@ -52,21 +53,10 @@ class ModelShape:
     def model(self, leaves: Sequence[Array]) -> Any:
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
 
-    @cached_property
+    @property
     def hidden(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of one token's hidden state."""
-
-        def forward(leaves: Sequence[Array], token: Array) -> Array:
-            return self.model(leaves)(token, token, [_NoAttention()] * self.num_layers)[0][0]
-
-        return jax.eval_shape(forward, list(self.leaves), jax.ShapeDtypeStruct((1,), jnp.int32))
-
-
-class _NoAttention:
-    """Returns the queries, which have the shape of attention's result."""
-
-    def attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, "_NoAttention"]:
-        return q, self
+        return jax.ShapeDtypeStruct((self.token_widths[0],), self.dtype)
 
 
 def step(
@@ -96,9 +86,11 @@ def step(
     tokens = jnp.where(given.tokens == FROM_SLOT, of_rows(slots.last_token)[row], given.tokens)
 
     model = model_shape.model(leaves)
-    hidden, caches = model(tokens, positions, [Paged(pool, batch, placement) for pool in kv_pools])
+    ctx = StepContext(positions, row, placement=placement)
+    hidden, caches = model(tokens, ctx, [Paged(pool, batch, placement) for pool in kv_pools])
     last = jnp.maximum(cu_q_lens[1:] - 1, 0)  # token of each row
-    logits = model.logits(hidden[last[given.sample_rows]])
+    sampled = last[given.sample_rows]
+    logits = model.logits(hidden[sampled], ctx.at(sampled))
     slots = slots._replace(length=slots.length.at[given.slots].add(given.q_lens, mode="drop"))
     last_hidden = jax.lax.dynamic_update_slice_in_dim(last_hidden, hidden, 0, 0)
     return [cache.kv_pool for cache in caches], slots, last_hidden, logits, given.sample_slots
@@ -147,7 +139,8 @@ def prompt_logprobs(
     placement: Placement = UNPLACED,
 ) -> Int[Array, "rows width"]:
     """Log-probabilities of prompt tokens: of `packed[1]` after the step's tokens at `packed[0]`."""
-    logits = model_shape.model(leaves).logits(hidden.at[packed[0]].get(mode="clip"))
+    ctx = StepContext.of(packed[0], placement=placement)  # the head reads neither rows nor positions
+    logits = model_shape.model(leaves).logits(hidden.at[packed[0]].get(mode="clip"), ctx)
     return logprob_rows(logits, packed[1], placement=placement)
 
 

@@ -14,19 +14,18 @@ from jaxllm.engine.device import memory
 from jaxllm.engine.device.memory import DeviceMemory
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import llama, transformer
-from jaxllm.models.layers import Rope
+from jaxllm.models.layers import LayerSpec, Rope
 from jaxllm.sharding.mesh import make_mesh
 from tests.tiny import greedy, ids, make_llm
 
 LLAMA_8B = llama.Config(
     vocab=128256,
     embed=4096,
-    num_layers=32,
     heads=32,
     kv_heads=8,
     head_dim=128,
     mlp=14336,
-    rope=Rope(theta=5e5),
+    layers=(LayerSpec(rope=Rope(theta=5e5)),) * 32,
     max_len=131072,
     dtype=jnp.bfloat16,
 )

@@ -1,0 +1,44 @@
+"""What a model knows of its tokens beside their ids."""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepContext:
+    """Passed through all layers of a step.
+
+    `rows` and `positions` are each token's sequence and place in it. `adapters` are the ids of the rows' adapters
+    (None: nobody has one), which mean something to the adapters alone. `placement` says where the arrays lie.
+    """
+
+    positions: Int[Array, "*t"]
+    rows: Int[Array, "*t"]
+    adapters: Int[Array, " rows"] | None = None
+    placement: Placement = field(default=UNPLACED, metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls, tokens: Int[Array, "*t"], *, adapters: Int[Array, " rows"] | None = None, placement: Placement = UNPLACED
+    ) -> "StepContext":
+        """Of whole sequences `[len]` or `[batch, len]`, as in training and evaluation."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.shape)
+        rows = jnp.zeros(tokens.shape, jnp.int32)
+        if tokens.ndim == 2:
+            rows = jnp.broadcast_to(jnp.arange(len(tokens), dtype=jnp.int32)[:, None], tokens.shape)
+        return cls(positions, rows, adapters, placement)
+
+    @property
+    def token_adapters(self) -> Int[Array, "*t"] | None:
+        """The adapter of each token."""
+        return None if self.adapters is None else self.adapters[self.rows]
+
+    def at(self, index: Int[Array, " n"]) -> "StepContext":
+        """Of the tokens at `index` among flat ones."""
+        return replace(self, positions=self.positions[index], rows=self.rows[index])

@@ -1,0 +1,205 @@
+"""Products with weights. A `Linear` owns its weight, bias, adapter and the choice of its kernel; its members (queries,
+keys and values; gate and up) lie side by side on one output axis. Other forms of a weight are classes with its call."""
+
+import math
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxllm.models.context import StepContext
+from jaxllm.pallas_kernels import matmul
+
+Sizes = tuple[tuple[str, int], ...]  # names and sizes, in order
+
+
+def param(rngs: nnx.Rngs, dtype: Any, *, fan_in: int, **dims: int) -> nnx.Param:
+    """A random weight whose keyword names are its logical axes: `param(rngs, dtype, fan_in=D, embed=D, mlp=F)`."""
+    shape = tuple(dims.values())
+    value = jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(fan_in)
+    return nnx.Param(value.astype(dtype), axes=tuple(dims))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearShape:
+    """The axes of a product, as names and sizes: it sums over `inputs`, and its result has `outputs`.
+
+    `members` lie one after the other on the output axis `axis`. `experts` have a weight each, and stand before the
+    inputs of x, the outputs of the result, and all axes of the weight.
+    """
+
+    inputs: Sizes
+    outputs: Sizes
+    axis: str | None = None
+    members: Sizes = ()
+    experts: int | None = None
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.inputs + self.outputs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the axes {names} of a product must have different names, as each is sharded by its own")
+
+    @property
+    def weight_axes(self) -> dict[str, int]:
+        return self._experts | dict(self.inputs) | dict(self.outputs)
+
+    @property
+    def bias_axes(self) -> dict[str, int]:
+        return self._experts | dict(self.outputs)
+
+    @property
+    def _experts(self) -> dict[str, int]:
+        return {} if self.experts is None else {"experts": self.experts}
+
+    @property
+    def member_dim(self) -> int:
+        """Where the members lie, counted from the end, in results and weights."""
+        return [name for name, _ in self.outputs].index(self.axis or "") - len(self.outputs)
+
+    def slice_of(self, member: str) -> slice:
+        """Its part of the members' axis."""
+        names, sizes = zip(*self.members, strict=True)
+        ends = [0, *accumulate(sizes)]
+        at = names.index(member)
+        return slice(ends[at], ends[at + 1])
+
+    def take(self, x: Array, member: str) -> Array:
+        """Its part of a result or of a weight."""
+        part = self.slice_of(member)
+        return jax.lax.slice_in_dim(x, part.start, part.stop, axis=self.member_dim)
+
+    def part(self, names: Sequence[str]) -> "LinearShape":
+        """Of a product that has these members alone."""
+        members = tuple((name, size) for name, size in self.members if name in names)
+        total = sum(size for _, size in members)
+        outputs = tuple((name, total if name == self.axis else size) for name, size in self.outputs)
+        return replace(self, outputs=outputs, members=members)
+
+    def product(
+        self, x: Float[Array, "..."], weight: Float[Array, "..."], ctx: StepContext, out_dtype: Any = None
+    ) -> Float[Array, "..."]:
+        """`x[..., *inputs]` times a dense `weight`; with experts `x[..., experts or 1, *inputs]`, each its own.
+
+        The result has the dtype of `x`; with `out_dtype` float32 it is not rounded from the float32 sums.
+        """
+        letters = string.ascii_lowercase
+        summed, kept = letters[: len(self.inputs)], letters[len(self.inputs) :][: len(self.outputs)]
+        equation = f"...{summed},{summed}{kept}->...{kept}"
+        if self.experts is None:
+            return matmul.einsum(equation, x, weight, out_dtype=out_dtype, placement=ctx.placement)
+        axis = x.ndim - len(self.inputs) - 1
+        shared = x.shape[axis] == 1
+        each = jax.vmap(
+            lambda x, weight: matmul.einsum(equation, x, weight, out_dtype=out_dtype),  # XLA has batched products
+            in_axes=(None if shared else axis, 0),
+            out_axes=axis,
+        )
+        return each(jnp.squeeze(x, axis) if shared else x, weight)
+
+
+class Linear(nnx.Module):
+    """`x @ weight + bias`, for any number of input and output axes.
+
+    A class of another form overrides `product`. `adapter`, if it is set, is called with x, the result and the step's
+    context, and returns the result that it makes of it.
+    """
+
+    def __init__(self, shape: LinearShape, weight: nnx.Param, bias: nnx.Param | None = None):
+        self.weight = weight
+        self._own(shape, bias)
+
+    def _own(self, shape: LinearShape, bias: nnx.Param | None) -> None:
+        self.shape, self.bias, self.adapter = shape, bias, nnx.data(None)
+
+    @classmethod
+    def random(
+        cls,
+        inputs: Mapping[str, int],
+        outputs: Mapping[str, int | Mapping[str, int]],
+        *,
+        bias: bool = False,
+        experts: int | None = None,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ) -> "Linear":
+        """With random weights, and zeros as bias. An output axis that members share has their sizes by name:
+        `{"kv_heads": 2, "qkv": {"q": 4, "k": 1, "v": 1}, "head_dim": 64}`."""
+        axis, members = next(((n, sizes) for n, sizes in outputs.items() if isinstance(sizes, Mapping)), (None, {}))
+        sizes = {n: sum(size.values()) if isinstance(size, Mapping) else size for n, size in outputs.items()}
+        shape = LinearShape(
+            inputs=tuple(inputs.items()),
+            outputs=tuple(sizes.items()),
+            axis=axis,
+            members=tuple(members.items()),
+            experts=experts,
+        )
+        weight = param(rngs, dtype, fan_in=math.prod(inputs.values()), **shape.weight_axes)
+        axes = shape.bias_axes
+        zeros = nnx.Param(jnp.zeros(tuple(axes.values()), dtype), axes=tuple(axes)) if bias else None
+        return cls(shape, weight, zeros)
+
+    def part(self, names: Sequence[str]) -> "Linear":
+        """A product of these members alone, without bias."""
+        shape, weight = self.shape.part(names), self.weight[...]
+        parts = [self.shape.take(weight, name) for name, _ in shape.members]
+        value = jnp.concatenate(parts, axis=self.shape.member_dim)
+        return Linear(shape, nnx.Param(value, axes=tuple(shape.weight_axes)))
+
+    def product(self, x: Float[Array, "..."], ctx: StepContext, out_dtype: Any = None) -> Float[Array, "..."]:
+        """Without bias and adapter."""
+        return self.shape.product(x, self.weight[...], ctx, out_dtype)
+
+    def __call__(self, x: Float[Array, "..."], ctx: StepContext, *, out_dtype: Any = None) -> Float[Array, "..."]:
+        """`x[..., *inputs]` to `[..., *outputs]`, in the dtype of x or, not rounded to it, in `out_dtype`."""
+        y = self.product(x, ctx, out_dtype)
+        if self.bias is not None:
+            y = y + jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape)
+        return y if self.adapter is None else self.adapter(x, y, ctx)
+
+
+class Joined(Linear):
+    """Members of several forms: each of `parts` multiplies those it has, and the results are put in order."""
+
+    def __init__(self, shape: LinearShape, parts: Sequence[Linear], bias: nnx.Param | None = None):
+        self.parts = nnx.List(parts)
+        self._own(shape, bias)
+
+    def product(self, x: Float[Array, "..."], ctx: StepContext, out_dtype: Any = None) -> Float[Array, "..."]:
+        results = [(part.shape, part(x, ctx, out_dtype=out_dtype)) for part in self.parts]
+        members = {name: shape.take(y, name) for shape, y in results for name, _ in shape.members}
+        return jnp.concatenate([members[name] for name, _ in self.shape.members], axis=self.shape.member_dim)
+
+
+def with_forms(linear: Linear, forms: Mapping[str, Callable[[Linear], Linear]]) -> Linear:
+    """`linear` with each member in its form, which makes one of a dense one: members of equal forms stay one
+    product."""
+    groups: dict[Callable[[Linear], Linear], list[str]] = {}
+    for name, _ in linear.shape.members:
+        groups.setdefault(forms[name], []).append(name)
+    parts = [form(linear.part(names)) for form, names in groups.items()]
+    return Joined(linear.shape, parts, linear.bias)
+
+
+class Embedding(nnx.Module):
+    """A table of vectors, `weight[rows, width]`: looked up by row and, where the head is tied to it, the head."""
+
+    def __init__(self, weight: nnx.Param):
+        self.weight = weight
+
+    @classmethod
+    def random(cls, rows: Mapping[str, int], width: Mapping[str, int], *, dtype: Any, rngs: nnx.Rngs) -> "Embedding":
+        """`rows` and `width` are an axis each: `{"vocab": 32000}`, `{"embed": 4096}`."""
+        return cls(param(rngs, dtype, fan_in=math.prod(width.values()), **rows, **width))
+
+    def __call__(self, ids: Int[Array, "*t"]) -> Float[Array, "*t width"]:
+        return self.weight[...][ids]
+
+    def logits(self, hidden: Float[Array, "*t width"], ctx: StepContext) -> Float[Array, "*t rows"]:
+        """The product with each row, as float32 sums."""
+        return matmul.einsum("...d,vd->...v", hidden, self.weight[...], out_dtype=jnp.float32, placement=ctx.placement)
