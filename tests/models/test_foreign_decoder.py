@@ -1,5 +1,6 @@
 """A decoder that the package does not know: registered, loaded from a directory, served, and refused when it lies."""
 
+import importlib
 import json
 import types
 
@@ -15,18 +16,23 @@ from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.models import registry
 from jaxllm.sharding.mesh import make_mesh
 from tests.checkpoints import HF
-from tests.models import parallel_decoder
 from tests.models.test_hf_parity import NoText
 from tests.tiny import Tiny, greedy, ids, make_llm, prompts_of, tokens
 
 PROMPTS = prompts_of([1, 7, 20], vocab=24)
 
 
+@pytest.fixture
+def decoder():
+    """Imported no sooner: collecting tests registers nothing."""
+    return importlib.import_module("tests.models.parallel_decoder")
+
+
 class Loaded(Tiny):
-    def __init__(self, directory):
+    def __init__(self, directory, model_cls):
         spec = read_config(directory, jnp.float32)
         self.cfg = spec.cfg
-        self.model = parallel_decoder.Model(spec.cfg, rngs=nnx.Rngs(params=0))
+        self.model = model_cls(spec.cfg, rngs=nnx.Rngs(params=0))
         nnx.update(self.model, load_params(directory, spec, abstract_params(spec), make_mesh(None)))
 
 
@@ -55,8 +61,8 @@ def directory(tmp_path):
     return tmp_path
 
 
-def test_a_registered_decoder_is_served_from_its_directory(directory):
-    expected = Loaded(directory)
+def test_a_registered_decoder_is_served_from_its_directory(directory, decoder):
+    expected = Loaded(directory, decoder.Model)
     assert np.ptp(expected.model.layers[1].mlp.up.weight[...]) > 1  # the file's, not the initial ones
     with make_llm(directory, tokenizer=NoText(), max_num_seqs=4, max_num_batched_tokens=8) as llm:
         for prompt, output in zip(PROMPTS, tokens(llm.generate(ids(*PROMPTS), greedy(8))), strict=True):
@@ -65,15 +71,15 @@ def test_a_registered_decoder_is_served_from_its_directory(directory):
         expected.assert_greedy(PROMPTS[2], tokens(llm.generate(ids(PROMPTS[2]), greedy(8)))[0])
 
 
-def test_what_is_no_architecture_is_refused(directory, monkeypatch):
+def test_what_is_no_architecture_is_refused(directory, decoder, monkeypatch):
     monkeypatch.setattr(registry, "ARCHITECTURES", registry.ARCHITECTURES.copy())
     half = types.ModuleType("half")
     half.Config = object
     with pytest.raises(TypeError, match="half has no Model, WEIGHTS, which an architecture needs"):
         registry.register("Half", half)
     with pytest.raises(ValueError, match="LlamaForCausalLM is known already: llama; take another name"):
-        registry.register("LlamaForCausalLM", parallel_decoder)
-    registry.register("ParallelForCausalLM", parallel_decoder)  # once more is nothing new
+        registry.register("LlamaForCausalLM", decoder)
+    registry.register("ParallelForCausalLM", decoder)  # once more is nothing new
     del registry.ARCHITECTURES["ParallelForCausalLM"]
     with pytest.raises(ValueError, match="'ParallelForCausalLM'.* is not supported; supported"):
         LLM(directory, tokenizer=NoText())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxllm.engine.model_source import model_source
 from jaxllm.models import qwen3
 from jaxllm.models.cache import Dense
 from jaxllm.models.context import StepContext
@@ -187,9 +188,12 @@ def test_axes_of_one_name_are_refused():
 
 
 def test_the_dtype_of_a_configuration_is_that_of_its_activations():
-    """A first leaf of integers says nothing about it, whoever hands it over."""
     cfg = dataclasses.replace(Tiny().cfg, dtype=jnp.bfloat16)
     model = qwen3.Model(cfg, rngs=nnx.Rngs(params=0))
     params = jax.tree.map(lambda x: x.astype(jnp.float32), nnx.state(model))
-    with make_llm((cfg, params)) as llm:
-        assert {pool.dtype for pool in llm.engine.runner._state.kv_pools} == {jnp.dtype(jnp.float32)}
+    source = model_source((cfg, params), "auto", "cpu", None)
+    assert source.cfg.dtype == source.model.cfg.dtype == jnp.float32
+    table = Changed(quantise_table, tie_embeddings=True).model
+    leaves = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(table))]
+    assert jnp.int8 in leaves[:2]  # one of the first says nothing about it
+    assert model_source(table, "auto", "cpu", None).cfg.dtype == jnp.float32
