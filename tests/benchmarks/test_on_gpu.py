@@ -24,6 +24,7 @@ from benchmarks.on_gpu.sections import SECTIONS, Section
 from jaxllm.aot import thunks
 from jaxllm.aot.prepare import find_model
 from jaxllm.checkpoint.config import read_config
+from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.sampling import reference
 
 ROOT = Path(__file__).parents[2]
@@ -241,13 +242,13 @@ def test_wrong_attention_is_found():
     batch = Batch(case, attention.contents(case, 0))
     out, pool = batch.expected()
     right = out.astype(batch.q.dtype), pool
-    attention.check("cpu", case, [batch], lambda: lambda *_, **__: right)
+    attention.check(Placement.default(), case, [batch], lambda: lambda *_, **__: right)
     nearly = np.where(np.arange(len(out))[:, None, None] == 2, out * 1.2, out).astype(batch.q.dtype), pool
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        attention.check("cpu", case, [batch], lambda: lambda *_, **__: nearly)
+        attention.check(Placement.default(), case, [batch], lambda: lambda *_, **__: nearly)
     moving = iter([right, right, (right[0] + right[0].dtype.type(0.001), pool), right, right])
     with pytest.raises(kernels.WrongResultError, match="several results"):
-        attention.check("cpu", case, [batch], lambda: lambda *_, **__: next(moving))
+        attention.check(Placement.default(), case, [batch], lambda: lambda *_, **__: next(moving))
 
 
 @pytest.mark.parametrize("name", attention.CASES)
