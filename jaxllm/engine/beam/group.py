@@ -61,8 +61,6 @@ class BeamResult:
 class BeamSearchGroup(SequenceGroup):
     """The beams of one search. `text` is a detokenizer if stop strings are to be found."""
 
-    enters_whole = True
-
     def __init__(self, sequences: list[Sequence], text: Any = None):
         super().__init__(sequences)
         first = sequences[0]
@@ -83,9 +81,11 @@ class BeamSearchGroup(SequenceGroup):
     def live(self) -> list[Sequence]:
         return self.beams
 
-    @property
-    def idle(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if sequence not in self.beams]
+    def companions(self, parent: Sequence) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence is not parent]
+
+    def forks(self, parent: Sequence) -> list[Sequence]:
+        return [beam for beam in self.beams if beam is not parent]
 
     def head(self, sequence: Sequence) -> Sequence:
         return self.sequences[0]
@@ -172,7 +172,7 @@ class BeamSearchGroup(SequenceGroup):
         for parent in parents:
             if parent in has_child:
                 beams.append(free[len(forks)])
-                forks.append(parent.table.fork(num_computed))
+                forks.append(parent.table.fork(num_computed, num_computed))
             else:
                 has_child.add(parent)
                 beams.append(parent)
@@ -200,9 +200,9 @@ class BeamSearchGroup(SequenceGroup):
         for sequence in self.sequences:
             sequence.vacate()
         self._give_tokens()
+        self.waiting, self.host_copy = [], None
         for sequence in self.sequences:
             sequence.leave_device()
-            sequence.forget_computed()
 
 
 def read_rows(

@@ -1,12 +1,19 @@
-"""Admits waiting sequences to the device, with cached prefixes, with forks that share their blocks, or back from host
-memory, and divides the step among prompts."""
+"""Admits waiting sequences to the device, with cached prefixes, with what their siblings have computed, or back from
+host memory, and divides the step among prompts.
+
+Siblings that wait together begin alike: the first of them, the parent, computes that alone in one slot while the others
+stay parked, without slots. When it has reached the fork point, as many as there are slots for go on from there. For
+those that still wait their group keeps references to the blocks (`RunningSet.stems`), so that they compute only what is
+their own, whenever they get a slot.
+"""
 
 from collections.abc import Iterable
 
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption import Preemption
-from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import Sequence, Status, join
+from jaxllm.engine.schedule.prompt_room import PromptRoom
+from jaxllm.engine.schedule.running import RunningSet, Stem
+from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status, fork_len
 from jaxllm.engine.schedule.waiting import WaitingQueue
 
 
@@ -16,12 +23,15 @@ class Admission:
     def __init__(self, queue: WaitingQueue, running_set: RunningSet, preemption: Preemption):
         self.queue, self.running_set, self.preemption = queue, running_set, preemption
         self.pool, self.prefix_cache = running_set.pool, running_set.prefix_cache
+        self.room = PromptRoom(running_set)
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.reset()
 
     def reset(self) -> None:
-        self._forking: list[Sequence] = []  # parents that have computed what their forks share
+        self._forking: list[Sequence] = []  # parents that have computed what others wait for
+        self._deferred: list[SequenceGroup] = []  # groups that could not be admitted in this plan
         self._prefills: list[Sequence] = []  # running ones that the plan has no row for yet, the first at the end
+        self._entered: set[Sequence] = set()  # in this plan
         self._cut: list[int] = []  # the plan's chunks that leave tokens to others
 
     def plan_prefills(self, plan: Plan, running: Iterable[Sequence], max_tokens: int) -> None:
@@ -30,96 +40,100 @@ class Admission:
 
         A long prompt leaves a part to those behind it (`_share`); what they don't take is the long one's again.
         """
-        deferred: list[Sequence] = []  # which could not be admitted
         admits = not plan.swap_outs  # otherwise blocks are short, and the victim would come straight back
         self._prefills = sorted(running, key=lambda sequence: sequence.order, reverse=True)
         self._cut = []
+        self.room.begin(self._prefills)
         while _has_room(plan, max_tokens):
             head = self.queue.peek() if admits else None
-            if self._prefills and (head is None or self._prefills[-1].order < head.order):
+            if self._prefills and (head is None or self._prefills[-1].order < head.waiting[0].order):
                 self._add_chunk(plan, self._prefills.pop(), max_tokens)
             elif head is not None:
-                admits = self._admit(plan, deferred, max_tokens)
+                admits = self._admit(plan, max_tokens)
             else:
                 break
-        for parent in deferred:
-            self.queue.push(parent)
+        for group in self._deferred:
+            self.queue.push(group)
         for index in self._cut:
             if _has_room(plan, max_tokens):
-                sequence = plan.chunks[index].sequence
-                plan.extend_chunk(index, self._limit(sequence, max_tokens - plan.num_tokens))
-                self._look_for_forks(plan, sequence, max_tokens)
+                self._extend_chunk(plan, index, max_tokens)
+        self._deferred.clear()
+        self._entered.clear()
 
-    def _admit(self, plan: Plan, deferred: list[Sequence], max_tokens: int) -> bool:
-        """Admits the first waiting sequence, with all the blocks that its known tokens need. False if nobody behind it
-        may be admitted in this step.
+    @property
+    def _num_slots(self) -> int:
+        """Free ones. Who waits only for a running prefill to write its next block lets others pass, but keeps one."""
+        return len(self.running_set.free_slots) - len(self._deferred)
 
-        One that waits only for a running prefill to write its next block lets others pass, but keeps a slot.
-        """
-        num_slots = len(self.running_set.free_slots) - len(deferred)
-        if num_slots < 1 or self.running_set.num_retrying:
+    def _admit(self, plan: Plan, max_tokens: int) -> bool:
+        """Admits sequences of the first waiting group. False if nobody behind it may be admitted in this step."""
+        if self._num_slots < 1 or self.running_set.num_retrying:
             return False  # a retried sequence runs with no newcomer beside it, so that a failure names the culprit
-        parent = self.queue.pop()
-        assert parent is not None  # `plan_prefills` saw it
-        hits: list[int] | None = []
-        if parent.host_copy is None:
-            hits = self.prefix_cache.find(parent)
-        if hits is not None and self._enter(plan, parent, hits, num_slots, max_tokens):
-            return True
-        deferred.append(parent)
-        return hits is None
+        group = self.queue.pop()
+        assert group is not None  # `plan_prefills` saw it
+        waits_for_others, has_entered = self._enter(plan, group, max_tokens)
+        if not has_entered and not waits_for_others and not len(self.running_set) and self.running_set.stems:
+            self.running_set.drop_stems()  # nobody else would ever give blocks back
+            waits_for_others, has_entered = self._enter(plan, group, max_tokens)
+        if not has_entered:
+            self._deferred.append(group)
+        return has_entered or waits_for_others
 
-    def _enter(self, plan: Plan, parent: Sequence, hits: list[int], num_slots: int, max_tokens: int) -> bool:
-        if parent.host_copy is not None:
-            return self._resume(plan, parent, num_slots, max_tokens)
-        return self._start(plan, parent, hits, num_slots, max_tokens)
+    def _enter(self, plan: Plan, group: SequenceGroup, max_tokens: int) -> tuple[bool, bool]:
+        """Whether the group waits only for others' prefills, and whether all that could enter has entered."""
+        if group.host_copy is not None:
+            return False, self._resume(plan, group, max_tokens)
+        if group in self.running_set.stems:
+            return False, self._continue(plan, group, max_tokens)
+        hits = self.prefix_cache.find(group.waiting[0])
+        if hits is None:
+            return True, False
+        return False, self._start(plan, group, hits, max_tokens)
 
-    def _start(self, plan: Plan, parent: Sequence, hits: list[int], num_slots: int, max_tokens: int) -> bool:
-        """Gives a waiting sequence a slot and blocks, of which it shares `hits`, and each of its forks a slot; False if
-        it must wait."""
-        pool, block_size = self.pool, self.pool.block_size
-        must_join = parent.group.enters_whole
-        if parent.group.num_slots(1) > num_slots:
+    def _start(self, plan: Plan, group: SequenceGroup, hits: list[int], max_tokens: int) -> bool:
+        """Gives the first waiting sequence a slot and the blocks `hits`; False if it must wait. The others are parked
+        until it has computed what they begin with."""
+        parent, siblings = group.waiting[0], group.waiting[1:]
+        if group.num_slots(1) > self._num_slots:
             return False
-        forks = parent.forks[: num_slots - 1]
-        if not must_join and any(sequence.num_failures for sequence in (parent, *parent.forks)):
-            forks = []  # a retried sequence runs alone
-        num_new = -(-parent.num_tokens // block_size) - len(hits)
-        tails = [self._num_tail_blocks(parent, fork) for fork in forks]
-        while not self.running_set.has_room(num_new + pool.count_free(hits) + sum(tails)):
-            if must_join or not tails:
-                return False
-            tails.pop()
-        parent.forks, others = forks[: len(tails)], parent.forks[len(tails) :]
-        if others:
-            self.queue.push(join(others))
+        num_free_hits, block_size = self.pool.count_free(hits), self.pool.block_size
+        stop = len(hits) * block_size + max_tokens - plan.num_tokens
+        num_first = -(-min(stop, parent.num_tokens) // block_size) - len(hits) + num_free_hits
+        num_blocks = -(-parent.num_tokens // block_size) - len(hits) + num_free_hits
+        if not self.room.has_for_prompt(num_blocks, num_first):
+            return False
+        if siblings:
+            parent.fork_len = fork_len([parent, *siblings])
         parent.table.share(hits)
-        parent.table.allocate(num_new)
         parent.num_computed = len(hits) * block_size
-        for fork, num_blocks in zip(parent.forks, tails, strict=True):
-            fork.table.allocate(num_blocks)
-        self._enter_all(parent, parent.forks)
+        self._give_slot(parent)
+        for companion in group.companions(parent):
+            self._give_slot(companion, Status.HELD)
         self._count_cached(parent)
         self.prefix_cache.begin(parent)
-        plan.install(parent)
-        if parent.num_tokens - parent.num_computed > 1:
-            self._add_chunk(plan, parent, max_tokens)
-        elif self._limit(parent, 1):  # one token is left, the slot's last: a decode row like any other
-            plan.add_decode(parent)
-            self._reach_fork(plan, parent, max_tokens)
+        self._install(plan, parent)
+        self._add_first_row(plan, parent, max_tokens)
         return True
 
-    def _enter_all(self, parent: Sequence, forks: list[Sequence]) -> None:
-        """Adds the parent as running, its forks and idle beams as held."""
-        self.running_set.add(parent, Status.RUNNING)
-        for sequence in forks + parent.group.idle:
-            self.running_set.add(sequence, Status.HELD)
+    def _give_slot(self, sequence: Sequence, status: Status = Status.RUNNING) -> None:
+        if sequence in sequence.group.waiting:
+            self.queue.take(sequence)
+        self.running_set.add(sequence, status)
 
-    def _num_tail_blocks(self, parent: Sequence, fork: Sequence) -> int:
-        """Blocks that a fork needs for known tokens of its own: none if it has none."""
-        if fork.num_tokens == parent.fork_len == parent.num_tokens:
-            return 0
-        return -(-fork.num_tokens // self.pool.block_size) - parent.fork_len // self.pool.block_size
+    def _install(self, plan: Plan, sequence: Sequence) -> None:
+        self._entered.add(sequence)
+        plan.install(sequence)
+
+    def _add_first_row(self, plan: Plan, sequence: Sequence, max_tokens: int) -> None:
+        """For a sequence that has just got its slot. The last token to compute is the slot's last, so a row for it
+        alone is a decode like any other."""
+        self.room.enter(sequence)
+        if sequence.num_tokens - sequence.num_computed > 1:
+            self._add_chunk(plan, sequence, max_tokens)
+        elif self._limit(sequence, 1):
+            self.room.allocate(plan, sequence, 1, is_new=True, had_turn=False)
+            plan.add_decode(sequence)
+            self._look_for_forks(plan, sequence, max_tokens)
 
     def _count_cached(self, sequence: Sequence) -> None:
         if sequence.num_cached < 0:
@@ -127,18 +141,52 @@ class Admission:
             self.num_prompt_tokens += len(sequence.prompt_token_ids)
             self.num_cached_tokens += sequence.num_cached
 
-    def _resume(self, plan: Plan, parent: Sequence, num_slots: int, max_tokens: int) -> bool:
+    def _continue(self, plan: Plan, group: SequenceGroup, max_tokens: int) -> bool:
+        """Lets waiting sequences go on from what a sibling has computed; False if some of them must wait."""
+        stem, block_size = self.running_set.stems[group], self.pool.block_size
+        num_full = stem.num_tokens // block_size
+        while group.waiting:
+            sequence = group.waiting[0]
+            if not (_has_room(plan, max_tokens) and self._num_slots) or self.running_set.num_retrying:
+                return False
+            stop = min(stem.num_tokens + max_tokens - plan.num_tokens, sequence.num_tokens)
+            num_blocks, num_first = -(-sequence.num_tokens // block_size), -(-stop // block_size)
+            if not self.room.has_for_prompt(num_blocks - num_full, num_first - num_full):
+                return False
+            self._branch(plan, sequence, stem)
+            if not group.waiting:
+                self.running_set.drop_stem(group)  # before the last one would copy its tail
+            self._add_first_row(plan, sequence, max_tokens)
+        return True
+
+    def _branch(self, plan: Plan, fork: Sequence, stem: Stem) -> None:
+        """Lets a sequence go on behind the stem's tokens."""
+        fork.table, fork.num_computed = stem.table.fork(stem.num_tokens, stem.num_computed), stem.num_tokens
+        if fork.num_cached < 0:
+            fork.num_cached = stem.num_cached
+        if fork.slot < 0:
+            self._give_slot(fork)
+        fork.status = Status.RUNNING
+        self._install(plan, fork)
+
+    def _resume(self, plan: Plan, group: SequenceGroup, max_tokens: int) -> bool:
         """Brings back sequences that were swapped out together; False if they must wait."""
-        sequences, host_copy = [parent, *parent.forks], parent.host_copy
+        host_copy = group.host_copy
         assert host_copy is not None
-        is_crowded = parent.group.num_slots(len(sequences)) > num_slots
-        if is_crowded or not self.running_set.has_room(host_copy.num_blocks):
+        sequences = [sequence for sequence in group.waiting if sequence in host_copy.places]
+        is_crowded = group.num_slots(len(sequences)) > self._num_slots
+        if is_crowded or not self.room.has(host_copy.num_blocks):
             return False
-        parent.forks = []
-        self.preemption.swap_in(plan, sequences)
-        self._enter_all(parent, sequences[1:])
+        self.preemption.swap_in(plan, group)
         for sequence in sequences:
-            sequence.status = Status.RUNNING
+            self._give_slot(sequence)
+        for companion in group.companions(sequences[0]):
+            if companion.slot < 0:
+                self._give_slot(companion, Status.HELD)
+        if group.waiting:  # the others go on from what the first one has
+            sequences[0].fork_len = fork_len([sequences[0], *group.waiting])
+            self._forking.append(sequences[0])
+        for sequence in sequences:
             plan.install(sequence)
             is_full = sequence.num_computed == sequence.table.capacity
             if not is_full and self._limit(sequence, 1) and _has_room(plan, max_tokens):  # otherwise in the next step
@@ -149,19 +197,31 @@ class Admission:
         """Adds a row for the next of the sequence's known tokens, as many as it may have of the step."""
         room = max_tokens - plan.num_tokens
         share = self._share(sequence, room, max_tokens)
-        if not (num_tokens := self._limit(sequence, share)):
+        num_tokens = min(self._limit(sequence, share), self.room.num_tokens(sequence))
+        self.room.allocate(plan, sequence, num_tokens, is_new=sequence in self._entered, had_turn=False)
+        if not num_tokens:
             return
         plan.add_chunk(sequence, num_tokens)
         if share < room:
             self._cut.append(len(plan.chunks) - 1)
         self._look_for_forks(plan, sequence, max_tokens)
 
+    def _extend_chunk(self, plan: Plan, index: int, max_tokens: int) -> None:
+        """Gives a chunk that left tokens to others what they have left."""
+        sequence = plan.chunks[index].sequence
+        num_tokens = self._limit(sequence, max_tokens - plan.num_tokens)
+        num_tokens = min(num_tokens, self.room.num_tokens(sequence, had_turn=True))
+        self.room.allocate(plan, sequence, num_tokens, is_new=sequence in self._entered, had_turn=True)
+        plan.extend_chunk(index, num_tokens)
+        self._look_for_forks(plan, sequence, max_tokens)
+
     def _share(self, sequence: Sequence, room: int, max_tokens: int) -> int:
         """How many of the step's `room` tokens a prompt may take. One that the step can't finish leaves half of them to
         the next of its priority, so that a short prompt does not wait for a long one. An eighth of the step is worth a
         row: few long prompts at a time hold blocks."""
-        behind = (*self._prefills[-1:], self.queue.peek())
-        is_alone = not any(other is not None and other.priority == sequence.priority for other in behind)
+        head = self.queue.peek()
+        behind = (*self._prefills[-1:], *(head.waiting[:1] if head is not None else ()))
+        is_alone = not any(other.priority == sequence.priority for other in behind)
         if is_alone or sequence.num_tokens - sequence.num_computed <= room:
             return room
         return min(room, max(1, room // 2, max_tokens // 8))
@@ -171,59 +231,52 @@ class Admission:
         num_left = sequence.num_tokens - sequence.num_computed
         return min(num_tokens, num_left - (sequence.host_dependent and self.running_set.awaits_host))
 
-    def _look_for_forks(self, plan: Plan, sequence: Sequence, max_tokens: int) -> None:
-        if sequence.num_computed >= sequence.fork_len:
-            self._reach_fork(plan, sequence, max_tokens)
-
-    def _reach_fork(self, plan: Plan, parent: Sequence, max_tokens: int) -> None:
-        """The parent's row computes the last token that its forks share. Forks without tokens of their own sample from
-        its logits and share all its blocks; forks with some go on in the next plan."""
-        if not parent.forks:
+    def _look_for_forks(self, plan: Plan, parent: Sequence, max_tokens: int) -> None:
+        """Notes that the parent's row computes the last token that others wait for. Those without tokens of their own
+        sample from its logits now and share all its blocks, as many as there are slots and blocks for."""
+        if not parent.fork_len or parent.num_computed < parent.fork_len or parent in self._forking:
             return
-        if parent.fork_len < parent.num_tokens:
-            if parent not in self._forking:
-                self._forking.append(parent)
-            return
-        forks, parent.forks = [fork for fork in parent.forks if fork.status is Status.HELD], []
-        num_now = max_tokens - plan.num_samples  # few only while the engine compiles
-        for fork in forks[:num_now]:
-            fork.table, fork.num_computed = parent.table.fork(parent.num_computed), parent.num_computed
-            fork.status, fork.num_cached = Status.RUNNING, parent.num_cached
-            plan.install(fork)
-            plan.add_fork(parent, fork)
-        self.put_back(forks[num_now:])
+        group = parent.group
+        if {parent.fork_len} == {sequence.num_tokens for sequence in (parent, *group.waiting)}:
+            stem = Stem(parent.table, parent.num_computed, parent.num_computed, parent.num_cached)
+            for fork in group.waiting[: self._count_forks(plan, parent, max_tokens)]:
+                self._branch(plan, fork, stem)
+                plan.add_fork(parent, fork)
+        if group.forks(parent):
+            self._forking.append(parent)
+        else:
+            parent.fork_len = 0
 
-    def put_back(self, forks: list[Sequence]) -> None:
-        """Queues held forks that can't go on with their parent."""
-        for fork in forks:
-            self.running_set.remove(fork)
-        if forks:
-            self.queue.push(join(forks))
+    def _count_forks(self, plan: Plan, parent: Sequence, max_tokens: int) -> int:
+        """How many of the parent's forks may start now. Each writes to a block of its own in the next step."""
+        group = parent.group
+        if any(sequence.num_failures for sequence in (parent, *group.waiting)):
+            return 0  # a retried sequence runs alone
+        num = min(len(group.waiting), self._num_slots, max_tokens - plan.num_samples)
+        while num > 0 and not self.room.has(num):
+            num -= 1
+        return max(0, num)
 
-    def fork(self, plan: Plan) -> list[Sequence]:
-        """Starts the forks of parents that computed the shared tokens in an earlier step. Each has tokens of its own
-        left to compute, and blocks for them. Returns them."""
+    def fork(self, plan: Plan) -> None:
+        """Parents have computed, in an earlier step, what others wait for. Those that have their slots go on from
+        there; for those without the group keeps it, and is queued again."""
         parents, self._forking = self._forking, []
-        started = []
         for parent in parents:
             if parent.status is not Status.RUNNING:
                 continue  # it was preempted together with its forks, or has ended
-            forks, parent.forks = [fork for fork in parent.forks if fork.status is Status.HELD], []
-            for fork in forks:
-                self._fork_behind(plan, parent, fork)
-            started += forks
-        return started
-
-    def _fork_behind(self, plan: Plan, parent: Sequence, fork: Sequence) -> None:
-        num_blocks = len(fork.table)
-        fork.table.release()
-        fork.table, fork.num_computed = parent.table.fork(parent.fork_len), parent.fork_len
-        if (copy := fork.table.own_tail()) is not None:
-            plan.copies.append(copy)
-            num_blocks -= 1
-        fork.table.allocate(num_blocks)
-        fork.status = Status.RUNNING
-        plan.install(fork)
+            group, forks = parent.group, parent.group.forks(parent)
+            parent.fork_len = 0
+            if not forks:
+                continue
+            # Each has a token left, which its logits come from.
+            length = min(fork_len([parent, *forks]), min(fork.num_tokens for fork in forks) - 1)
+            stem = Stem(parent.table, length, parent.num_computed, parent.num_cached)
+            if group.waiting:
+                self.running_set.stems[group] = stem._replace(table=parent.table.fork(length, parent.num_computed))
+                self.queue.push(group)
+            else:
+                for fork in forks:
+                    self._branch(plan, fork, stem)
 
 
 def _has_room(plan: Plan, max_tokens: int) -> bool:

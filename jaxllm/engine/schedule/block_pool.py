@@ -88,6 +88,13 @@ class BlockPool:
             self._key_of[block] = key
             self._block_of[key] = block
 
+    def forget(self, block: int) -> None:
+        """A held block is written again, and can't be found until it is registered again."""
+        assert self.refs[block] > 0, f"block {block} is free"
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key]
+
     def lookup(self, keys: Iterable[Key]) -> list[int]:
         """The blocks of the longest known prefix of `keys`."""
         blocks = []

@@ -64,17 +64,20 @@ class BlockTable:
     def own_tail(self) -> Copy | None:
         """Makes the last block, which is written next, this table's own: replaced by a free one if others hold it.
         Returns the copy that the device has to make. The caller has checked that a block is free, if `must_copy`."""
-        must_copy, self.shares_tail = self.must_copy, False
-        if not must_copy:
+        if not self.shares_tail:
             return None
+        must_copy, self.shares_tail = self.must_copy, False
         shared = self.ids[-1]
+        if not must_copy:
+            self.pool.forget(shared)  # others may have filled it
+            return None
         (self.ids[-1],) = self.pool.allocate(1)
         self.pool.release([shared])
         return Copy(shared, self.ids[-1])
 
-    def fork(self, num_tokens: int) -> "BlockTable":
-        """A table that shares the blocks of the first `num_tokens` tokens. If they end within a block, it is written
-        next by the new table; if it is this one's last, by both."""
+    def fork(self, num_tokens: int, num_computed: int) -> "BlockTable":
+        """A table that shares the blocks of the first `num_tokens` tokens, of `num_computed` that this one has. If they
+        end within a block, the new table writes to it next; this one too, if it has not filled it."""
         num_full, is_inside = divmod(num_tokens, self.pool.block_size)
         table = BlockTable(self.pool)
         table.ids = self.ids[: num_full + (is_inside > 0)]
@@ -82,7 +85,7 @@ class BlockTable:
         table.num_keyed = min(self.num_keyed, num_full)
         table.keys, table.key_generation = self.keys[: table.num_keyed], self.key_generation
         table.shares_tail = is_inside > 0
-        self.shares_tail |= is_inside > 0 and len(table) == len(self)
+        self.shares_tail |= is_inside > 0 and len(table) == len(self) and num_computed < self.capacity
         return table
 
     def register(self, num_blocks: int) -> None:

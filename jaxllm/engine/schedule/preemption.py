@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from jaxllm.engine.schedule.block_table import restore
 from jaxllm.engine.schedule.plan import Plan, Swap
+from jaxllm.engine.schedule.prompt_room import num_affordable
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import HostCopy, Sequence, Status, join
+from jaxllm.engine.schedule.sequence import HostCopy, Sequence, SequenceGroup, Status
 from jaxllm.engine.schedule.waiting import WaitingQueue
 
 
@@ -50,26 +51,51 @@ class Preemption:
             self._evict(plan, victims)
 
     def make_room(self, plan: Plan) -> None:
-        """Preempts until the blocks that the next step writes are free, or until a victim has to drain first."""
-        while not self._draining and self._num_missing() > 0:
-            victims = self._choose_victims()
-            if any(r.num_in_flight for r in victims):  # left out of plans until it is committed
-                for sequence in victims:
-                    if sequence.batch is not None:
-                        self.running_set.leave_batch(sequence)
-                    sequence.status = Status.DRAINING
-                self._draining = victims
-            else:
-                self._evict(plan, victims)
+        """Preempts until the next step's decodes have their blocks, and the first prompt that is not computed yet has
+        one, or until a victim has to drain first."""
+        while not self._draining:
+            num_wanted, prefills = self._look_at_running()
+            num_left, num_growing = self.pool.num_free - num_wanted, len(self.running_set) - len(prefills)
+            if num_left >= 0 and (not prefills or num_affordable(prefills[0], num_left, num_growing)):
+                return
+            if self._drop_stem():
+                continue
+            victims = self._last_of_all() if num_left < 0 else self._last_behind(prefills)
+            if not victims:
+                return  # decodes will end, and give blocks back
+            self._preempt(plan, victims)
 
-    def _num_missing(self) -> int:
-        """Blocks that the next decodes need beyond the free ones."""
+    def _preempt(self, plan: Plan, victims: list[Sequence]) -> None:
+        if not any(sequence.num_in_flight for sequence in victims):
+            self._evict(plan, victims)
+            return
+        for sequence in victims:  # left out of plans until it is committed
+            if sequence.batch is not None:
+                self.running_set.leave_batch(sequence)
+            sequence.status = Status.DRAINING
+        self._draining = victims
+
+    def _drop_stem(self) -> bool:
+        """Takes the blocks of sequences that wait while no other group, or none of theirs, is on the device: they
+        compute them again. False if there are none."""
+        for group in self.running_set.stems:
+            if len(group.on_device) in (0, len(self.running_set)):
+                self.running_set.drop_stem(group)
+                return True
+        return False
+
+    def _look_at_running(self) -> tuple[int, list[Sequence]]:
+        """Blocks that the next decodes need, and the prompts that are not computed yet, the first in front."""
+        prefills: list[Sequence] = []
         due = self.running_set.batch.due()
         wanted = sum(sequence.num_computed == sequence.table.capacity for sequence in due)
         sharing = Counter()
         for sequence in self.running_set.individuals:
-            known = sequence.num_tokens + sequence.num_in_flight
-            if sequence.status is Status.RUNNING and sequence.can_sample and known - sequence.num_computed == 1:
+            if sequence.status is not Status.RUNNING:
+                continue
+            if sequence.num_tokens - sequence.num_computed > 1:
+                prefills.append(sequence)
+            elif sequence.can_sample:
                 table = sequence.table
                 if sequence.num_computed == table.capacity:
                     wanted += 1
@@ -77,68 +103,80 @@ class Preemption:
                     sharing[table.ids[-1]] += 1
         # The last holder of a block needs no copy.
         wanted += sum(min(count, self.pool.refs[block] - 1) for block, count in sharing.items())
-        return wanted - self.pool.num_free
+        return wanted, sorted(prefills, key=lambda sequence: sequence.order)
 
-    def _choose_victims(self) -> list[Sequence]:
+    def _last_behind(self, prefills: list[Sequence]) -> list[Sequence]:
+        """Who holds blocks that the first of the prompts needs more: the last one of them, with its group."""
+        first, last = prefills[0], prefills[-1]
+        if last.group is not first.group:
+            return last.group.on_device
+        if last is not first and len(first.group.on_device) == len(self.running_set):
+            return self._split_off(last)
+        return []
+
+    def _last_of_all(self) -> list[Sequence]:
         last = max(self.running_set, key=lambda r: r.order)
         victims = last.group.on_device
         if len(victims) < len(self.running_set):
             return victims
         # The group is alone on the device. Beams fit, or were refused; of samples, the last one waits for the others.
-        last.group.split_off(last)
+        return self._split_off(last)
+
+    def _split_off(self, last: Sequence) -> list[Sequence]:
+        group = last.group
+        group.split_off(last)
+        if last.fork_len:  # another one computes what they wait for
+            last.fork_len = 0
+            self.queue.push(group)
         return [last]
 
     def _evict(self, plan: Plan, victims: list[Sequence]) -> None:
-        sequences = victims[0].group.returning(victims)
+        group = victims[0].group
+        sequences = group.returning(victims)
         swaps = self._swap_out(plan, sequences)
+        self.running_set.drop_stem(group)
         for sequence in victims:
             self.running_set.remove(sequence)
-        for sequence in sequences:
-            if swaps:
-                # A beam that waited for the others computes its last token again.
-                sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
-            else:
-                sequence.forget_computed()
+        for sequence in sequences:  # a beam that waited for the others computes its last token again
+            sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1) if swaps else 0
         if swaps:
             self.num_swapped += len(sequences)
         else:
             self.num_recomputed += len(sequences)
-        self.queue.push(join(sequences))
+        self.queue.add(group, sequences)
 
     def _swap_out(self, plan: Plan, sequences: list[Sequence]) -> bool:
         """Plans the copy of their blocks to host memory; False if they had better be computed again."""
-        if any(r.forks or r.num_tokens - r.num_computed > 1 or r.awaits_prompt_logprobs for r in sequences):
+        group = sequences[0].group
+        if any(r.num_tokens - r.num_computed > 1 or r.awaits_prompt_logprobs for r in sequences):
             return False  # mid-prefill: recompute, with what the prefix cache may have
         blocks: list[int] = []
-        places: dict[int, int] = {}
+        place_of: dict[int, int] = {}  # of each block
+        copy = HostCopy(next(self._keys), 0, {})
         for sequence in sequences:
-            sequence.host_blocks = []
-            table = sequence.table
+            table, places = sequence.table, []
             for i, block in enumerate(table.ids):
                 is_tail = table.shares_tail and i == len(table) - 1
-                if is_tail or block not in places:  # a shared block that is written next comes back once for each
-                    places[block] = len(blocks)
+                if is_tail or block not in place_of:  # a shared block that is written next comes back once for each
+                    place_of[block] = len(blocks)
                     blocks.append(block)
-                sequence.host_blocks.append(places[block])
+                places.append(place_of[block])
+            copy.places[sequence] = places
         if len(blocks) > self.pool.num_blocks or self.num_host_blocks + len(blocks) > self.max_host_blocks:
             return False
         if not self._prefers_swap(len(blocks), len(blocks) * self.pool.block_size):
             return False
-        copy = HostCopy(next(self._keys), len(blocks), len(sequences))
-        for sequence in sequences:
-            sequence.host_copy = copy
+        copy.num_blocks, group.host_copy = len(blocks), copy
         plan.swap_outs.append(Swap(copy.key, blocks))
         self.num_host_blocks += len(blocks)
         self.num_blocks_out += len(blocks)
         return True
 
-    def swap_in(self, plan: Plan, sequences: list[Sequence]) -> None:
+    def swap_in(self, plan: Plan, group: SequenceGroup) -> None:
         """Gives sequences that left together blocks again, and plans the copy back. There is room."""
-        copy = sequences[0].host_copy
-        tables, places = [s.table for s in sequences], [s.host_blocks for s in sequences]
-        blocks = restore(tables, places, copy.num_blocks)
-        for sequence in sequences:
-            sequence.host_copy = None
+        copy, group.host_copy = group.host_copy, None
+        assert copy is not None
+        blocks = restore([sequence.table for sequence in copy.places], list(copy.places.values()), copy.num_blocks)
         plan.swap_ins.append(Swap(copy.key, blocks))
         self.num_host_blocks -= copy.num_blocks
         self.num_blocks_in += sum(block < self.pool.num_blocks for block in blocks)  # others are of siblings that ended
@@ -148,10 +186,10 @@ class Preemption:
         plan.released_copies, self._released_copies = self._released_copies, []
 
     def forget(self, sequence: Sequence) -> None:
-        """A waiting sequence has ended: release its host copy."""
-        copy, sequence.host_copy = sequence.host_copy, None
-        if copy is not None:
-            copy.num_users -= 1
-            if not copy.num_users:
-                self.num_host_blocks -= copy.num_blocks
-                self._released_copies.append(copy.key)
+        """A waiting sequence has ended, and does not want its blocks back."""
+        group = sequence.group
+        copy = group.host_copy
+        if copy is not None and copy.places.pop(sequence, None) is not None and not copy.places:
+            group.host_copy = None
+            self.num_host_blocks -= copy.num_blocks
+            self._released_copies.append(copy.key)

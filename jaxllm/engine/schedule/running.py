@@ -1,12 +1,23 @@
-"""The sequences on the device: their slots, and the blocks that they hold."""
+"""The sequences on the device: their slots, and the blocks that they and their waiting siblings hold."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from jaxllm.engine.schedule.block_pool import BlockPool
+from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.decode_batch import DecodeBatch
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
-from jaxllm.engine.schedule.sequence import Sequence, Status
+from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status
+
+
+class Stem(NamedTuple):
+    """What waiting siblings begin with: the blocks of some tokens that one of them has computed."""
+
+    table: BlockTable
+    num_tokens: int  # from which they go on
+    num_computed: int  # tokens that the blocks hold
+    num_cached: int  # prompt tokens that the prefix cache had of it
 
 
 class RunningSet:
@@ -21,6 +32,7 @@ class RunningSet:
         self.pool.reset()
         self.prefix_cache.reset()
         self.batch = DecodeBatch(self.pool.block_size)
+        self.stems: dict[SequenceGroup, Stem] = {}  # of groups that wait; they hold blocks, but no slots
         self.individuals: dict[Sequence, None] = {}  # the others, as an ordered set; each step looks at them one by one
         self.free_slots = list(range(self.max_num_seqs))
         self.awaits_host = False  # whether a host-dependent sequence was in flight when the plan was begun
@@ -54,6 +66,16 @@ class RunningSet:
         self.free_slots.append(sequence.slot)
         sequence.leave_device()
 
+    def drop_stem(self, group: SequenceGroup) -> None:
+        """Those of the group that wait for a slot hold no blocks any more."""
+        stem = self.stems.pop(group, None)
+        if stem is not None:
+            stem.table.release()
+
+    def drop_stems(self) -> None:
+        for group in list(self.stems):
+            self.drop_stem(group)
+
     def look_for_host_dependent(self) -> None:
         """Host-dependent sequences sample in the same steps, however they came: none while one is in flight. Those of
         one step after the other would stay in two phases for ever, each with half of the rows."""
@@ -77,24 +99,21 @@ class RunningSet:
             del self.individuals[sequence]
             self.individuals[sequence] = None
 
-    def has_room(self, num_blocks: int) -> bool:
-        """Whether an admission may take so many blocks: it leaves some for running sequences to grow, or would be
-        preempted at once."""
-        reserve = len(self) + 1 if len(self) else 0
-        return num_blocks + min(reserve, self.pool.num_blocks // 8) <= self.pool.num_free
-
     @property
     def num_wasted_slots(self) -> int:
         """Tokens' places in held blocks that hold no token yet. O(running)."""
-        num_wasted, shared_tails = 0, {}
+        num_wasted, tails = 0, defaultdict(list)
         for sequence in self:
-            table = sequence.table
-            num_empty = table.capacity - sequence.num_computed
-            if table.shares_tail:  # with others that have filled it as far
-                shared_tails[table.ids[-1]] = num_empty
+            num_empty = sequence.table.capacity - sequence.num_computed
+            if sequence.table.shares_tail:
+                tails[sequence.table.ids[-1]].append(num_empty)
             else:
                 num_wasted += num_empty
-        return num_wasted + sum(shared_tails.values())
+        for stem in self.stems.values():
+            if stem.table.shares_tail:
+                tails[stem.table.ids[-1]].append(stem.table.capacity - stem.num_tokens)
+        # One of a shared block's holders has filled it furthest: all of it, if it is not that one's tail.
+        return num_wasted + sum(min(of) for block, of in tails.items() if len(of) == self.pool.refs[block])
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant holds. O(blocks + running)."""
@@ -104,9 +123,16 @@ class RunningSet:
             assert sequence.status in (Status.RUNNING, Status.HELD, Status.DRAINING)
             assert 0 <= sequence.num_in_flight <= 2
             assert sequence.num_computed <= sequence.num_tokens + sequence.num_in_flight
-            assert sequence.num_computed <= sequence.table.capacity
+            num_empty = sequence.table.capacity - sequence.num_computed
+            assert 0 <= num_empty <= self.pool.block_size, "blocks are allocated as tokens are computed"
+            assert num_empty or not sequence.table.shares_tail
             sequence.table.check()
             held.update(sequence.table.ids)
+        for group, stem in self.stems.items():
+            assert group.waiting, "nobody goes on from it"
+            assert 0 <= stem.table.capacity - stem.num_tokens < self.pool.block_size
+            stem.table.check()
+            held.update(stem.table.ids)
         assert self.pool.refs == [held[block] for block in range(self.pool.num_blocks)]
         slots = [sequence.slot for sequence in self] + self.free_slots
         assert sorted(slots) == list(range(self.max_num_seqs))
@@ -121,9 +147,10 @@ class RunningSet:
 
     def _check_wasted_slots(self) -> None:
         size, filled = self.pool.block_size, {}
-        for sequence in self:
-            for i, block in enumerate(sequence.table.ids):
-                filled[block] = max(filled.get(block, 0), min(size, sequence.num_computed - i * size))
+        holders = [(sequence.table, sequence.num_computed) for sequence in self]
+        for table, num_tokens in holders + [(stem.table, stem.num_tokens) for stem in self.stems.values()]:
+            for i, block in enumerate(table.ids):
+                filled[block] = max(filled.get(block, 0), min(size, num_tokens - i * size))
         assert self.num_wasted_slots == sum(size - max(0, tokens) for tokens in filled.values())
 
     def _check_writes(self) -> None:

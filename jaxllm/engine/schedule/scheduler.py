@@ -16,7 +16,7 @@ from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_FINITE, NewBlock, P
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status, join
+from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status
 from jaxllm.engine.schedule.waiting import WaitingQueue
 from jaxllm.outputs import FinishReason
 
@@ -63,24 +63,27 @@ class Scheduler:
             sequence.table = BlockTable(self.pool)
         self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
         self.num_unfinished_masked += sum(sequence.needs_mask for sequence in group.sequences)
-        self.waiting.push(join(group.live))
+        self.waiting.add(group, group.live)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence at once, even in flight: its epoch ends, so that tokens still computed for it are dropped.
         The beams of a search end together."""
         if sequence.status is Status.FINISHED:
             return
+        is_parent = sequence.fork_len > 0
         for other in sequence.group.end(sequence, reason):
             self._end(other, reason, stop_reason)
-        self.admission.put_back([fork for fork in sequence.forks if fork.status is Status.HELD])
+        if is_parent:  # another one computes what they wait for
+            self.waiting.push(sequence.group)
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
         if sequence.slot >= 0:
             self.running_set.remove(sequence)
-        elif sequence in sequence.group.live:  # idle sequences are not in the queue
-            sequence.status = Status.FINISHED
-            self.waiting.forget(sequence)
+        elif sequence in sequence.group.waiting:
+            self.waiting.take(sequence)
             self.preemption.forget(sequence)
+            if not sequence.group.waiting:
+                self.running_set.drop_stem(sequence.group)
         self.num_unfinished_full -= sequence.needs_full_sampler
         self.num_unfinished_masked -= sequence.needs_mask
         sequence.status, sequence.finish_reason, sequence.stop_reason = Status.FINISHED, reason, stop_reason
@@ -95,11 +98,11 @@ class Scheduler:
         self.preemption.evict_drained(plan)
         if self.pool.num_free < len(self.running_set):
             self.preemption.make_room(plan)
+        self.admission.fork(plan)
         if self._moved:
             self._install_moved(plan)
         self._plan_batch(plan, max_tokens)
         prefills = self._plan_individuals(plan, max_tokens)
-        prefills += self.admission.fork(plan)
         self.admission.plan_prefills(plan, prefills, max_tokens)
         self.num_copied += len(plan.copies)
         if plan.is_empty:
@@ -142,7 +145,7 @@ class Scheduler:
                 continue
             num_computed = sequence.num_computed
             num_left = max(sequence.num_tokens, num_computed + 1) - num_computed
-            if num_left > 1 or sequence.forks and num_computed < sequence.fork_len:  # its forks wait for this row
+            if num_left > 1 or num_computed < sequence.fork_len:  # others wait for this row
                 prefills.append(sequence)
                 continue
             if sequence.host_dependent and awaits_host:
@@ -282,6 +285,10 @@ class Scheduler:
         """Raises AssertionError unless every invariant holds. O(blocks + running + waiting)."""
         self.running_set.check()
         self.waiting.check()
-        copies = {sequence.host_copy for sequence in self.waiting.sequences()} - {None}
+        waiting = self.waiting.sequences()
+        groups = {sequence.group for sequence in waiting}
+        copies = [group.host_copy for group in groups if group.host_copy is not None]
+        assert all(copy.places and set(copy.places) <= set(waiting) for copy in copies)
+        assert self.running_set.stems.keys() <= groups
         assert self.preemption.num_host_blocks == sum(copy.num_blocks for copy in copies)
         assert self.preemption.num_host_blocks <= self.preemption.max_host_blocks

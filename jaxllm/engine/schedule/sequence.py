@@ -2,9 +2,9 @@
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.outputs import FinishReason
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Status(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
-    HELD = enum.auto()  # has a slot, and waits for its parent's prefill, or for the other beams
+    HELD = enum.auto()  # a beam's slot, which waits for the other beams
     DRAINING = enum.auto()  # a victim: left out of plans until nothing of it is in flight
     FINISHED = enum.auto()
 
@@ -29,7 +29,7 @@ class HostCopy:
 
     key: int
     num_blocks: int
-    num_users: int  # sequences that want it back
+    places: "dict[Sequence, list[int]]"  # of each that wants its blocks back: where they are among the copied ones
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -62,10 +62,7 @@ class Sequence:
     slot: int = -1
     epoch: int = 0  # grows with each eviction; results of an older epoch are dropped
     table: BlockTable = field(init=False)  # from when the scheduler has it
-    forks: list["Sequence"] = field(default_factory=list)  # which start with what it has of its first `fork_len` tokens
-    fork_len: int = 0
-    host_copy: HostCopy | None = None  # of its blocks, while it is swapped out
-    host_blocks: list[int] = field(default_factory=list)  # which of the copied ones are its own
+    fork_len: int = 0  # while siblings wait for it to have computed so many tokens, and go on from there
     packed_params: Any = None  # the fields of its slot row that never change
     has_penalties: bool = False  # its slot's row of the `PenaltyState` is installed
     candidates: Any = None  # of a beam that waits for the other beams' candidates
@@ -89,12 +86,7 @@ class Sequence:
         self.status, self.slot = Status.WAITING, -1
         self.batch, self.row = None, -1
         self.has_penalties = False
-        self.candidates = None
-
-    def forget_computed(self) -> None:
-        """Forgets what was computed, but not its tokens."""
-        self.host_copy, self.forks = None, []
-        self.num_computed = 0
+        self.candidates, self.fork_len = None, 0
 
     def vacate(self) -> None:
         """The beam died: keep its slot, forget its tokens."""
@@ -132,7 +124,7 @@ class Sequence:
     def is_steady(self) -> bool:
         """Whether one that decodes goes on like that for more than one step, with nothing to decide."""
         is_plain = self.matcher is None and not (self.host_dependent or self.num_failures)
-        is_alone = not (self.forks or self.table.shares_tail)
+        is_alone = not (self.fork_len or self.table.shares_tail)
         return is_plain and is_alone and self.status is Status.RUNNING and self.num_computed < self.max_total_len - 1
 
     @property
@@ -192,10 +184,10 @@ class GroupStep(NamedTuple):
 class SequenceGroup(ABC):
     """The sequences of one request. They share blocks, and leave the device together."""
 
-    enters_whole: ClassVar[bool]  # whether all its sequences get their slots at once, or none does
-
     def __init__(self, sequences: list[Sequence]):
         self.sequences = sequences
+        self.waiting: list[Sequence] = []  # for a slot, by arrival; the queue is its only writer
+        self.host_copy: HostCopy | None = None  # of the blocks of those that were swapped out
         for sequence in sequences:
             sequence.group = self
 
@@ -209,10 +201,13 @@ class SequenceGroup(ABC):
     def live(self) -> list[Sequence]:
         """Those that have tokens to go on from."""
 
-    @property
     @abstractmethod
-    def idle(self) -> list[Sequence]:
-        """Those that need a slot beside the live ones."""
+    def companions(self, parent: Sequence) -> list[Sequence]:
+        """Who gets a slot at once with the first that enters."""
+
+    @abstractmethod
+    def forks(self, parent: Sequence) -> list[Sequence]:
+        """Who goes on from what the parent computes."""
 
     @abstractmethod
     def head(self, sequence: Sequence) -> Sequence:
@@ -246,15 +241,15 @@ class SequenceGroup(ABC):
 class Samples(SequenceGroup):
     """Sequences that are drawn independently of each other."""
 
-    enters_whole = False
-
     @property
     def live(self) -> list[Sequence]:
         return self.sequences
 
-    @property
-    def idle(self) -> list[Sequence]:
+    def companions(self, parent: Sequence) -> list[Sequence]:
         return []
+
+    def forks(self, parent: Sequence) -> list[Sequence]:
+        return self.waiting
 
     def head(self, sequence: Sequence) -> Sequence:
         return sequence
@@ -268,9 +263,6 @@ class Samples(SequenceGroup):
     def split_off(self, sequence: Sequence) -> None:
         Samples([sequence])
         self.sequences.remove(sequence)
-        for other in self.sequences:
-            if sequence in other.forks:
-                other.forks.remove(sequence)
 
     def end(self, sequence: Sequence, reason: FinishReason) -> list[Sequence]:
         return [sequence]
@@ -280,20 +272,18 @@ class Samples(SequenceGroup):
 
     def restart(self) -> None:
         self.sequences = [sequence for sequence in self.sequences if sequence.status is not Status.FINISHED]
+        self.waiting, self.host_copy = [], None
         for sequence in self.sequences:
             sequence.leave_device()
-            sequence.forget_computed()
+            sequence.num_computed = 0
 
 
-def join(sequences: Iterable[Sequence]) -> Sequence:
-    """Lets the first of some waiting siblings compute what they all begin with, and the others go on from there:
-    either all of them end there, or each has a token left that its logits come from. Returns the first."""
-    parent, *forks = sequences
-    parent.forks = forks
-    outputs = [sequence.output_token_ids for sequence in (parent, *forks)]
+def fork_len(sequences: Collection[Sequence]) -> int:
+    """How many tokens siblings begin with that one of them computes for all, at least one: either all end there, or
+    each has a token left that its logits come from (but where one has no other)."""
+    outputs = [sequence.output_token_ids for sequence in sequences]
     first, last = min(outputs), max(outputs)
     common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     if len(last) > common:
         common = min(common, min(map(len, outputs)) - 1)
-    parent.fork_len = len(parent.prompt_token_ids) + common
-    return parent
+    return max(1, len(next(iter(sequences)).prompt_token_ids) + common)

@@ -1,89 +1,115 @@
-"""The queue of sequences that wait for a slot, by priority and arrival."""
+"""The queue of groups whose sequences wait for a slot, by priority and arrival."""
 
 import heapq
+import itertools
+from collections.abc import Iterable
 
-from jaxllm.engine.schedule.sequence import Sequence, Status, join
+from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup
 
-Entry = tuple[tuple[int, int], Sequence]
+Entry = tuple[tuple[int, int], int, SequenceGroup]
 
 
 class WaitingQueue:
-    """A heap of parents: sequences with the forks that start from them (`Sequence.forks`), if any.
+    """A heap of groups by the first of their waiting sequences (`SequenceGroup.waiting`, which this alone writes).
 
-    A step costs O(log waiting). A sequence that ends while it waits stays in the heap until it surfaces, or until more
-    have ended than wait: then all ended ones are dropped at once.
+    A group whose sequences wait for a sibling's prefill is parked: it has no entry until it is queued again. A step
+    costs O(log waiting). An entry that is out of date stays in the heap until it surfaces, or until there are more of
+    them than others: then all go at once.
     """
 
     def __init__(self) -> None:
-        self.clear()
+        self._entries: list[Entry] = []
+        self._entry_of: dict[SequenceGroup, Entry | None] = {}  # of each group with waiting sequences; None: parked
+        self._num_waiting = self._num_outdated = 0
+        self._count = itertools.count()
 
     def clear(self) -> None:
-        self._entries: list[Entry] = []
-        self._num_waiting = self._num_ended = 0
+        for group in self._entry_of:
+            group.waiting = []
+        self._entries, self._entry_of = [], {}
+        self._num_waiting = self._num_outdated = 0
 
     def __len__(self) -> int:
-        """The number of sequences, forks included."""
+        """The number of sequences, those of parked groups included."""
         return self._num_waiting
 
-    def push(self, parent: Sequence) -> None:
-        heapq.heappush(self._entries, (parent.order, parent))
-        self._num_waiting += 1 + len(parent.forks)
+    def add(self, group: SequenceGroup, sequences: Iterable[Sequence]) -> None:
+        """These wait from now on, with their siblings that do; the group is queued."""
+        before = len(group.waiting)
+        group.waiting = sorted([*group.waiting, *sequences], key=lambda sequence: sequence.order)
+        self._num_waiting += len(group.waiting) - before
+        self.push(group)
 
-    def pop(self) -> Sequence | None:
-        """Removes and returns the first parent that is still waiting, with its forks; None if none is."""
-        parent = self.peek()
-        if parent is not None:
+    def push(self, group: SequenceGroup) -> None:
+        """Queues a group in the place of its first waiting sequence, if it has any."""
+        if not group.waiting:
+            return
+        order, old = group.waiting[0].order, self._entry_of.get(group)
+        if old is not None:
+            if old[0] == order:
+                return
+            self._num_outdated += 1
+        entry = self._entry_of[group] = order, next(self._count), group
+        heapq.heappush(self._entries, entry)
+        self._tidy()
+
+    def pop(self) -> SequenceGroup | None:
+        """Parks the first group and returns it; None if none is queued."""
+        group = self.peek()
+        if group is not None:
             heapq.heappop(self._entries)
-            self._num_waiting -= 1 + len(parent.forks)
-            self._drop_ended()
-        return parent
+            self._entry_of[group] = None
+            self._tidy()
+        return group
 
-    def peek(self) -> Sequence | None:
-        """The parent that `pop` would return."""
+    def peek(self) -> SequenceGroup | None:
+        """The group that `pop` would return."""
         while self._entries:
-            _, parent = self._entries[0]
-            num_queued = 1 + len(parent.forks)
-            if (first := _without_ended(parent)) is parent:
-                self._num_ended -= num_queued - 1 - len(parent.forks)
-                return parent
+            entry = self._entries[0]
+            order, _, group = entry
+            if self._entry_of.get(group) is entry:
+                if order == group.waiting[0].order:
+                    return group
+                self.push(group)  # its first one has ended
             heapq.heappop(self._entries)
-            if first is None:
-                self._num_ended -= num_queued
-            else:
-                self._num_ended -= num_queued - 1 - len(first.forks)
-                heapq.heappush(self._entries, (first.order, first))
+            self._num_outdated -= 1
         return None
 
-    def forget(self, sequence: Sequence) -> None:
-        """A waiting sequence has ended, and its status says so. O(1) on average."""
+    def take(self, sequence: Sequence) -> None:
+        """The sequence has got a slot, or has ended. O(siblings that wait) on average."""
+        group = sequence.group
+        group.waiting.remove(sequence)
         self._num_waiting -= 1
-        self._num_ended += 1
-        self._drop_ended()
+        if not group.waiting:
+            self._num_outdated += self._entry_of.pop(group) is not None
+            self._tidy()
 
-    def _drop_ended(self) -> None:
-        if self._num_ended > self._num_waiting:
-            parents = [_without_ended(parent) for _, parent in self._entries]
-            self._entries = [(parent.order, parent) for parent in parents if parent is not None]
+    def _tidy(self) -> None:
+        """O(1) on average."""
+        if 2 * self._num_outdated > len(self._entries):
+            self._entries = [entry for entry in self._entry_of.values() if entry is not None]
             heapq.heapify(self._entries)
-            self._num_ended = 0
+            self._num_outdated = 0
+
+    def queued(self) -> list[SequenceGroup]:
+        """The groups that are not parked. O(waiting), for checks, as is `sequences`."""
+        return [group for group, entry in self._entry_of.items() if entry is not None]
 
     def sequences(self) -> list[Sequence]:
-        """All that wait. O(waiting), for checks."""
-        return [sequence for sequence in self._queued() if sequence.status is Status.WAITING]
-
-    def _queued(self) -> list[Sequence]:
-        return [sequence for _, parent in self._entries for sequence in (parent, *parent.forks)]
+        """All that wait."""
+        return [sequence for group in self._entry_of for sequence in group.waiting]
 
     def check(self) -> None:
+        """Raises AssertionError unless every invariant holds."""
         waiting = self.sequences()
         assert self._num_waiting == len(waiting) == len(set(waiting))
-        assert self._num_ended == len(self._queued()) - len(waiting) <= self._num_waiting
-
-
-def _without_ended(parent: Sequence) -> Sequence | None:
-    """An entry without its ended sequences: the parent; a fork in its place if it has ended; None if all have."""
-    forks = [fork for fork in parent.forks if fork.status is Status.WAITING]
-    if parent.status is Status.WAITING:
-        parent.forks = forks
-        return parent
-    return join(forks) if forks else None
+        assert all(sequence.slot < 0 and sequence.group.waiting for sequence in waiting)
+        assert self._num_outdated == len(self._entries) - len(self.queued()) <= len(self._entries) / 2
+        for group in self._entry_of:
+            orders = [sequence.order for sequence in group.waiting]
+            assert orders == sorted(orders)
+        for group, entry in self._entry_of.items():
+            if entry is None:
+                assert any(sequence.fork_len for sequence in group.on_device), "it waits for nobody"
+            else:
+                assert entry in self._entries and entry[0] <= group.waiting[0].order

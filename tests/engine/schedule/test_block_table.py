@@ -9,7 +9,7 @@ import jaxllm.engine
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable, Copy, restore
 
-VERBS = {"allocate", "acquire", "release", "register"}  # of the pool
+VERBS = {"allocate", "acquire", "release", "register", "forget"}  # of the pool
 
 
 def make_table(num_blocks=3, pool=None) -> BlockTable:
@@ -45,7 +45,7 @@ def test_nobody_else_calls_the_pool():
 @pytest.mark.parametrize(("num_tokens", "num_shared"), [(1, 1), (4, 1), (5, 2), (8, 2), (12, 3)])
 def test_a_fork_shares_the_blocks_of_its_tokens(num_tokens, num_shared):
     table = make_table()
-    fork = table.fork(num_tokens)
+    fork = table.fork(num_tokens, 12)
     assert fork.ids == table.ids[:num_shared]
     assert fork.shares_tail == (num_tokens % 4 > 0)
     check(table, fork)
@@ -55,7 +55,7 @@ def test_a_fork_shares_the_blocks_of_its_tokens(num_tokens, num_shared):
 
 def test_a_fork_inside_the_last_block_leaves_both_to_own_it():
     table = make_table(2)
-    fork = table.fork(7)
+    fork = table.fork(7, 7)
     assert table.shares_tail and fork.must_copy
     shared = table.ids[-1]
     copy = fork.own_tail()
@@ -65,22 +65,40 @@ def test_a_fork_inside_the_last_block_leaves_both_to_own_it():
     assert table.ids[-1] == shared and not table.shares_tail
 
 
+def test_a_full_block_that_is_written_again_is_not_found():
+    pool = BlockPool(8, 4)
+    table = make_table(1, pool)
+    table.keys.append(pool.key(b"", (1, 2, 3, 4)))
+    table.register(1)
+    fork = table.fork(3, 4)
+    table.release()
+    assert pool.lookup(fork.keys or table.keys) == fork.ids
+    assert fork.own_tail() is None and pool.lookup(table.keys) == []
+    check(fork)
+
+
 def test_a_fork_of_full_blocks_shares_no_tail():
     table = make_table(2)
-    fork = table.fork(8)
+    fork = table.fork(8, 8)
     assert not table.shares_tail and fork.own_tail() is None
     check(table, fork)
 
 
 def test_a_fork_before_the_last_block_leaves_the_tail_alone():
     table = make_table(3)
-    fork = table.fork(5)
+    fork = table.fork(5, 11)
     assert fork.shares_tail and not table.shares_tail
+
+
+def test_who_has_filled_the_last_block_does_not_write_to_it():
+    table = make_table(2)
+    fork = table.fork(7, 8)
+    assert fork.must_copy and not table.shares_tail
 
 
 def test_a_new_block_is_nobody_elses():
     table = make_table(2)
-    fork = table.fork(7)
+    fork = table.fork(7, 7)
     assert table.append() == table.ids[-1] and not table.shares_tail and fork.shares_tail
     check(table, fork)
 
@@ -98,9 +116,9 @@ def test_a_fork_keeps_the_keys_of_what_was_offered():
         key = pool.key(key, tokens)
         table.keys.append(key)
     table.register(2)
-    fork = table.fork(6)
+    fork = table.fork(6, 6)
     assert (fork.keys, fork.num_keyed) == (table.keys[:2], 2)
-    assert (table.fork(3).keys, pool.lookup(table.keys)) == (table.keys[:1], table.ids[:2])
+    assert (table.fork(3, 6).keys, pool.lookup(table.keys)) == (table.keys[:1], table.ids[:2])
     table.release()
     assert len(table.keys) == 3 and table.num_keyed == 0, "the tokens are the same"
 

@@ -87,13 +87,13 @@ def test_shared_blocks_are_swapped_once():
     first = engine.add([2, 2, 1, 1], 8, n=3)
     while not engine.scheduler.preemption.num_swapped:
         engine.step()
-    prompt_blocks = {tuple(member.host_blocks[:2]) for member in first.group.sequences}
+    prompt_blocks = {tuple(places[:2]) for places in first.group.host_copy.places.values()}
     assert len(prompt_blocks) == 1
     engine.run()
 
 
 def test_recomputed_samples_compute_what_they_share_once():
-    engine = FakeEngine(num_blocks=12, block_size=2, max_num_seqs=4, prefix_caching=False)
+    engine = FakeEngine(num_blocks=14, block_size=2, max_num_seqs=4, prefix_caching=False)
     engine.add([1] * 12, 8, seed=1)
     first = engine.add([2, 1] * 3, 8, n=3)
     while not engine.scheduler.preemption.num_recomputed:
@@ -128,7 +128,7 @@ def test_full_host_memory_means_recompute():
 def test_abort_of_what_is_swapped_out_gives_host_memory_back():
     engine = FakeEngine(num_blocks=4, block_size=2, max_num_seqs=2, swap_blocks=9)
     old, young = engine.add([1] * 3, 5, seed=1), engine.add([2] * 3, 5, seed=2)
-    while young.host_copy is None:
+    while young.group.host_copy is None:
         engine.step()
     engine.abort(young)
     assert engine.scheduler.preemption.num_host_blocks == 0

@@ -100,10 +100,10 @@ def test_victim_takes_no_block_in_the_plan_that_preempts_it():
 def test_preempted_prefill_loses_its_row_at_once():
     """No token of it is in flight, so nothing has to be drained."""
     engine = FakeEngine(num_blocks=9, block_size=2, max_num_seqs=2)
-    decode, prefill = engine.add([1], 6), engine.add([2] * 14, 2)
-    plans = [engine.step(max_tokens=max_tokens) for max_tokens in (3, 1, 2, 1)]
-    assert [rows(plan) for plan in plans] == [[decode, prefill], [decode], [decode, prefill], [decode]]
-    assert engine.pool.num_free == 0 and engine.scheduler.running == [prefill, decode]
+    decode, prefill = engine.add([1], 6), engine.add([2] * 15, 2)
+    plans = [engine.step(max_tokens=max_tokens) for max_tokens in (3, 12, 1, 1)]
+    assert [rows(plan) for plan in plans] == [[decode, prefill], [decode, prefill], [decode], [decode]]
+    assert engine.pool.num_free == 0 and prefill.num_computed == 13 and prefill.slot >= 0
     plan = engine.step(max_tokens=2)
     assert plan.rows == [decode] and len(plan.new_blocks) == 1
     assert prefill.epoch == 1 and prefill.status is Status.WAITING
