@@ -69,13 +69,13 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear(Rope):
+class LinearRope(Rope):
     """Positions divided by `factor` (arXiv 2306.15595)."""
 
     factor: float
 
     @classmethod
-    def parse(cls, p: dict, max_len: int, **common: Any) -> "Linear":
+    def parse(cls, p: dict, max_len: int, **common: Any) -> "LinearRope":
         return cls(factor=p["factor"], **common)
 
     def inv_freq(self, head_dim: int, max_len: int) -> np.ndarray:
@@ -246,7 +246,7 @@ class LongRope(Rope):
 
 KINDS: dict[str, type[Rope]] = {
     "default": Rope,
-    "linear": Linear,
+    "linear": LinearRope,
     "dynamic": Dynamic,
     "llama3": Llama3,
     "yarn": Yarn,
