@@ -67,12 +67,15 @@ class WaitingQueue:
         while self._entries:
             entry = self._entries[0]
             order, _, group = entry
-            if self._entry_of.get(group) is entry:
-                if order == group.waiting[0].order:
-                    return group
-                self.push(group)  # its first one has ended
+            is_valid = self._entry_of.get(group) is entry
+            if is_valid and order == group.waiting[0].order:
+                return group
             heapq.heappop(self._entries)
-            self._num_outdated -= 1
+            if is_valid:  # its first one has ended
+                self._entry_of[group] = None
+                self.push(group)
+            else:
+                self._num_outdated -= 1
         return None
 
     def take(self, sequence: Sequence) -> None:

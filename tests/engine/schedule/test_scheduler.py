@@ -318,3 +318,14 @@ def test_stats_look_at_no_block():
     engine.pool.refs = refs
     assert (stats.blocks_used, stats.blocks_shared, stats.blocks_cached, stats.wasted_slots) == (3, 3, 1, 1)
     engine.run()
+
+
+def test_a_group_whose_first_has_ended_goes_on_in_its_place():
+    engine = FakeEngine(max_num_seqs=1)
+    running, first = engine.add([2], 6), engine.add([1, 2], 3, n=3)
+    other = engine.add([2, 1], 2)
+    engine.step()
+    engine.abort(other)
+    engine.abort(first)
+    engine.run()
+    assert all(request.finish_reason == "length" for request in (running, *first.group.sequences[1:]))
