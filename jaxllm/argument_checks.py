@@ -19,10 +19,15 @@ def as_ids(name: str, value: Any) -> list[int] | None:
     return list(dict.fromkeys(ids))
 
 
-def as_bias(value: Any) -> dict[int, float]:
-    """Token id -> bias. Keys may be strings of digits, as in JSON."""
+def as_bias(value: Any, most: int) -> dict[int, float]:
+    """Token id -> bias, of at most `most` tokens. Keys may be strings of digits, as in JSON."""
     if not isinstance(value, Mapping | None):
         raise ValueError(f"logit_bias={value!r} must be a dict of token ids and numbers")
+    if len(value or ()) > most:
+        raise ValueError(
+            f"logit_bias has {len(value or ())} tokens; at most {most} are allowed. To forbid more, give "
+            "allowed_token_ids"
+        )
     bias = {}
     for key, number in (value or {}).items():
         token = int(key) if isinstance(key, str) and key.isdecimal() else key

@@ -239,7 +239,7 @@ class LLM:
         """Replaces the parameters by a pytree of the same structure, shapes and dtypes; running requests go on with
         the new ones from their next token. ValueError names what does not match."""
         runner = self.engine.runner
-        placed = place_params(params, runner.abstract_params, runner.mesh)
+        placed = place_params(params, runner.executor.abstract_params, runner.executor.mesh)
         with self._loop.between_steps():
             self.engine.update_params(placed)
 

@@ -12,7 +12,8 @@ MAX_N = 128
 MAX_STOPS = 32
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 32
-# The next four are fixed widths of the device's tables.
+# The next five are fixed widths of the device's tables.
+MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
@@ -81,7 +82,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # keep the stop string or the stop token's text
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int = 1  # tokens between two outputs of a stream, after the first
-    logit_bias: Mapping[int | str, float] | None = None  # token id -> -100 .. 100, added to its logit
+    logit_bias: Mapping[int | str, float] | None = None  # of up to 1024 token ids -> -100 .. 100, added to its logit
     allowed_token_ids: list[int] | None = None  # only these are generated
     bad_words: list[str] | None = None  # strings that are not generated
     # False and None read it, unless prompt_logprobs are wanted: cached blocks have none.
@@ -102,7 +103,7 @@ class SamplingParams:
             self._set(name, as_ids(name, getattr(self, name)))
         self._set("stop_token_ids", self.stop_token_ids or [])
         self._set("bad_words", as_list("bad_words", self.bad_words))
-        self._set("logit_bias", as_bias(self.logit_bias))
+        self._set("logit_bias", as_bias(self.logit_bias, MAX_LOGIT_BIAS))
         self._check_stops()
         self._check_words_and_ids()
         for name in _FLAGS:
@@ -119,7 +120,8 @@ class SamplingParams:
     @property
     def needs_full_sampler(self) -> bool:
         """Whether sampling needs logits processors (penalties, bias, masks) or log-probabilities."""
-        return self.min_tokens > 0 or self.tracks_logprobs or self.alters_logits or self.beam_width is not None
+        chooses = self.beam_width is not None or self.structured_outputs is not None
+        return self.min_tokens > 0 or self.tracks_logprobs or self.alters_logits or chooses
 
     @property
     def wants_logprobs(self) -> bool:
@@ -146,13 +148,14 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
-    def has_history(self) -> bool:
-        """Whether the token history decides which logits are altered."""
-        return self.penalizes or bool(self.bad_words)
-
-    @property
     def alters_logits(self) -> bool:
         return self.penalizes or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether the device needs to know more than numbers: tokens that are biased, allowed, forbidden or watched."""
+        names_tokens = self.allowed_token_ids is not None or self.logprob_token_ids is not None
+        return names_tokens or bool(self.logit_bias or self.bad_words)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

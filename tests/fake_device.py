@@ -130,10 +130,11 @@ class Device:
 
     def _sample(self, plan: Plan) -> tuple[list[int], list[BeamRow | None]]:
         tokens, rows = [], []
-        for request, row in zip(plan.samples, plan.sample_rows, strict=True):
+        ends = np.cumsum([1] * len(plan.decodes) + [chunk.stop - chunk.start for chunk in plan.chunks]).tolist()
+        for request, token in zip(plan.samples, plan.sample_tokens, strict=True):
             slot, known = self.slots[request.slot], request.prompt_token_ids + self._output(request)
             assert slot.request is request and self.holds(slot, known)
-            other = self.slots[plan.rows[row].slot]
+            other = self.slots[plan.rows[ends.index(token + 1)].slot]
             assert other.length == slot.length and self.holds(other, known), "the logits are of other tokens"
             slot.last_token = sampled(request, slot.length)
             tokens.append(slot.last_token)

@@ -113,7 +113,7 @@ def test_poisoned_pool(tiny):
     """Every cell of the pool is NaN before its token is written, guard blocks and padding included."""
     with make_llm(tiny.model) as llm:
         llm.generate(ids([1]), greedy(1))
-        state = llm.engine.runner._state
+        state = llm.engine.runner.executor.state
         llm.engine.scheduler.pool.forget_keys()
         for i, pool in enumerate(state.kv_pools):
             state.kv_pools[i] = jax.device_put(np.full(pool.shape, np.nan, np.float32), pool.sharding)
@@ -126,7 +126,7 @@ def test_poisoned_pool(tiny):
 def test_bfloat16(tiny):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), jax.tree.map(jnp.asarray, _pure(tiny.model)))
     with LLM((tiny.cfg, params), max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_blocks=32) as llm:
-        assert llm.engine.runner._leaves[0].dtype == jnp.bfloat16
+        assert llm.engine.runner.executor.leaves[0].dtype == jnp.bfloat16
         (prompt,) = prompts_of([9])
         (output,) = tokens(llm.generate(ids(prompt), greedy(4)))
         logits = tiny.logits(prompt)[-1]

@@ -16,8 +16,8 @@ from benchmarks.on_gpu.child import Recorder
 from jaxllm.aot.prepare import find_model
 from jaxllm.bench import workload
 from jaxllm.bench.options import open_llm
-from jaxllm.engine.device import runner
-from jaxllm.engine.device.executables import Lowering
+from jaxllm.engine.device import encoder, lowering
+from jaxllm.engine.device.lowering import Lowering
 from jaxllm.errors import JaxLLMError
 from jaxllm.llm import LLM
 from jaxllm.sampling_params import SamplingParams
@@ -37,7 +37,8 @@ SMALL_CONFIG = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-_OTHERS = ("mask", "penalties", "prompt_logprobs", "copy", "swap_in", "swap_out")  # no greedy request needs them
+_OTHERS = ("rules", "prompt_logprobs", "copy", "swap_in", "swap_out")  # no greedy request needs them
+_FULL = ("logits", "alter", "sample_full")
 Jobs = dict[Hashable, Callable[[], jax.stages.Lowered]]
 
 
@@ -53,14 +54,18 @@ def few_executables(
         kind, *rest = name if isinstance(name, tuple) else (name,)
         if kind == "step":
             return compiled is None or rest[0] in compiled
-        return full_sampler or not (kind in _OTHERS or kind == "sample" and rest[-1] is True)
+        return full_sampler or kind not in _OTHERS + _FULL
 
-    def jobs(self: Lowering, layouts: Any) -> Jobs:
-        all_jobs.update(whole(self, layouts))
+    def jobs(self: Lowering) -> Jobs:
+        all_jobs.update(whole(self))
         return {name: job for name, job in all_jobs.items() if is_wanted(name)}
 
+    def ladder(most: int) -> tuple[int, ...]:
+        return tuple(sorted({min(size, most) for size in tokens}))
+
     with (
-        mock.patch.object(runner, "token_ladder", lambda most: tuple(tokens)),
+        mock.patch.object(encoder, "token_ladder", ladder),
+        mock.patch.object(lowering, "token_ladder", ladder),
         mock.patch.object(Lowering, "jobs", jobs),
     ):
         yield all_jobs

@@ -18,7 +18,8 @@ from jaxllm.checkpoint.placement import check_mesh
 from jaxllm.engine.build import model_shape, size_engine, with_max_len
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
-from jaxllm.engine.device.executables import Lowering, ModelShape
+from jaxllm.engine.device.executables import ModelShape
+from jaxllm.engine.device.lowering import Lowering
 from jaxllm.engine.device.packing import StepLayout, pick_bucket, token_ladder
 from jaxllm.errors import MeshError, OutOfMemoryError
 from jaxllm.models import transformer
@@ -77,7 +78,7 @@ class Prepared:
 
     def jobs(self) -> dict[Hashable, Any]:
         """Name -> lowering of every executable that the engine would compile."""
-        return self.lowering.jobs(list(self.layouts.values()))
+        return self.lowering.jobs()
 
     def decode_bucket(self, batch: int) -> int:
         """Tokens of the step that decodes `batch` sequences. ValueError if there is none."""

@@ -14,7 +14,7 @@ def about(llm: Any, *, model: str | None, dummy_weights: bool) -> dict[str, Any]
     import jax
 
     runner = llm.engine.runner
-    leaves = jax.tree.leaves(runner.abstract_params)
+    leaves = jax.tree.leaves(runner.executor.abstract_params)
     return {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
@@ -24,7 +24,7 @@ def about(llm: Any, *, model: str | None, dummy_weights: bool) -> dict[str, Any]
             "dtype": str(leaves[0].dtype),
             "dummy_weights": dummy_weights,
         },
-        "engine": dataclasses.asdict(llm.engine.config) | {"mesh": dict(runner.mesh.shape)},
+        "engine": dataclasses.asdict(llm.engine.config) | {"mesh": dict(runner.executor.mesh.shape)},
     }
 
 

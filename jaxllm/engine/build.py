@@ -12,6 +12,7 @@ from jaxllm.checkpoint.placement import check_mesh
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.executables import ModelShape
+from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.model_source import model_source
@@ -77,7 +78,8 @@ def build_engine(
     explicit_len = max_model_len is not None
     config = size_engine(shape, wanted, mesh, num_blocks, device, explicit_len=explicit_len, has_params=has_params)
     shape = with_max_len(shape, source.model, config.max_model_len)
-    runner = Runner(shape, config, mesh)  # compiles while the parameters load
+    executor = Executor(shape, config, mesh)  # compiles while the parameters load
+    runner = Runner(executor, config, shape.vocab)
     try:
         runner.set_params(state if has_params else source.place(state, mesh))
     except BaseException:

@@ -138,13 +138,13 @@ class Engine:
 
     def wait_ready(self) -> None:
         """Blocks until the executables of the next step are compiled. It may be interrupted: nothing changes here."""
-        needs = self._needs()
-        if not self.runner.max_tokens(*needs):
-            self.runner.wait_first(*needs)
+        if not self.runner.max_tokens(self._needs_full_sampler):
+            self.runner.wait_first(self._needs_full_sampler)
 
-    def _needs(self) -> tuple[bool, bool]:
-        """Whether some unfinished sequence needs the full sampler, and whether one has a grammar."""
-        return self.scheduler.num_unfinished_full > 0, self.scheduler.num_unfinished_masked > 0
+    @property
+    def _needs_full_sampler(self) -> bool:
+        """Whether some unfinished sequence does."""
+        return self.scheduler.num_unfinished_full > 0
 
     def step(self) -> list[RequestOutput]:
         """Dispatches one step, then commits the one before it. Returns the requests that have updates: all that
@@ -200,7 +200,7 @@ class Engine:
         return self.requests.updates(updated)
 
     def _schedule(self) -> Plan | None:
-        plan = self.scheduler.schedule(self.runner.max_tokens(*self._needs()))
+        plan = self.scheduler.schedule(self.runner.max_tokens(self._needs_full_sampler))
         if plan is not None:
             self._steps.count(plan.num_tokens)
             for sequence, _ in plan.admitted:
@@ -213,7 +213,7 @@ class Engine:
         if not rows:
             self._in_flight = self.runner.dispatch_sample(forward)
             return []
-        masks = self.runner.empty_masks(forward)
+        masks = self.runner.empty_masks(forward.plan)
         blocked = rows.fill(self.intake.grammars, masks)
         self._in_flight = self.runner.dispatch_sample(forward, masks)
         return [self._end_blocked(sequence) for sequence in blocked]

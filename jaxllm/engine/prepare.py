@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxllm.engine.beam.group import BeamSearchGroup
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.packing import NUM_STOP_IDS
+from jaxllm.engine.device.state import NUM_STOP_IDS
 from jaxllm.engine.intake import check_request
 from jaxllm.engine.schedule import sequence as schedule
 from jaxllm.grammar.compiler import Grammar, GrammarCompiler

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm.aot import thunks
-from jaxllm.engine.device.executables import sample_full_step, sample_step
-from jaxllm.engine.device.state import empty_penalties, empty_slots
+from jaxllm.engine.device.executables import alter_step, sample_full_step
+from jaxllm.engine.device.packing import SampleLayout
+from jaxllm.engine.device.sampler import sample
+from jaxllm.engine.device.state import SAMPLING_LAYOUT, empty_slots, rules_layout
+from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.sharding.rules import replicated, sharding
 from tests.compile_only.targets import chip_names, mesh_of
@@ -21,20 +24,29 @@ SORTS = re.compile(r"\bsort\(|\btopk\(|TopK")
 
 
 def lower(chip: str, *, full: bool, rows: int, vocab: int, devices: int = 1) -> jax.stages.Lowered:
+    """The plain sampler, of logits that are there, or the full one."""
     mesh = mesh_of(chip, devices)
+    slots, table, rules, logits, packed = arguments(mesh, rows, vocab)
+    with jax.set_mesh(mesh):
+        if not full:
+            return jax.jit(partial(sample, placement=Placement(mesh))).lower(logits, slots.length, slots.length, table)
+        fn = partial(sample_full_step, layout=SampleLayout(rows, rows), placement=Placement(mesh))
+        given = slots.last_token, slots.length, table, rules, logits, logits, packed
+        return jax.jit(fn, donate_argnums=0).lower(*given)
+
+
+def arguments(mesh, rows: int, vocab: int):
+    """Slots, tables, logits and the packed samples, as shapes."""
 
     def place(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
 
-    slots, table = jax.eval_shape(partial(empty_slots, rows, 8))
-    extras = jax.eval_shape(partial(empty_penalties, rows, vocab))
+    slots = jax.eval_shape(partial(empty_slots, rows, 8))
+    tables = jax.eval_shape(lambda: (SAMPLING_LAYOUT.empty(rows), rules_layout(vocab).empty(rows)))
+    packed = jax.ShapeDtypeStruct((2 * rows + 1,), jnp.int32)
     logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32, sharding=sharding((None, "vocab"), mesh))
-    ints = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    before = slots.last_token, *([extras] if full else []), slots.length, table
-    arguments = *jax.tree.map(place, before), *[logits] * (1 + full), place(ints)  # before and after a grammar's masks
-    fn = partial(sample_full_step if full else sample_step, placement=Placement(mesh))
-    with jax.set_mesh(mesh):
-        return jax.jit(fn, donate_argnums=(0, 1) if full else 0).lower(*arguments)
+    slots, (table, rules), packed = jax.tree.map(place, (slots, tables, packed))
+    return slots, table, rules, logits, packed
 
 
 @pytest.mark.parametrize(("full", "rows", "vocab"), [(False, 64, 131072), (True, 256, 151936)])
@@ -70,3 +82,16 @@ def test_a_sampler_of_a_tpu_sorts_no_logits(chip):
     text = lower(chip, full=True, rows=8, vocab=vocab).compile().as_text()
     assert "TopK" in text
     assert not [line for line in text.splitlines() if SORT.search(line) and str(vocab) in line]
+
+
+@pytest.mark.parametrize("chip", chip_names("gpu", "tpu"))
+def test_penalties_take_no_more_than_a_few_logits_beside_them(chip):
+    """Counted from the history: two tables over the vocabulary, while it is counted."""
+    mesh, rows, vocab = mesh_of(chip, 1), 64, 131072
+    slots, table, rules, logits, packed = arguments(mesh, rows, vocab)
+    place = partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=replicated(mesh))
+    masks, history = place((rows, mask_words(vocab))), place((4096, 32))
+    fn = partial(alter_step, layout=SampleLayout(rows, rows), placement=Placement(mesh))
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(fn).lower(logits, masks, packed, slots, table, rules, history)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 6 * rows * vocab * 4

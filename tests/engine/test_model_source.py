@@ -77,7 +77,7 @@ def test_a_module_in_another_dtype_than_its_configuration_says(tiny):
     nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model)))
     with make_llm(model) as llm:
         assert len(tokens(llm.generate(ids([1, 2, 3]), greedy(4)))[0]) == 4
-        assert {pool.dtype for pool in llm.engine.runner._state.kv_pools} == {jnp.dtype(jnp.bfloat16)}
+        assert {pool.dtype for pool in llm.engine.runner.executor.state.kv_pools} == {jnp.dtype(jnp.bfloat16)}
 
 
 class WithBuffer(qwen3.Model):

@@ -33,10 +33,10 @@ def test_the_next_step_is_dispatched_before_this_one_is_read(llm, monkeypatch):
 
 def test_state_is_donated_and_a_step_takes_one_fresh_array(llm, monkeypatch):
     llm.generate(ids([1]), greedy(1))
-    before, arrays, pack = llm.engine.runner._state, [], StepLayout.pack
+    before, arrays, pack = llm.engine.runner.executor.state, [], StepLayout.pack
     monkeypatch.setattr(StepLayout, "pack", lambda *args: arrays.append(pack(*args)) or arrays[-1])
     llm.generate(ids(*prompts_of([3, 9])), greedy(6))
-    assert all(x.is_deleted() for x in jax.tree.leaves((before.kv_pools, before.slots, before.hidden)))
+    assert all(x.is_deleted() for x in jax.tree.leaves((before.kv_pools, before.history, before.slots, before.hidden)))
     assert all(a.dtype == np.int32 and a.ndim == 1 and a.base is None for a in arrays)
     assert len({id(a) for a in arrays}) == len(arrays) > 5
 
@@ -50,8 +50,8 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
         ladder = token_ladder(24)
         assert ladder == (1, 8, 16, 24)
         seqs = {min(t, 6) for t in ladder}
-        others = ["init", "admit", "admit", "penalties", "prompt_logprobs", *["copy"] * 2, *["swap_out", "swap_in"] * 2]
-        assert llm.stats().num_executables == len(ladder) + 3 * len(seqs) + len(others)
+        others = ["init", "admit", "admit", "rules", "prompt_logprobs", *["copy"] * 2, *["swap_out", "swap_in"] * 2]
+        assert llm.stats().num_executables == len(ladder) + 4 * len(seqs) + len(others)
         assert llm.stats().num_compiled == llm.stats().num_executables
         compiled.clear()
         plain = greedy(5)
@@ -78,10 +78,10 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
 def test_an_executable_refuses_what_it_was_not_compiled_for_by_name(llm):
     runner = llm.engine.runner
     llm.generate(ids([1]), greedy(1))
-    state = runner._state
+    state = runner.executor.state
     step = runner.compile_plan["step", 8]
     with pytest.raises(TypeError, match="packed"):
-        step(runner._leaves, state.kv_pools, state.slots, state.hidden, np.zeros(3, np.int32))
+        step(runner.executor.leaves, state.kv_pools, state.history, state.slots, state.hidden, np.zeros(3, np.int32))
 
 
 def test_sequences_are_served_while_executables_compile(tiny):

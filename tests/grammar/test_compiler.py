@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.engine.device.sampler import mask_logits
+from jaxllm.engine.device.logit_rules import mask_logits
 from jaxllm.grammar.compiler import GrammarCompiler
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.structured_outputs import StructuredOutputs

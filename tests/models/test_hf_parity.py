@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM
-from jaxllm.engine.device.runner import Runner
+from jaxllm.engine.device.executor import Executor
 from tests.hf_models import LLAMA3, LONGROPE, YARN, checkpoint, logits
 from tests.tiny import TIE, greedy, ids
 
@@ -13,29 +13,18 @@ PROMPTS = [[7], [3, 14, 15, 92, 65, 35], np.random.default_rng(0).integers(2, 16
 
 
 def watch_logits(llm: LLM, monkeypatch) -> list[np.ndarray]:
-    """The logits of every row that the engine samples from now on."""
+    """The logits of every row that the engine samples from now on, by the executable that the full sampler runs."""
     seen = []
-    dispatch = Runner.dispatch_sample
+    apply = Executor.apply
 
-    def watched(self, forward, masks=None):
-        plan_of = self.compile_plan
+    def watched(self, commands):
+        for name, arrays, _ in commands:
+            if name[0] == "sample":
+                seen.append(np.asarray(self.compile_plan["logits", name[1]](self._head, self.state.hidden, *arrays)))
+        return apply(self, commands)
 
-        class Plan:
-            ready = plan_of.ready
-
-            def __getitem__(self, name):
-                run = plan_of[name]
-                if name[0] != "sample":
-                    return run
-                return lambda last, length, table, logits, slots: (
-                    seen.append(np.asarray(logits)) or run(last, length, table, logits, slots)
-                )
-
-        with monkeypatch.context() as patch:
-            patch.setattr(self, "compile_plan", Plan())
-            return dispatch(self, forward, masks)
-
-    monkeypatch.setattr(Runner, "dispatch_sample", watched)
+    llm.wait_compiled()
+    monkeypatch.setattr(Executor, "apply", watched)
     return seen
 
 

@@ -51,7 +51,7 @@ def test_the_same_tokens_on_two_devices(family):
     with make_llm(tiny.model, mesh="tensor=2", max_num_seqs=4, max_num_batched_tokens=8) as llm:
         for prompt, output in zip(PROMPTS, tokens(llm.generate(ids(*PROMPTS), greedy(12))), strict=True):
             tiny.assert_greedy(prompt, output)
-        params = llm.engine.runner.abstract_params
+        params = llm.engine.runner.executor.abstract_params
         layer = params["layers"][0]
         leaves = {"qkv": layer["attn"]["qkv"]["weight"], "embed": params["embed"]["weight"]}
         shapes = {name: shard_shape(leaf) for name, leaf in leaves.items()}

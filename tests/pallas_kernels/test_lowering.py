@@ -13,9 +13,18 @@ from flax import nnx
 
 from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.executables import Lowering, admit, prompt_logprobs, sample_full_step, sample_step, step
-from jaxllm.engine.device.packing import AdmitLayout, StepLayout
-from jaxllm.engine.device.sampler import mask_logits
+from jaxllm.engine.device.executables import (
+    admit,
+    alter_step,
+    install_rules,
+    prompt_logprobs,
+    sample_full_step,
+    sample_step,
+    step,
+)
+from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.packing import AdmitLayout, SampleLayout, StepLayout
+from jaxllm.engine.device.state import rules_layout
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.dispatch import Placement
@@ -33,7 +42,8 @@ def test_executables_lower(tiny, monkeypatch, platform):
     shape = model_shape(tiny.cfg, *nnx.split(tiny.model), mesh)
     state = Lowering(shape, CONFIG, mesh).state()
     place_free = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
-    leaves, pools, slots, sampling, extras, hidden = map(place_free, (list(shape.leaves), *state))
+    pools, history, slots, sampling, rules, hidden = map(place_free, state)
+    leaves, head = place_free((list(shape.leaves), shape.head))
     logits = jax.ShapeDtypeStruct((4, tiny.cfg.vocab), jnp.float32)
 
     def ints(*dims):
@@ -44,13 +54,18 @@ def test_executables_lower(tiny, monkeypatch, platform):
         assert "stablehlo" in text
         return text
 
-    layout, rows = StepLayout(8, 4, 4), AdmitLayout(16, 4, CONFIG.blocks_per_seq)
+    layout, rows, samples = StepLayout(8, 4, 4), AdmitLayout(16, 4, CONFIG.blocks_per_seq), SampleLayout(4, 4)
     fn = partial(step, model_shape=shape, layout=layout, placement=Placement(mesh))
-    text = lower(fn, leaves, pools, slots, hidden, ints(layout.size))
+    text = lower(fn, leaves, pools, history, slots, hidden, ints(layout.size))
     assert "stablehlo.scatter" in text and "stablehlo.while" in text
     lower(partial(admit, layout=rows), slots, sampling, ints(16, rows.size))
-    text = lower(sample_step, slots.last_token, slots.length, sampling, logits, ints(4))
+    one_row = rules_layout(tiny.cfg.vocab)
+    lower(partial(install_rules, layout=one_row), rules, ints(1, 1 + one_row.size))
+    fn, packed = partial(sample_step, model_shape=shape, layout=samples), ints(samples.size)
+    text = lower(fn, head, hidden, slots.last_token, slots.length, sampling, packed)
     assert "stablehlo.sort" not in text
-    lower(sample_full_step, slots.last_token, extras, slots.length, sampling, logits, logits, ints(4))
-    lower(mask_logits, logits, ints(4, mask_words(tiny.cfg.vocab)))
-    lower(partial(prompt_logprobs, model_shape=shape), leaves, hidden, ints(2, 4))
+    fn = partial(sample_full_step, layout=samples)
+    lower(fn, slots.last_token, slots.length, sampling, rules, logits, logits, packed)
+    masks = ints(4, mask_words(tiny.cfg.vocab))
+    lower(partial(alter_step, layout=samples), logits, masks, packed, slots, sampling, rules, history)
+    lower(partial(prompt_logprobs, model_shape=shape), head, hidden, ints(2, 4))

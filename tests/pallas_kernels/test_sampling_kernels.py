@@ -16,8 +16,11 @@ from jax.sharding import AbstractDevice
 
 from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.executables import Lowering, sample_full_step, sample_step
-from jaxllm.engine.device.state import empty_penalties, empty_slots
+from jaxllm.engine.device.executables import sample_full_step
+from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.packing import SampleLayout
+from jaxllm.engine.device.sampler import sample
+from jaxllm.engine.device.state import SAMPLING_LAYOUT, empty_slots, rules_layout
 from jaxllm.pallas_kernels import native, sampling
 from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.sampling import api, gpu, gpu_noise, reference
@@ -264,7 +267,12 @@ SORT = re.compile(r"\bsort\(")
 def test_no_compiled_sampler_sorts(tiny, devices):
     mesh = make_mesh(f"tensor={devices}")
     lowering = Lowering(model_shape(tiny.cfg, *nnx.split(tiny.model), mesh), CONFIG, mesh)
-    for lowered in (lowering.lower_sample(4), lowering.lower_sample_full(4), lowering.lower_prompt_logprobs()):
+    layout = SampleLayout(4, CONFIG.max_num_seqs)
+    for lowered in (
+        lowering.lower_sample(layout),
+        lowering.lower_sample_full(layout),
+        lowering.lower_prompt_logprobs(),
+    ):
         text = lowered.compile().as_text()
         assert not SORT.search(text)
         assert ("jaxllm_" in text) == (devices == 1 and native.is_built())
@@ -284,8 +292,8 @@ def test_no_lowered_sampler_sorts(monkeypatch, platform):
     kernel = "gpu" if platform == "cuda" else "reference"
     for name, chosen in ("NORMALIZE", "reference"), ("DRAW", kernel), ("BEST", kernel):
         monkeypatch.setattr(api, name, dataclasses.replace(getattr(api, name), preferred={"cpu": (chosen,)}))
-    slots, table = jax.eval_shape(partial(empty_slots, 4, 8))
-    extras = jax.eval_shape(partial(empty_penalties, 4, 5000))
+    slots = jax.eval_shape(partial(empty_slots, 4, 8))
+    table, rules = jax.eval_shape(lambda: (SAMPLING_LAYOUT.empty(4), rules_layout(5000).empty(4)))
     logits, ints = jax.ShapeDtypeStruct((4, 5000), jnp.float32), slots.length
 
     def lower(fn, *arguments):
@@ -293,8 +301,10 @@ def test_no_lowered_sampler_sorts(monkeypatch, platform):
             traced = jax.jit(partial(fn, placement=Placement.default())).trace(*arguments)
             return traced.lower(lowering_platforms=(platform,)).as_text()
 
-    plain = lower(sample_step, slots.last_token, slots.length, table, logits, ints)
-    full = lower(sample_full_step, slots.last_token, extras, slots.length, table, logits, logits, ints)
+    plain = lower(sample, logits, ints, slots.length, table)
+    layout, packed = SampleLayout(4, 4), jax.ShapeDtypeStruct((9,), jnp.int32)
+    fn = partial(sample_full_step, layout=layout)
+    full = lower(fn, slots.last_token, slots.length, table, rules, logits, logits, packed)
     assert "stablehlo.sort" not in plain + full
     assert ("chlo.top_k" in full) == (platform == "tpu")
     if platform == "cuda":

@@ -30,7 +30,7 @@ def drawn():
 def test_the_same_tokens_on_every_mesh(wide, drawn, mesh):
     where = {"tensor_parallel_size": 4} if mesh == "tensor=4" else {"mesh": mesh}
     with make_llm(wide.model, **where, max_num_seqs=4, max_num_batched_tokens=8) as llm:
-        size = llm.engine.runner.mesh.shape["tensor"]
+        size = llm.engine.runner.executor.mesh.shape["tensor"]
         for _ in range(2):  # the second time with prefix hits
             for prompt, output in zip(PROMPTS, tokens(llm.generate(ids(*PROMPTS), greedy(8))), strict=True):
                 wide.assert_greedy(prompt, output)
@@ -49,9 +49,9 @@ def test_the_same_tokens_on_every_mesh(wide, drawn, mesh):
         outputs = llm.generate(ids(*PROMPTS), everything)
         drawn[-1] += tokens(outputs) + [list(found) for out in outputs for found in out.prompt_logprobs[1:]]
         assert drawn[0] == drawn[-1]  # one draw for one seed, on every mesh
-        pool = llm.engine.runner._state.kv_pools[0]
+        pool = llm.engine.runner.executor.state.kv_pools[0]
         assert pool.sharding.shard_shape(pool.shape)[2] == 4 // size
-        sharded = [leaf for leaf in llm.engine.runner._leaves if not leaf.sharding.is_fully_replicated]
+        sharded = [leaf for leaf in llm.engine.runner.executor.leaves if not leaf.sharding.is_fully_replicated]
         assert len(sharded) >= 4 * wide.cfg.num_layers or size == 1
         clean(llm)
 
@@ -62,13 +62,13 @@ def test_the_callers_mesh_and_parameters_are_used_where_they_lie(wide):
         LLM(wide.model, mesh=theirs)
     mesh = rename_axes(theirs, {"model": "tensor"})
     with make_llm(wide.model, mesh=mesh, max_num_seqs=1, max_num_batched_tokens=8) as llm:
-        assert set(llm.engine.runner.mesh.devices.flat) == set(jax.devices()[2:4])
-        placed = llm.engine.runner._leaves
+        assert set(llm.engine.runner.executor.mesh.devices.flat) == set(jax.devices()[2:4])
+        placed = llm.engine.runner.executor.leaves
         for prompt, output in zip(PROMPTS, tokens(llm.generate(ids(*PROMPTS), greedy(3))), strict=True):
             wide.assert_greedy(prompt, output)
-        llm.update_params(jax.tree.unflatten(jax.tree.structure(llm.engine.runner.abstract_params), placed))
+        llm.update_params(jax.tree.unflatten(jax.tree.structure(llm.engine.runner.executor.abstract_params), placed))
         addresses = [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in placed]
-        again = [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in llm.engine.runner._leaves]
+        again = [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in llm.engine.runner.executor.leaves]
         assert addresses == again  # no copy
 
 

@@ -186,8 +186,6 @@ class BeamSearchGroup(SequenceGroup):
         self._give_tokens()
         for beam in beams:
             beam.candidates, beam.status = None, Status.RUNNING
-        if beams[0].params.has_history:  # what the sampler remembers of a beam is what it would have drawn itself
-            return beams
         return [beam for beam in beams if beam not in has_child]
 
     def _give_tokens(self) -> None:

@@ -17,10 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
-from jaxllm.engine.device.compile_plan import CompilePlan
+from jaxllm.engine.device.commands import Command
 from jaxllm.engine.device.packing import pick_bucket
-from jaxllm.engine.schedule.block_table import Copy
-from jaxllm.engine.schedule.plan import Plan, Swap
+from jaxllm.engine.schedule.plan import Plan
 from jaxllm.pallas_kernels.copy_blocks import api as block_ops
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.sharding.rules import replicated
@@ -30,6 +29,7 @@ MAX_STAGED_BYTES = 256 << 20  # of each device's memory, for blocks on their way
 NUM_TRIALS = 5  # of the bandwidth
 
 KVPools = list[Shaped[Array, "blocks ..."]]
+Contents = list[Shaped[Array, "_ n ..."]]  # of `n` blocks, the pools of one shape and dtype together
 Lowered = jax.stages.Lowered
 
 
@@ -54,38 +54,56 @@ def copy_blocks(kv_pools: KVPools, packed: Int[Array, "2 n"], placement: Placeme
     return copied
 
 
-def read_blocks(kv_pools: KVPools, ids: Int[Array, " n"]) -> Shaped[Array, "layers n ..."]:
+def read_blocks(kv_pools: KVPools, ids: Int[Array, " n"]) -> Contents:
     """The blocks' contents, in memory of their own: the next executable may overwrite the blocks."""
-    return jnp.stack([pool.at[ids].get(mode="clip") for pool in kv_pools])
+    return [jnp.stack([kv_pools[i].at[ids].get(mode="clip") for i in alike]) for alike in _alike(kv_pools)]
 
 
-def write_blocks(kv_pools: KVPools, ids: Int[Array, " n"], contents: Shaped[Array, "layers n ..."]) -> KVPools:
+def write_blocks(kv_pools: KVPools, ids: Int[Array, " n"], contents: Contents) -> KVPools:
     """The pools with `contents` in the blocks `ids`, of which none is there twice."""
-    layers = enumerate(kv_pools)
-    return [pool.at[ids].set(contents[i], mode="drop", unique_indices=True) for i, pool in layers]
+    written = list(kv_pools)
+    for alike, stacked in zip(_alike(kv_pools), contents, strict=True):
+        for at, i in enumerate(alike):
+            written[i] = kv_pools[i].at[ids].set(stacked[at], mode="drop", unique_indices=True)
+    return written
+
+
+def _alike(kv_pools: Sequence[Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
+    """The pools' indices, those of one shape and dtype together."""
+    found: dict[Hashable, list[int]] = {}
+    for i, pool in enumerate(kv_pools):
+        found.setdefault((pool.shape, pool.dtype), []).append(i)
+    return list(found.values())
 
 
 def jobs(kv_pools: Sequence[jax.ShapeDtypeStruct], max_num_seqs: int) -> dict[Hashable, Callable[[], Lowered]]:
     """The executables for pools with these shapes and shardings: ("copy", n), ("swap_out", n) and ("swap_in", n)."""
     pools, places = list(kv_pools), [pool.sharding for pool in kv_pools]
-    mesh, spec = places[0].mesh, places[0].spec
+    mesh = places[0].mesh
     assert isinstance(mesh, Mesh)  # not an abstract one
-    beside = NamedSharding(mesh, PartitionSpec(None, *spec))  # a block's contents stay on the devices of its heads
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(mesh))
+
+    def contents(n: int) -> list[jax.ShapeDtypeStruct]:
+        stacked = []
+        for alike in _alike(pools):
+            pool = pools[alike[0]]
+            beside = NamedSharding(mesh, PartitionSpec(None, *pool.sharding.spec))  # on the devices of its heads
+            shape = (len(alike), n, *pool.shape[1:])
+            stacked.append(jax.ShapeDtypeStruct(shape, pool.dtype, sharding=beside))
+        return stacked
 
     def lower_copy(n: int) -> Lowered:
         copy = partial(copy_blocks, placement=Placement(mesh))
         return jax.jit(copy, donate_argnums=0, out_shardings=places).lower(pools, ints(2, n))
 
     def lower_out(n: int) -> Lowered:
+        beside = [stacked.sharding for stacked in contents(n)]
         return jax.jit(read_blocks, out_shardings=beside).lower(pools, ints(n))
 
     def lower_in(n: int) -> Lowered:
-        shape = (len(pools), n, *pools[0].shape[1:])
-        contents = jax.ShapeDtypeStruct(shape, pools[0].dtype, sharding=beside)
-        return jax.jit(write_blocks, donate_argnums=0, out_shardings=places).lower(pools, ints(n), contents)
+        return jax.jit(write_blocks, donate_argnums=0, out_shardings=places).lower(pools, ints(n), contents(n))
 
     swaps = {"swap_out": lower_out, "swap_in": lower_in}
     return {("copy", n): partial(lower_copy, n) for n in copy_sizes(max_num_seqs)} | {
@@ -98,25 +116,76 @@ def host_bytes(kv_pools: Sequence[Array | jax.ShapeDtypeStruct]) -> int:
     return sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in kv_pools)
 
 
-class _SwapChunk:
-    """Contents `[layers, n, ...]` of some blocks: on the device at first, on the host once settled, then given up."""
+def encode_moves(plan: Plan, num_blocks: int, max_num_seqs: int) -> list[Command]:
+    """What moves before the step of `plan`, in the order of the contract: swap-outs, swap-ins, copies. The arrays are
+    ids of blocks, int32 `[n]` or, of a copy, `[2, n]`, for the executables of `n` blocks."""
+    _check(plan, num_blocks)
+    commands = [
+        Command(name, tuple(_pad(blocks, size, num_blocks) for size, blocks in _split(swap.blocks)), swap.key)
+        for name, swaps in (("swap_out", plan.swap_outs), ("swap_in", plan.swap_ins))
+        for swap in swaps
+    ]
+    if plan.copies:  # all at once: each reads what its source holds before any is written
+        size = pick_bucket(copy_sizes(max_num_seqs), len(plan.copies))
+        sources, targets = zip(*plan.copies, strict=True)
+        packed = np.stack([_pad(sources, size, num_blocks), _pad(targets, size, num_blocks)])
+        commands.append(Command("copy", (packed,)))
+    return commands + [Command("release", (), key) for key in plan.released_copies]
 
-    def __init__(self, contents: Array):
-        self.contents: Array | np.ndarray | None = contents
-        self.device_bytes = math.prod(contents.sharding.shard_shape(contents.shape)) * contents.dtype.itemsize
+
+def _check(plan: Plan, num_blocks: int) -> None:
+    """Asserts what every plan promises. A swap-in's block past the pool is one that nobody wants back."""
+    returned = [block for swap in plan.swap_ins for block in swap.blocks if block < num_blocks]
+    written = returned + [copy.target for copy in plan.copies]
+    read = [block for swap in plan.swap_outs for block in swap.blocks] + [copy.source for copy in plan.copies]
+    assert len(set(written)) == len(written), "two moves into one block"
+    assert all(0 <= block < num_blocks for block in written + read), "a block outside of the pool"
+    assert not {copy.source for copy in plan.copies} & set(returned), "a copy of a block that is swapped in"
+
+
+def _pad(blocks: Sequence[int], size: int, num_blocks: int) -> np.ndarray:
+    """int32 [size]: the blocks, then padding; also where a block lies past the pool."""
+    ids = num_blocks + np.arange(size, dtype=np.int32)
+    for i, block in enumerate(blocks):
+        if block < num_blocks:
+            ids[i] = block
+    return ids
+
+
+def _split(blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+    """Sizes of executables, and the blocks that each moves: the same for a number of blocks in both directions."""
+    small, large = SWAP_SIZES
+    at = 0
+    while at < len(blocks):
+        size = large if len(blocks) - at > large - small else small
+        yield size, blocks[at : at + size]
+        at += size
+
+
+class _SwapChunk:
+    """Contents of some blocks: on the device at first, on the host once settled."""
+
+    def __init__(self, contents: Contents):
+        self.contents: Sequence[Array | np.ndarray] = contents
+        self.device_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in contents)
+        for x in contents:
+            x.copy_to_host_async()
 
     def settle(self) -> None:
         """Waits for the copy and lets go of the device's memory. (On a CPU they are the same memory.)"""
-        if self.contents is not None:
-            self.contents = np.asarray(self.contents)
+        self.contents = [np.asarray(x) for x in self.contents]
+
+    def give_up(self) -> None:
+        """Nobody wants it any more."""
+        self.contents, self.device_bytes = [], 0
 
 
 class BlockMoves:
-    """Carries out the block moves of plans, and keeps swapped-out blocks in host memory."""
+    """Moves blocks, and keeps those that are swapped out in host memory. `executable` gives one by its name, once it is
+    compiled."""
 
-    def __init__(self, compile_plan: CompilePlan, num_blocks: int, max_num_seqs: int):
-        self.num_blocks = num_blocks
-        self._compile_plan, self._copy_sizes = compile_plan, copy_sizes(max_num_seqs)
+    def __init__(self, executable: Callable[[Hashable], Callable]):
+        self._executable = executable
         self.clear()
 
     @property
@@ -129,18 +198,20 @@ class BlockMoves:
         self._kept: dict[int, list[_SwapChunk]] = {}
         self._staged: deque[_SwapChunk] = deque()  # not settled yet, in the order of their swap-outs
         self._num_before = 0  # of those: from before the last `settle`
+        self._returning_bytes = 0  # of each device's memory, for blocks that came back since
 
-    def run(self, kv_pools: KVPools, plan: Plan) -> KVPools:
-        """Moves what `plan` wants moved before its step; takes the pools, and returns them. Awaits nothing but an
-        executable that is not compiled yet, and room for more than `MAX_STAGED_BYTES`."""
-        self._check(plan)
-        for swap in plan.swap_outs:
-            self._swap_out(kv_pools, swap)
-        kv_pools = self._swap_in(kv_pools, plan.swap_ins)
-        if plan.copies:
-            kv_pools = self._copy(kv_pools, plan.copies)
-        for key in plan.released_copies:
-            self._give_up(self._kept.pop(key, []))  # there is none after a `clear`
+    def apply(self, kv_pools: KVPools, command: Command) -> KVPools:
+        """Takes the pools, and returns them. Awaits nothing but an executable that is not compiled yet, and room for
+        more than `MAX_STAGED_BYTES`."""
+        if command.name == "swap_out":
+            self._swap_out(kv_pools, command)
+        elif command.name == "swap_in":
+            return self._swap_in(kv_pools, command)
+        elif command.name == "copy":
+            (packed,) = command.arrays
+            return self._executable(("copy", packed.shape[1]))(kv_pools, packed)
+        else:
+            self._give_up(self._kept.pop(command.key, []))  # there is none after a `clear`
         return kv_pools
 
     def settle(self) -> None:
@@ -148,94 +219,50 @@ class BlockMoves:
         each transfer has had a whole step's time, so the wait is short."""
         for _ in range(self._num_before):
             self._staged.popleft().settle()
-        self._num_before = len(self._staged)
+        self._num_before, self._returning_bytes = len(self._staged), 0
 
-    def is_ready(self) -> bool:
-        """Whether what `measure_bandwidth` runs is compiled."""
-        return all(self._compile_plan.ready((name, SWAP_SIZES[-1])) for name in ("swap_out", "swap_in"))
-
-    def measure_bandwidth(self, kv_pools: KVPools) -> tuple[KVPools, float]:
-        """Bytes a second of a round trip to host memory and back, on an idle device. Takes the pools, and returns
-        them as they were: blocks go back to where they came from."""
-        size = SWAP_SIZES[-1]
-        read, write = self._executable("swap_out", size), self._executable("swap_in", size)
-        ids = self._pad(range(min(size, self.num_blocks)), size)
-        trials = []
-        for _ in range(NUM_TRIALS):
-            jax.block_until_ready(kv_pools)
-            start = time.perf_counter()
-            contents = read(kv_pools, ids)
-            contents.copy_to_host_async()
-            kv_pools = jax.block_until_ready(write(kv_pools, ids, np.asarray(contents)))
-            trials.append(time.perf_counter() - start)
-        return kv_pools, contents.nbytes / median(trials)
-
-    def _swap_out(self, kv_pools: KVPools, swap: Swap) -> None:
-        chunks = self._kept[swap.key] = []
-        for size, blocks in _split(swap.blocks):
-            chunk = _SwapChunk(self._executable("swap_out", size)(kv_pools, self._pad(blocks, size)))
-            chunk.contents.copy_to_host_async()
+    def _swap_out(self, kv_pools: KVPools, command: Command) -> None:
+        assert command.key not in self._kept, "a key of a swap-out is used again"
+        chunks = self._kept[command.key] = []
+        for ids in command.arrays:
+            chunk = _SwapChunk(self._executable(("swap_out", len(ids)))(kv_pools, ids))
             chunks.append(chunk)
             self._staged.append(chunk)
             while len(self._staged) > 1 and sum(c.device_bytes for c in self._staged) > MAX_STAGED_BYTES:
                 self._staged.popleft().settle()
                 self._num_before = max(0, self._num_before - 1)
 
-    def _swap_in(self, kv_pools: KVPools, swaps: Sequence[Swap]) -> KVPools:
+    def _swap_in(self, kv_pools: KVPools, command: Command) -> KVPools:
         """Writes the chunks from where they are: from the device, if they have not reached the host yet."""
-        staged_bytes = 0
-        for swap in swaps:
-            chunks = self._kept.pop(swap.key)
-            for chunk, (size, blocks) in zip(chunks, _split(swap.blocks), strict=True):
-                if staged_bytes and staged_bytes + chunk.device_bytes > MAX_STAGED_BYTES:
-                    jax.block_until_ready(kv_pools)  # then nobody needs the chunks before this one
-                    staged_bytes = 0
-                staged_bytes += chunk.device_bytes
-                kv_pools = self._executable("swap_in", size)(kv_pools, self._pad(blocks, size), chunk.contents)
-            self._give_up(chunks)
+        assert command.key in self._kept, "a swap-in without a swap-out"
+        chunks = self._kept.pop(command.key)
+        for chunk, ids in zip(chunks, command.arrays, strict=True):
+            if self._returning_bytes and self._returning_bytes + chunk.device_bytes > MAX_STAGED_BYTES:
+                jax.block_until_ready(kv_pools)  # then nobody needs the chunks before this one
+                self._returning_bytes = 0
+            self._returning_bytes += chunk.device_bytes
+            kv_pools = self._executable(("swap_in", len(ids)))(kv_pools, ids, list(chunk.contents))
+        self._give_up(chunks)
         return kv_pools
-
-    def _copy(self, kv_pools: KVPools, copies: Sequence[Copy]) -> KVPools:
-        """All at once: each reads what its source holds before any is written."""
-        size = pick_bucket(self._copy_sizes, len(copies))
-        sources, targets = zip(*copies, strict=True)
-        packed = np.stack([self._pad(sources, size), self._pad(targets, size)])
-        return self._executable("copy", size)(kv_pools, packed)
 
     def _give_up(self, chunks: Sequence[_SwapChunk]) -> None:
         for chunk in chunks:
-            chunk.contents, chunk.device_bytes = None, 0
-
-    def _executable(self, name: str, size: int) -> Callable:
-        self._compile_plan.wait([(name, size)])
-        return self._compile_plan[name, size]
-
-    def _pad(self, blocks: Sequence[int], size: int) -> np.ndarray:
-        """int32 [size]: the blocks, then padding; also where a block lies past the pool."""
-        ids = self.num_blocks + np.arange(size, dtype=np.int32)
-        for i, block in enumerate(blocks):
-            if block < self.num_blocks:
-                ids[i] = block
-        return ids
-
-    def _check(self, plan: Plan) -> None:
-        """Asserts what every plan promises. A swap-in's block past the pool is one that nobody wants back."""
-        returned = [block for swap in plan.swap_ins for block in swap.blocks if block < self.num_blocks]
-        written = returned + [copy.target for copy in plan.copies]
-        read = [block for swap in plan.swap_outs for block in swap.blocks] + [copy.source for copy in plan.copies]
-        assert len(set(written)) == len(written), "two moves into one block"
-        assert all(0 <= block < self.num_blocks for block in written + read), "a block outside of the pool"
-        assert not {copy.source for copy in plan.copies} & set(returned), "a copy of a block that is swapped in"
-        new = {swap.key for swap in plan.swap_outs}
-        assert new.isdisjoint(self._kept), "a key of a swap-out is used again"
-        assert {swap.key for swap in plan.swap_ins} <= new | self._kept.keys(), "a swap-in without a swap-out"
+            chunk.give_up()
 
 
-def _split(blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
-    """Sizes of executables, and the blocks that each moves: the same for a number of blocks in both directions."""
-    small, large = SWAP_SIZES
-    at = 0
-    while at < len(blocks):
-        size = large if len(blocks) - at > large - small else small
-        yield size, blocks[at : at + size]
-        at += size
+def measure_bandwidth(
+    kv_pools: KVPools, executable: Callable[[Hashable], Callable], ids: Int[np.ndarray, " n"]
+) -> tuple[KVPools, float]:
+    """Bytes a second of a round trip of the blocks `ids` to host memory and back, on an idle device. Takes the pools,
+    and returns them as they were: blocks go back to where they came from."""
+    read, write = executable(("swap_out", len(ids))), executable(("swap_in", len(ids)))
+    trials = []
+    for _ in range(NUM_TRIALS):
+        jax.block_until_ready(kv_pools)
+        start = time.perf_counter()
+        contents = read(kv_pools, ids)
+        for x in contents:
+            x.copy_to_host_async()
+        kv_pools = jax.block_until_ready(write(kv_pools, ids, [np.asarray(x) for x in contents]))
+        trials.append(time.perf_counter() - start)
+    return kv_pools, sum(x.nbytes for x in contents) / median(trials)

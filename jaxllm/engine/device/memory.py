@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, EngineConfig, machine_bytes
 from jaxllm.engine.device.block_moves import MAX_STAGED_BYTES
-from jaxllm.engine.device.executables import Lowering, ModelShape
+from jaxllm.engine.device.executables import ModelShape
+from jaxllm.engine.device.lowering import Lowering
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.pallas_kernels.paged_attention import kv_shape
 from jaxllm.sharding.mesh import platform_of
@@ -75,10 +76,10 @@ def leaf_bytes(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
 
 
 def block_bytes(shape: ModelShape, block_size: int, mesh: Mesh) -> int:
-    """Bytes of one block on each device, keys and values of all layers."""
+    """Bytes of one block on each device: keys and values of all layers, and the tokens' ids."""
     kv_heads = shape.kv_heads // num_shards("kv_heads", mesh)
     cells = math.prod(kv_shape(1, block_size, kv_heads, shape.head_dim, platform=platform_of(mesh)))
-    return cells * jnp.dtype(shape.dtype).itemsize * shape.num_layers
+    return cells * jnp.dtype(shape.dtype).itemsize * shape.num_layers + 4 * block_size
 
 
 def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:

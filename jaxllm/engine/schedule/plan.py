@@ -51,7 +51,7 @@ class Plan:
     copies: list[Copy] = field(default_factory=list)
     released_copies: list[int] = field(default_factory=list)  # keys of host copies to drop
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)  # slot rows to install first, and their lengths
-    penalties: list[Sequence] = field(default_factory=list)  # of those: they need their row of the penalty state
+    rules: list[Sequence] = field(default_factory=list)  # of those: their rows of the `LogitRules` are to be written
     decodes: list[Sequence] = field(default_factory=list)
     decode_slots: array = field(default_factory=lambda: array("i"))  # of each
     num_steady: int = 0  # of the decodes, the first ones: rows of the decode batch
@@ -64,15 +64,15 @@ class Plan:
     has_beams: bool = False  # perhaps
     rows: list[Sequence] = field(default_factory=list)
     samples: list[Sequence] = field(default_factory=list)
-    sample_rows: list[int] = field(default_factory=list)  # the row of each
+    sample_tokens: list[int] = field(default_factory=list)  # the token, counted flat, whose logits each comes from
     epochs: list[int] = field(default_factory=list)  # of each, when planned
 
     def install(self, sequence: Sequence) -> None:
         """Writes the sequence's whole row of the slot table before the step."""
         self.admitted.append((sequence, sequence.num_computed))
-        if sequence.needs_penalties and not (sequence.has_penalties and not sequence.params.has_history):
-            self.penalties.append(sequence)
-            sequence.has_penalties = True
+        if sequence.params.has_rules and not sequence.has_rules:
+            self.rules.append(sequence)
+            sequence.has_rules = True
 
     def add_batch(self, batch: DecodeBatch) -> None:
         """Adds a row for the last token of each of its sequences, before any other."""
@@ -116,16 +116,18 @@ class Plan:
     def seal(self) -> None:
         """Fixes the order of rows and samples, and the samples' epochs: no row is added after this."""
         self.rows = self.decodes + [chunk.sequence for chunk in self.chunks]
-        self.samples, self.sample_rows = list(self.decodes), list(range(len(self.decodes)))
-        for row, chunk in enumerate(self.chunks, start=len(self.decodes)):
-            if chunk.samples:
-                self.samples.append(chunk.sequence)
-                self.sample_rows.append(row)
+        self.samples, self.sample_tokens = list(self.decodes), list(range(len(self.decodes)))
+        last = len(self.decodes) - 1
+        for sequence, start, stop, samples in self.chunks:
+            last += stop - start
+            if samples:
+                self.samples.append(sequence)
+                self.sample_tokens.append(last)
         if self.forks:
-            row_of = {sequence: row for row, sequence in enumerate(self.rows)}
+            token_of = dict(zip(self.samples, self.sample_tokens, strict=True))
             for parent, sequence in self.forks:
                 self.samples.append(sequence)
-                self.sample_rows.append(row_of[parent])
+                self.sample_tokens.append(token_of[parent])
         self.epochs += [sequence.epoch for sequence in self.samples[self.num_steady :]]
 
     @property

@@ -45,7 +45,7 @@ class Scheduler:
         self.preemption = Preemption(self.waiting, self.running_set, prefers_swap, max_host_blocks)
         self.admission = Admission(self.waiting, self.running_set, self.preemption)
         self.num_copied = 0  # blocks, because several shared them
-        self.num_unfinished_full = self.num_unfinished_masked = 0
+        self.num_unfinished_full = 0
         self.num_not_finite = 0  # sequences that ended for their logits
         self._moved: list[Sequence] = []  # beams whose slot rows are out of date
 
@@ -62,7 +62,6 @@ class Scheduler:
         for sequence in group.sequences:
             sequence.table = BlockTable(self.pool)
         self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
-        self.num_unfinished_masked += sum(sequence.needs_mask for sequence in group.sequences)
         self.waiting.add(group, group.live)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -85,7 +84,6 @@ class Scheduler:
             if not sequence.group.waiting:
                 self.running_set.drop_stem(sequence.group)
         self.num_unfinished_full -= sequence.needs_full_sampler
-        self.num_unfinished_masked -= sequence.needs_mask
         sequence.status, sequence.finish_reason, sequence.stop_reason = Status.FINISHED, reason, stop_reason
 
     def schedule(self, max_tokens: int) -> Plan | None:
@@ -265,7 +263,7 @@ class Scheduler:
         self.admission.reset()
         self.waiting.clear()
         self._moved = []
-        self.num_unfinished_full = self.num_unfinished_masked = 0
+        self.num_unfinished_full = 0
         for group in dict.fromkeys(sequence.group for sequence in unfinished):
             group.restart()
             self.add(group)

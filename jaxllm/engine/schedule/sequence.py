@@ -64,7 +64,7 @@ class Sequence:
     table: BlockTable = field(init=False)  # from when the scheduler has it
     fork_len: int = 0  # while siblings wait for it to have computed so many tokens, and go on from there
     packed_params: Any = None  # the fields of its slot row that never change
-    has_penalties: bool = False  # its slot's row of the `PenaltyState` is installed
+    has_rules: bool = False  # its slot's row of the `LogitRules` is installed
     candidates: Any = None  # of a beam that waits for the other beams' candidates
     num_cached: int = -1  # prompt tokens found in the prefix cache at first admission; -1 before
     num_failures: int = 0  # failed steps it was in since it last got further
@@ -85,7 +85,7 @@ class Sequence:
         self.epoch += 1
         self.status, self.slot = Status.WAITING, -1
         self.batch, self.row = None, -1
-        self.has_penalties = False
+        self.has_rules = False
         self.candidates, self.fork_len = None, 0
 
     def vacate(self) -> None:
@@ -140,15 +140,6 @@ class Sequence:
     @property
     def needs_full_sampler(self) -> bool:
         return self.params.needs_full_sampler
-
-    @property
-    def needs_mask(self) -> bool:
-        return self.params.structured_outputs is not None
-
-    @property
-    def needs_penalties(self) -> bool:
-        """Whether the sampler needs this sequence's own row of the `PenaltyState`."""
-        return self.params.alters_logits or self.params.logprob_token_ids is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:

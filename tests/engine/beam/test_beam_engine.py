@@ -99,7 +99,9 @@ def test_abort_gives_what_there_is(llm, tiny, num_steps):
 @pytest.mark.parametrize("num_steps", [1, 9])  # in the middle of the prompt, or of the search
 def test_new_parameters_while_beams_run(llm, num_steps):
     """They count from the next token on, and nothing of the old ones is found by others."""
-    old = jax.tree.unflatten(jax.tree.structure(llm.engine.runner.abstract_params), llm.engine.runner._leaves)
+    old = jax.tree.unflatten(
+        jax.tree.structure(llm.engine.runner.executor.abstract_params), llm.engine.runner.executor.leaves
+    )
     (want,) = llm.generate(ids(PROMPTS[3]), beams(4, 10))
     llm.engine.scheduler.pool.forget_keys()
     add(llm, "r", PROMPTS[3], beams(4, 10))

@@ -16,8 +16,10 @@ from jaxllm.engine.device.block_moves import (
     BlockMoves,
     copy_blocks,
     copy_sizes,
+    encode_moves,
     host_bytes,
     jobs,
+    measure_bandwidth,
     read_blocks,
     write_blocks,
 )
@@ -34,6 +36,14 @@ POOL_BYTES = NUM_LAYERS * int(np.prod(SHAPE)) * 4
 BITS = {"float32": np.uint32, "bfloat16": np.uint16}
 
 
+def executables_of(plan):
+    def executable(name):
+        plan.wait([name])
+        return plan[name]
+
+    return executable
+
+
 class Device:
     """Pools on a mesh, the executables that move their blocks, and a stand-in for a step."""
 
@@ -43,6 +53,7 @@ class Device:
         self.pools = [jax.ShapeDtypeStruct(SHAPE, dtype, sharding=self.place)] * NUM_LAYERS
         self.compiled = CompilePlan(jobs(self.pools, MAX_SEQS))
         self.compiled.wait(list(jobs(self.pools, MAX_SEQS)))
+        self.executable = executables_of(self.compiled)
         self.peek = jax.jit(lambda pools: [jax.lax.bitcast_convert_type(pool, self.bits) for pool in pools])
 
         def overwrite(pools, block, values):
@@ -72,7 +83,7 @@ class Shadowed:
 
     def __init__(self, device, seed=0):
         self.device, self.rng = device, np.random.default_rng(seed)
-        self.moves = BlockMoves(device.compiled, NUM_BLOCKS, MAX_SEQS)
+        self.moves = BlockMoves(device.executable)
         self.shadow = [device.random(self.rng, *SHAPE) for _ in range(NUM_LAYERS)]
         self.pools = [jax.device_put(values.copy(), device.place) for values in self.shadow]
         self.shadow = np.stack([values.view(device.bits) for values in self.shadow])
@@ -80,7 +91,7 @@ class Shadowed:
 
     def run(self, **moves):
         plan = Plan(**moves)
-        self.pools = self.moves.run(self.pools, plan)
+        self.apply(plan)
         for key, blocks in plan.swap_outs:
             self.kept[key] = self.shadow[:, blocks]
         for key, blocks in plan.swap_ins:
@@ -94,6 +105,10 @@ class Shadowed:
         for key in plan.released_copies:
             del self.kept[key]
         assert self.moves.num_kept == len(self.kept)
+
+    def apply(self, plan):
+        for command in encode_moves(plan, NUM_BLOCKS, MAX_SEQS):
+            self.pools = self.moves.apply(self.pools, command)
 
     def step(self, blocks):
         """Overwrites blocks, and awaits nothing."""
@@ -193,7 +208,7 @@ def test_on_several_devices(mesh, dtype):
     device = Device(mesh, dtype)
     world = Shadowed(device)
     size = dict(part.split("=") for part in mesh.split(","))["tensor"]
-    beside = device.compiled["swap_out", 4].output_shardings
+    (beside,) = device.compiled["swap_out", 4].output_shardings
     assert beside.shard_shape((NUM_LAYERS, 4, *SHAPE[1:]))[3] == SHAPE[2] // int(size)  # no device gets others' heads
     one, two, three = world.blocks(23), world.blocks(5), world.blocks(4)
     world.run(swap_outs=[Swap(1, one), Swap(2, two), Swap(3, three)], copies=[Copy(0, 1), Copy(1, 2)])
@@ -264,6 +279,7 @@ def test_what_is_staged_is_bounded(split, monkeypatch):
     blocks = world.blocks(NUM_BLOCKS)
     world.run(swap_outs=[Swap(3, blocks[:4])], swap_ins=[Swap(2, blocks[:12]), Swap(3, blocks[12:16])])
     assert len(waits) == 1
+    world.moves.settle()
     world.run(swap_ins=[Swap(1, blocks[:36])])
     assert len(waits) == 3
     world.check()
@@ -275,9 +291,9 @@ def test_after_a_failed_step_nothing_is_kept(device):
     world.moves.clear()
     world.moves.settle()
     assert world.moves.num_kept == 0
-    world.moves.run(world.pools, Plan(released_copies=[1]))  # as it may have been planned before
+    world.apply(Plan(released_copies=[1]))  # as it may have been planned before
     with pytest.raises(AssertionError, match="a swap-in without a swap-out"):
-        world.moves.run(world.pools, Plan(swap_ins=[Swap(2, [2])]))
+        world.apply(Plan(swap_ins=[Swap(2, [2])]))
 
 
 @pytest.mark.parametrize(
@@ -297,10 +313,10 @@ def test_plans_that_break_the_rules_are_refused(device, moves, broken):
     world = Shadowed(device)
     world.run(swap_outs=[Swap(0, [3])])
     with pytest.raises(AssertionError, match=broken):
-        world.moves.run(world.pools, Plan(**moves))
+        world.apply(Plan(**moves))
     world.check()  # nothing was donated
     with pytest.raises(ValueError, match="9 exceeds the largest bucket 8"):
-        world.moves.run(world.pools, Plan(copies=[Copy(20, target) for target in range(9)]))
+        world.apply(Plan(copies=[Copy(20, target) for target in range(9)]))
 
 
 def test_an_executable_that_is_not_compiled_yet_is_awaited(device, monkeypatch):
@@ -315,17 +331,15 @@ def test_an_executable_that_is_not_compiled_yet_is_awaited(device, monkeypatch):
     wait = plan.wait
     monkeypatch.setattr(plan, "wait", lambda names: (asked.set(), wait(names)))
     world = Shadowed(device)
-    world.moves = BlockMoves(plan, NUM_BLOCKS, MAX_SEQS)
+    world.moves = BlockMoves(executables_of(plan))
     world.run(copies=[Copy(0, 1)])
     world.check()
-    assert not world.moves.is_ready()  # to measure: that plan has no swaps
     plan.close()
 
 
 def test_the_bandwidth_is_measured_without_a_trace(device):
     world = Shadowed(device)
-    assert world.moves.is_ready()
-    world.pools, bytes_per_s = world.moves.measure_bandwidth(world.pools)
+    world.pools, bytes_per_s = measure_bandwidth(world.pools, device.executable, np.arange(16, dtype=np.int32))
     assert 0 < bytes_per_s < float("inf")
     assert host_bytes(world.pools) == host_bytes(device.pools) == POOL_BYTES // NUM_BLOCKS
     world.check()
@@ -348,6 +362,18 @@ def test_pools_are_moved_in_place(device):
         assert analysis.temp_size_in_bytes <= 2 * NUM_LAYERS * n * block + 4096, name
 
 
+def test_pools_of_two_shapes_move_together():
+    rng = np.random.default_rng(0)
+    pools = [rng.integers(0, 99, shape) for shape in ((6, 2, 3), (6, 4), (6, 2, 3))]
+    pools = [jnp.asarray(pool, dtype) for pool, dtype in zip(pools, ("float32", "int32", "float32"), strict=True)]
+    ids, targets = jnp.asarray([4, 1], jnp.int32), jnp.asarray([0, 5], jnp.int32)
+    contents = read_blocks(pools, ids)
+    assert [x.shape for x in contents] == [(2, 2, 2, 3), (1, 2, 4)]
+    for before, after in zip(pools, write_blocks(pools, targets, contents), strict=True):
+        np.testing.assert_array_equal(after[targets], before[ids])
+        np.testing.assert_array_equal(after[1:5], before[1:5])
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_moves_lower(platform):
     pools = [jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)] * NUM_LAYERS
@@ -358,7 +384,7 @@ def test_moves_lower(platform):
         return jax.jit(fn, **options).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
     assert "tf.aliasing_output" not in lower(read_blocks, pools, ids((4,)))
-    text = lower(write_blocks, pools, ids((4,)), contents, donate_argnums=0)
+    text = lower(write_blocks, pools, ids((4,)), [contents], donate_argnums=0)
     assert text.count("tf.aliasing_output") == NUM_LAYERS
     text = lower(copy_blocks, pools, ids((2, 4)), donate_argnums=0)
     assert text.count("tf.aliasing_output") == text.count("stablehlo.optimization_barrier") == NUM_LAYERS

@@ -158,7 +158,7 @@ def test_sizes_are_checked_by_name(tiny, field):
 def test_the_bound_covers_what_the_compiler_says(tiny):
     with make_llm(tiny.model, max_num_seqs=4, max_num_batched_tokens=64) as llm:
         largest = llm.engine.runner.compile_plan["step", 64].memory_analysis().temp_size_in_bytes
-        assert 0 < largest <= llm.engine.runner._temp_bound
+        assert 0 < largest <= llm.engine.runner.executor.temp_bound
         llm.generate(ids([1]), greedy(1))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine.device.executables import Lowering
+from jaxllm.engine.device.lowering import Lowering
 from jaxllm.errors import EngineDeadError
 from tests.tiny import clean, greedy, ids, prompts_of, tokens
 
@@ -32,10 +32,9 @@ def without(tiny, monkeypatch):
 
 
 def test_a_missing_bucket_in_the_middle_costs_padding_alone(tiny, without):
-    llm = without(("step", 8), ("sample", 1, True))
+    llm = without(("step", 8), ("sample_full", 1))
     runner, stats = llm.engine.runner, llm.stats()
     assert stats.num_failed_executables == 2 and stats.num_compiled == stats.num_executables - 2
-    assert runner.ladder == (1, 8, 16, 24)
     assert runner.max_tokens(False) == runner.max_tokens(True) == 24
     prompts = prompts_of([5, 1, 30, 8, 3])
     for prompt, output in zip(prompts, tokens(llm.generate(ids(*prompts), greedy(6))), strict=True):
@@ -52,7 +51,7 @@ def test_a_missing_first_bucket_is_stepped_over(tiny, without):
 
 
 def test_a_kind_of_step_that_nothing_can_run_raises_the_cause(tiny, without):
-    llm = without(*(("sample", seqs, True) for seqs in (1, 4)))
+    llm = without(*(("sample_full", samples) for samples in (1, 4)))
     tiny.assert_greedy([1, 2], tokens(llm.generate(ids([1, 2]), greedy(2)))[0])
-    with pytest.raises(EngineDeadError, match=r"\('sample', 1, True\) failed twice: internal compiler error"):
+    with pytest.raises(EngineDeadError, match=r"\('sample_full', 1\) failed twice: internal compiler error"):
         llm.generate(ids([1, 2]), SamplingParams(logprobs=1, max_tokens=2))

@@ -1,6 +1,7 @@
 """What the host packs, the device unpacks; and no shape but those of the ladder exists."""
 
 from array import array
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.engine.device.packing import FROM_SLOT, NUM_STOP_IDS, AdmitLayout, StepLayout, pick_bucket, token_ladder
-from jaxllm.engine.device.state import empty_slots, install_rows
+from jaxllm.engine.device.executables import admit
+from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, SampleLayout, StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.device.state import NUM_STOP_IDS, SAMPLING_LAYOUT, empty_slots
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.plan import Chunk, NewBlock, Plan
@@ -97,12 +99,6 @@ def test_step_round_trip(tokens):
         assert f.slots.tolist() == [r.slot for r in plan.rows] + [MAX_NUM_SEQS] * pad_rows
         lens = [1] * num_decodes + [stop - start for _, _, start, stop in chunks]
         assert f.q_lens.tolist() == lens + [0] * pad_rows
-        samples = list(enumerate(decodes))
-        samples += [(num_decodes + i, slot) for i, (slot, tokens, _, stop) in enumerate(chunks) if stop == len(tokens)]
-        samples += [(decodes.index(parent), slot) for parent, slot in forks]
-        pad_samples = layout.seqs - len(samples)
-        assert f.sample_rows.tolist() == [row for row, _ in samples] + [0] * pad_samples
-        assert f.sample_slots.tolist() == [slot for _, slot in samples] + [MAX_NUM_SEQS] * pad_samples
         fed = [token for _, tokens, start, stop in chunks for token in tokens[start:stop]]
         assert f.tokens[: plan.num_tokens].tolist() == [FROM_SLOT] * num_decodes + fed
         assert f.tokens.shape == (tokens,) and f.new_blocks.shape == (3, layout.max_new_blocks)
@@ -112,11 +108,40 @@ def test_step_round_trip(tokens):
     check()
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+def test_samples_round_trip(tokens):
+    layout = StepLayout(tokens, MAX_NUM_SEQS, BLOCK_SIZE)
+
+    @quick
+    @given(contents=plan_contents(layout), is_altered=st.booleans())
+    def check(contents, is_altered):
+        decodes, chunks, _, forks = contents
+        decoding = {slot: make_request(slot) for slot in decodes}
+        plan = make_plan(
+            decoding.values(),
+            [(make_request(slot, tokens[:1], tokens[1:]), start, stop) for slot, tokens, start, stop in chunks],
+            forks=[(decoding[parent], make_request(slot)) for parent, slot in forks],
+        )
+        packed = SampleLayout(layout.seqs, MAX_NUM_SEQS).pack(plan, is_altered=is_altered)
+        f = SampleLayout(layout.seqs, MAX_NUM_SEQS).unpack(packed)
+        samples, end = list(enumerate(decodes)), len(decodes)
+        for slot, tokens, start, stop in chunks:
+            end += stop - start
+            samples += [(end - 1, slot)] * (stop == len(tokens))
+        samples += [(decodes.index(parent), slot) for parent, slot in forks]
+        padding = layout.seqs - len(samples)
+        assert f.tokens.tolist() == [token for token, _ in samples] + [0] * padding
+        assert f.slots.tolist() == [slot for _, slot in samples] + [MAX_NUM_SEQS] * padding
+        assert f.is_altered.tolist() == [is_altered] and packed.dtype == np.int32
+
+    check()
+
+
 def test_step_layout_sizes():
     layout = StepLayout(16, MAX_NUM_SEQS, BLOCK_SIZE)
     assert (layout.seqs, layout.max_new_blocks) == (6, 6 + 4)
     assert StepLayout(4, MAX_NUM_SEQS, BLOCK_SIZE).seqs == 4
-    assert layout.size == 3 + 4 * 6 + 16 + 3 * 10
+    assert layout.size == 3 + 2 * 6 + 16 + 3 * 10
 
 
 def test_step_unpacks_alike_on_the_device():
@@ -131,10 +156,9 @@ def test_step_unpacks_alike_on_the_device():
     [
         make_plan(chunks=[(make_request(0, range(9)), 0, 9)]),
         make_plan(decodes=[make_request(slot) for slot in range(5)]),
-        make_plan(decodes=[request := make_request(0)], forks=[(request, make_request(slot)) for slot in range(1, 5)]),
         make_plan(decodes=[make_request(0)], new_blocks=[NewBlock(0, i, i) for i in range(7)]),
     ],
-    ids=["tokens", "rows", "samples", "new_blocks"],
+    ids=["tokens", "rows", "new_blocks"],
 )
 def test_step_overflow_raises(plan):
     layout = StepLayout(8, 4, BLOCK_SIZE)
@@ -142,10 +166,19 @@ def test_step_overflow_raises(plan):
         layout.pack(plan)
 
 
+def test_too_many_samples_raise():
+    plan = make_plan(
+        decodes=[request := make_request(0)], forks=[(request, make_request(slot)) for slot in range(1, 5)]
+    )
+    with pytest.raises(ValueError, match="5 samples do not fit the bucket of 4"):
+        SampleLayout(4, MAX_NUM_SEQS).pack(plan)
+
+
 def test_each_pack_is_a_fresh_array():
-    step, admit = StepLayout(8, 4, BLOCK_SIZE), AdmitLayout(2, 4, BLOCKS_PER_SEQ)
     request = make_request()
-    for layout, argument in ((step, make_plan(decodes=[request])), (admit, [(request, 0)])):
+    plan, step = make_plan(decodes=[request]), StepLayout(8, 4, BLOCK_SIZE)
+    rows = AdmitLayout(2, 4, BLOCKS_PER_SEQ)
+    for layout, argument in ((step, plan), (SampleLayout(4, 4), plan), (rows, [(request, 0)])):
         first = layout.pack(argument)
         copy = first.copy()
         second = layout.pack(argument)
@@ -180,8 +213,8 @@ def test_admit_round_trip(given_rows):
     packed = layout.pack(rows)
     assert packed.dtype == np.int32 and packed.shape == (4, layout.size)
     assert layout.unpack(packed).slot[len(rows) :].tolist() == [MAX_NUM_SEQS] * (4 - len(rows))
-    before = empty_slots(MAX_NUM_SEQS, BLOCKS_PER_SEQ)
-    slots, sampling = jax.tree.map(np.asarray, install(*before, packed))
+    before = empty_slots(MAX_NUM_SEQS, BLOCKS_PER_SEQ), SAMPLING_LAYOUT.empty(MAX_NUM_SEQS)
+    slots, sampling = jax.tree.map(np.asarray, jax.jit(partial(admit, layout=layout))(*before, packed))
     untouched = np.arange(MAX_NUM_SEQS - len(rows))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves((slots, sampling)), strict=True):
         assert old.dtype == new.dtype
@@ -203,15 +236,10 @@ def test_admit_round_trip(given_rows):
         assert sampling.stop_ids[at].tolist() == sorted(request.stop_ids) + no_ids
 
 
-@jax.jit
-def install(slots, sampling, packed):
-    return install_rows(slots, sampling, AdmitLayout(4, MAX_NUM_SEQS, BLOCKS_PER_SEQ).unpack(packed))
-
-
 def test_min_tokens_beyond_all_lengths_masks_to_the_end():
     request = make_request(min_tokens=INT32_MAX)
     layout = AdmitLayout(1, MAX_NUM_SEQS, BLOCKS_PER_SEQ)
-    assert layout.unpack(layout.pack([(request, 0)])).min_len[0] >= request.max_total_len
+    assert layout.unpack(layout.pack([(request, 0)])).sampling.min_len[0] >= request.max_total_len
 
 
 @pytest.mark.parametrize("too_much", [{"blocks": range(BLOCKS_PER_SEQ + 1)}, {"stop_ids": range(NUM_STOP_IDS + 1)}])

@@ -1,6 +1,7 @@
 """The samplers against numpy in float64, exact probabilities, and their own answers beside other neighbours."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.engine.device.executables import sample_step
-from jaxllm.engine.device.packing import NUM_STOP_IDS
+from jaxllm.engine.device.executables import sample_full_step
+from jaxllm.engine.device.packing import SampleLayout
 from jaxllm.engine.device.sampler import sample, sample_full
-from jaxllm.engine.device.state import SamplingTable, empty_penalties
+from jaxllm.engine.device.state import NUM_STOP_IDS, SamplingTable, rules_layout
 from jaxllm.engine.schedule.plan import NOT_FINITE
 from jaxllm.pallas_kernels.sampling.reference import threshold
 
@@ -26,7 +27,8 @@ GREEDY = {
     "min_p": 0.0,
     "min_len": 0,
     "stop_ids": (),
-    "alters_logits": 0,
+    "prompt_len": 0,
+    "has_rules": 0,
     "wants_logprobs": 0,
     "is_beam": 0,
     "repetition_penalty": 1.0,
@@ -37,12 +39,12 @@ GREEDY = {
 
 @jax.jit
 def full_tokens(logits, slots, lengths, table):
-    return sample_full(logits, slots, lengths, table, empty_penalties(SLOTS, VOCAB))[0]
+    return sample_full(logits, slots, lengths, table, rules_layout(VOCAB).empty(SLOTS))[0]
 
 
 SAMPLERS = {"plain": jax.jit(sample), "full": full_tokens}
 both = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
-INTS = ("sample_index", "top_k", "min_len", "alters_logits", "wants_logprobs", "is_beam")
+INTS = ("sample_index", "top_k", "prompt_len", "min_len", "has_rules", "wants_logprobs", "is_beam")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 NORMAL = np.random.default_rng(0).normal(size=(SEQS, VOCAB)).astype(np.float32)
 
@@ -259,9 +261,12 @@ def test_row_that_is_not_finite_says_so_and_leaves_its_neighbours(sampler, tempe
 def test_only_rows_that_sample_write_the_slot_table():
     table = make_table([{}] * SLOTS)
     last_token = jnp.arange(100, 100 + SLOTS, dtype=jnp.int32)
-    sample_slots = jnp.asarray([4, SLOTS, 1, SLOTS], jnp.int32)
-    logits, lengths = jnp.asarray(NORMAL), jnp.zeros_like(last_token)
-    slots, tokens = jax.jit(sample_step)(last_token, lengths, table, logits, sample_slots)
+    layout = SampleLayout(SEQS, SLOTS)
+    packed = jnp.asarray([0, 1, 2, 3, 4, SLOTS, 1, SLOTS, 0], jnp.int32)
+    logits, lengths, rules = jnp.asarray(NORMAL), jnp.zeros_like(last_token), rules_layout(VOCAB).empty(SLOTS)
+    run = jax.jit(partial(sample_full_step, layout=layout))
+    slots, rows, _ = run(last_token, lengths, table, rules, logits, logits, packed)
+    tokens = rows[:, 0]
     best = np.argmax(NORMAL, axis=1)
     assert tokens.tolist() == best.tolist()
     assert slots.tolist() == [100, best[2], 102, 103, best[0], 105]

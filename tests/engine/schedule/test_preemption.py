@@ -60,7 +60,7 @@ def small(shared_small):
     yield shared_small
     shared_small.engine.config, preemption.max_host_blocks = config, max_host_blocks
     drain(shared_small)
-    assert shared_small.stats().blocks_on_host == 0 == shared_small.engine.runner._moves.num_kept
+    assert shared_small.stats().blocks_on_host == 0 == shared_small.engine.runner.executor.moves.num_kept
     clean(shared_small)
 
 
@@ -248,7 +248,7 @@ def test_abort_of_what_is_swapped_out(small, llm, name):
     for _ in range(2):  # beams run in every other step
         done |= {out.request_id: out for out in small.engine.step()}
     kept = {r.group.host_copy for r in small.engine.scheduler.waiting.sequences()} - {None}
-    assert small.engine.runner._moves.num_kept == len(kept)
+    assert small.engine.runner.executor.moves.num_kept == len(kept)
     done |= run(small)
     survivors = {request_id: out for request_id, out in done.items() if request_id not in swapped}
     for request_id, out in survivors.items():
@@ -280,7 +280,7 @@ def test_a_failed_step_while_something_is_swapped_out(small, llm, monkeypatch, n
         calls = fail_once(small, 1, patch, after=after)
         while not calls:  # beams make a row in every other step
             done |= {out.request_id: out for out in small.engine.step()}
-    assert small.stats().blocks_on_host == 0 == small.engine.runner._moves.num_kept
+    assert small.stats().blocks_on_host == 0 == small.engine.runner.executor.moves.num_kept
     done |= run(small)
     assert_same(llm, WORKLOADS[name], done)
 
@@ -289,7 +289,7 @@ def test_new_parameters_while_something_is_swapped_out(small, llm):
     """What comes back is of the old ones, and must not be found by others."""
     prefer(small, "swap")
     runner = small.engine.runner
-    old = jax.tree.unflatten(jax.tree.structure(runner.abstract_params), runner._leaves)
+    old = jax.tree.unflatten(jax.tree.structure(runner.executor.abstract_params), runner.executor.leaves)
     add(small, WORKLOADS["greedy"])
     until_swapped(small)
     small.update_params(nnx.state(Tiny(seed=1).model, nnx.Param))

@@ -1,4 +1,4 @@
-"""The full sampler's bias, penalties, masks and log-probabilities against numpy, and the rows it needs for them."""
+"""Bias, penalties, masks and log-probabilities against numpy, and the rows and the history that they come from."""
 
 from functools import partial
 
@@ -11,21 +11,22 @@ from hypothesis import strategies as st
 
 from jaxllm.engine.beam.candidates import read_candidates
 from jaxllm.engine.beam.group import BeamSearchGroup
+from jaxllm.engine.device.logit_rules import CHUNK, alter
 from jaxllm.engine.device.logprobs import logprob_rows
-from jaxllm.engine.device.packing import BAD_WORD_LEN, PENALTY_IDS, AdmitLayout, PenaltyLayout
+from jaxllm.engine.device.packing import AdmitLayout
 from jaxllm.engine.device.sampler import sample_full
-from jaxllm.engine.device.state import empty_penalties, empty_slots, install_penalties, install_rows
+from jaxllm.engine.device.state import SAMPLING_LAYOUT, Slots, rules_layout
 from jaxllm.engine.logprobs import LEAST, pack_logprobs, to_logprobs
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.engine.schedule.sequence import Sequence
-from jaxllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from jaxllm.grammar.matcher import mask_words
+from jaxllm.sampling_params import BAD_WORD_LEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
-SLOTS, VOCAB, DRAWS = 5, 24, 4000
-EXTRAS, ADMIT = PenaltyLayout(VOCAB), AdmitLayout(SLOTS, SLOTS, 1)
+SLOTS, VOCAB, DRAWS, BLOCK_SIZE = 5, 24, 4000, 4
+RULES, ADMIT = rules_layout(VOCAB), AdmitLayout(SLOTS, SLOTS, 1)
 quick = settings(max_examples=50, deadline=None)
-put = jax.jit(lambda extras, packed: install_penalties(extras, EXTRAS.unpack(packed)))
-admit = jax.jit(lambda slots, table, packed: install_rows(slots, table, ADMIT.unpack(packed)))
-run = jax.jit(sample_full)
+run_alter, run_full = jax.jit(alter), jax.jit(sample_full)
+everything = np.full((1, mask_words(VOCAB)), -1, np.int32)
 
 
 def make_request(slot, prompt=(1,), output=(), bad_words=(), **params):
@@ -43,24 +44,44 @@ def make_request(slot, prompt=(1,), output=(), bad_words=(), **params):
     )
 
 
-def install(requests, extras=None):
-    """The tables after the requests were admitted, over rows full of rubbish."""
-    if extras is None:
-        rng, empty = np.random.default_rng(1), empty_penalties(SLOTS, VOCAB)
-        extras = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 9, x.shape), x.dtype), empty)
+def install(requests, blocks_per_seq=16):
+    """Slots, tables and the history of the requests' tokens, over rows and blocks full of rubbish."""
+    rng = np.random.default_rng(1)
+
+    def rubbish(tables):
+        return jax.tree.map(lambda x: np.asarray(rng.integers(0, 9, x.shape)).astype(x.dtype), tables)
+
+    history = rng.integers(0, VOCAB, (SLOTS * blocks_per_seq, BLOCK_SIZE), np.int32)
+    blocks = rng.permutation(len(history)).astype(np.int32).reshape(SLOTS, blocks_per_seq)
+    lengths = np.zeros(SLOTS, np.int32)
+    table, rules = rubbish(SAMPLING_LAYOUT.empty(SLOTS)), rubbish(RULES.empty(SLOTS))
     for request in requests:
-        for packed in EXTRAS.pack(request) if request.needs_penalties else []:
-            extras = put(extras, packed)
-    slots, table = admit(*empty_slots(SLOTS, 1), ADMIT.pack([(request, 0) for request in requests]))
-    return slots.length, table, extras
+        known = request.prompt_token_ids + request.output_token_ids
+        lengths[request.slot] = len(known)
+        for position, token in enumerate(known):
+            history[blocks[request.slot, position // BLOCK_SIZE], position % BLOCK_SIZE] = token
+        for layout, into in ((SAMPLING_LAYOUT, table), (RULES, rules)):
+            if layout is SAMPLING_LAYOUT or request.params.has_rules:
+                row = layout.unpack(jnp.asarray(layout.pack(request))[None])
+                for column, values in zip(into, row, strict=True):
+                    column[request.slot] = values[0]
+    slots = Slots(blocks, lengths, np.zeros(SLOTS, np.int32))
+    return jax.tree.map(jnp.asarray, (slots, table, rules, history))
 
 
-def step(logits, requests, extras=None, lengths=None):
-    """Tokens, extras, logprob rows and beams' candidates of one draw, a row for each request."""
-    base, table, extras = install(requests, extras)
-    base = base if lengths is None else jnp.asarray(lengths, jnp.int32)
+def altered(logits, requests, blocks_per_seq=16):
+    """The logits after what the requests ask for, a row for each, and the tables."""
+    slots, table, rules, history = install(requests, blocks_per_seq)
     rows = jnp.asarray([r.slot for r in requests], jnp.int32)
-    return run(jnp.asarray(logits, jnp.float32), rows, base, table, extras)
+    masks = everything.repeat(len(requests), axis=0)
+    return run_alter(jnp.asarray(logits, jnp.float32), masks, rows, slots, table, rules, history), slots, table, rules
+
+
+def step(logits, requests):
+    """Tokens, logprob rows and beams' candidates of one draw, a row for each request."""
+    after, slots, table, rules = altered(logits, requests)
+    rows = jnp.asarray([r.slot for r in requests], jnp.int32)
+    return run_full(jnp.asarray(logits, jnp.float32), rows, slots.length, table, rules, altered=after)
 
 
 def altered_by_numpy(logits, request):
@@ -109,7 +130,7 @@ def test_greedy_token_is_the_best_after_bias_masks_and_penalties(given_requests,
             fields["bad_words"][0] = fields["bad_words"][0][-1:]
     made = [make_request(slot, **fields) for slot, fields in zip(slots, given_requests, strict=False)]
     logits = np.random.default_rng(seed).normal(size=(3, VOCAB)).astype(np.float32) * 3
-    chosen, _, _, _ = step(logits, made)
+    chosen, _, _ = step(logits, made)
     for row, request, token in zip(logits, made, chosen.tolist(), strict=True):
         want = altered_by_numpy(row, request)
         assert (token == NO_TOKEN) == bool(np.isneginf(want).all())
@@ -124,7 +145,7 @@ def test_candidates_of_a_beam_are_the_best_after_bias_masks_and_penalties(fields
     sample, beam = make_request(0, temperature=0.0), make_request(3, beam_width=2, **fields)
     BeamSearchGroup([beam, make_request(4, beam_width=2)])
     logits = np.random.default_rng(seed).normal(size=(2, VOCAB)).astype(np.float32) * 3
-    chosen, _, _, rows = step(logits, [sample, beam])
+    chosen, _, rows = step(logits, [sample, beam])
     assert chosen[0] == logits[0].argmax()
     exact = logits[1].astype(np.float64)
     exact = exact - np.log(np.exp(exact).sum())
@@ -140,12 +161,14 @@ def test_rows_that_ask_for_nothing_are_not_altered():
     logits = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32)
     plain = make_request(3, temperature=0.0)
     biased = make_request(1, temperature=0.0, logit_bias={5: 100.0})
-    chosen, _, _, _ = step(logits, [plain, biased])
+    after, *_ = altered(logits, [plain, biased])
+    np.testing.assert_array_equal(after[0], logits[0])
+    chosen, _, _ = step(logits, [plain, biased])
     assert chosen.tolist() == [logits[0].argmax(), 5]
 
 
 def test_each_token_counts_from_then_on():
-    """Twelve draws of one request: the extras on the device say at each what the host would."""
+    """Twelve draws of one request: what the device makes of its history is at each what the host would."""
     request = make_request(
         2,
         prompt=[4, 4, 7],
@@ -157,38 +180,51 @@ def test_each_token_counts_from_then_on():
         bad_words=[[3, 5], [5, 5, 5], [11]],
     )
     logits = np.random.default_rng(3).normal(size=(1, VOCAB)).astype(np.float32)
-    length, table, extras = install([request])
-    for i in range(12):
-        chosen, extras, _, _ = run(jnp.asarray(logits), jnp.asarray([2], jnp.int32), length + i, table, extras)
+    for _ in range(12):
+        chosen, _, _ = step(logits, [request])
         want = altered_by_numpy(logits[0], request)
         assert want[int(chosen[0])] > want.max() - 1e-4
         request.output_token_ids.append(int(chosen[0]))
     assert len(set(request.output_token_ids)) > 4
 
 
-def test_padding_and_rows_without_a_token_change_no_extras():
+def test_a_long_history_is_counted_to_its_end():
+    """Beside a short one, and one that does not count."""
+    rng = np.random.default_rng(5)
+    long = make_request(0, prompt=rng.integers(0, 9, 2 * CHUNK).tolist(), output=[17, 17, 3], frequency_penalty=0.5)
+    short = make_request(1, prompt=[1], output=[2], repetition_penalty=3.0, presence_penalty=1.0)
+    other = make_request(2, prompt=rng.integers(0, 9, 3 * CHUNK).tolist())
+    logits = rng.normal(size=(3, VOCAB)).astype(np.float32)
+    after, *_ = altered(logits, [long, short, other], blocks_per_seq=3 * CHUNK // BLOCK_SIZE + 1)
+    for row, request in enumerate((long, short, other)):
+        np.testing.assert_allclose(after[row], altered_by_numpy(logits[row], request), atol=1e-5)
+
+
+def test_masks_of_grammars_and_of_a_request_both_count():
+    request = make_request(3, allowed_token_ids=[1, 4, 9])
+    slots, table, rules, history = install([request])
+    masks = np.array([[1 << 4 | 1 << 9 | 1 << 20]], np.int32)
+    logits = jnp.zeros((1, VOCAB))
+    after = run_alter(logits, masks, jnp.asarray([3], jnp.int32), slots, table, rules, history)
+    assert np.flatnonzero(np.isfinite(after[0])).tolist() == [4, 9]
+
+
+def test_padding_gives_no_error():
     request = make_request(1, frequency_penalty=1.0)
-    length, table, extras = install([request])
-    bad = jnp.full((2, VOCAB), jnp.nan)
-    chosen, after, _, _ = run(bad, jnp.asarray([1, SLOTS], jnp.int32), length, table, extras)
+    slots, table, rules, history = install([request])
+    rows, bad = jnp.asarray([1, SLOTS], jnp.int32), jnp.full((2, VOCAB), jnp.nan)
+    after = run_alter(bad, everything.repeat(2, axis=0), rows, slots, table, rules, history)
+    chosen, _, _ = run_full(bad, rows, slots.length, table, rules, altered=after)
     assert chosen.tolist()[0] == NOT_FINITE
-    for old, new in zip(extras, after, strict=True):
-        np.testing.assert_array_equal(old, new)
 
 
-def test_long_lists_take_several_parts():
-    vocab = 3 * PENALTY_IDS
-    layout = PenaltyLayout(vocab)
-    allowed = list(range(1, vocab, 2))
-    request = make_request(0, prompt=range(0, vocab, 3), allowed_token_ids=allowed, repetition_penalty=2.0)
-    parts = layout.pack(request)
-    assert len(parts) == -(-len(set(allowed) | set(range(0, vocab, 3))) // PENALTY_IDS) > 1
-    extras = empty_penalties(2, vocab)
-    for packed in parts:
-        extras = jax.jit(lambda e, p: install_penalties(e, layout.unpack(p)))(extras, packed)
-    assert np.isneginf(extras.bias[0]).nonzero()[0].tolist() == list(range(0, vocab, 2))
-    assert extras.in_prompt[0].nonzero()[0].tolist() == list(range(0, vocab, 3))
-    assert not extras.bias[1].any() and not extras.in_prompt[1].any()
+def test_as_many_biases_as_there_is_room_for():
+    layout = rules_layout(2 * MAX_LOGIT_BIAS)
+    most = {i: 0.5 for i in range(MAX_LOGIT_BIAS)}
+    row = layout.unpack(jnp.asarray(layout.pack(make_request(0, logit_bias=most)))[None])
+    assert row.bias_ids[0].tolist() == list(most) and row.bias[0].tolist() == list(most.values())
+    with pytest.raises(ValueError, match="logit_bias has 1025 tokens; at most 1024"):
+        make_request(0, logit_bias=most | {MAX_LOGIT_BIAS: 1.0})
 
 
 @pytest.mark.parametrize(
@@ -207,9 +243,8 @@ def test_draws_follow_the_altered_distribution(params):
     logits = np.full(VOCAB, -30.0)
     logits[:8] = [1.0, 0.5, 0.5, 0.0, -0.5, -1.0, -2.0, 0.2]
     request = make_request(0, prompt=[0, 3], output=[1, 1, 4], **params)
-    length, table, extras = install([request])
-    rows = jnp.asarray([logits], jnp.float32)
-    draw = partial(draw_at, logits=rows, length=length, table=table, extras=extras)
+    after, slots, table, rules = altered(logits[None], [request])
+    draw = partial(draw_at, logits=after, length=slots.length, table=table, rules=rules)
     drawn = np.asarray(jax.jit(jax.vmap(draw))(jnp.arange(DRAWS, dtype=jnp.int32)))
     scaled = altered_by_numpy(logits, request) / params.get("temperature", 1.0)
     if params.get("top_k"):
@@ -222,9 +257,10 @@ def test_draws_follow_the_altered_distribution(params):
     assert ((counts - expected)[likely] ** 2 / expected[likely]).sum() < 40  # chi-squared, at most 7 degrees
 
 
-def draw_at(position, *, logits, length, table, extras):
+def draw_at(position, *, logits, length, table, rules):
     """The token at a position, which is part of the draw's key."""
-    return sample_full(logits, jnp.zeros(1, jnp.int32), length + position, table, extras)[0][0]
+    slot = jnp.zeros(1, jnp.int32)
+    return sample_full(logits, slot, length + position, table, rules, altered=logits)[0][0]
 
 
 def test_logprobs_are_the_true_top_of_the_unaltered_distribution():
@@ -232,7 +268,7 @@ def test_logprobs_are_the_true_top_of_the_unaltered_distribution():
     watching = make_request(0, logprob_token_ids=[3, 20], temperature=0.0)
     penalized = make_request(1, logprobs=5, temperature=0.0, allowed_token_ids=[7])
     plain = make_request(2, logprobs=0, temperature=0.7)
-    chosen, _, rows, candidates = step(logits, [watching, penalized, plain])
+    chosen, rows, candidates = step(logits, [watching, penalized, plain])
     exact = logits.astype(np.float64)
     exact = exact - np.log(np.exp(exact).sum(axis=1, keepdims=True))
     assert not candidates.any(), "there are no beams"

@@ -1,0 +1,142 @@
+"""From plans to commands. Of the device's side it alone reads sequences; what it makes are host arrays."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device.block_moves import encode_moves
+from jaxllm.engine.device.commands import Command
+from jaxllm.engine.device.packing import ADMIT_SIZES, AdmitLayout, SampleLayout, StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.device.state import rules_layout
+from jaxllm.engine.schedule import sequence as schedule
+from jaxllm.engine.schedule.plan import Plan
+from jaxllm.grammar.matcher import mask_words
+
+
+class PromptLogprobSpan(NamedTuple):
+    """Prompt tokens `start` to `stop` of a sequence, whose log-probabilities are wanted."""
+
+    sequence: schedule.Sequence
+    epoch: int  # of the sequence
+    start: int
+    stop: int
+    at: int  # among the step's tokens, of the one before the first
+
+
+class Buckets(NamedTuple):
+    """Sizes that steps may be padded to, ascending."""
+
+    tokens: tuple[int, ...]
+    samples: tuple[int, ...]
+
+
+class Encoder:
+    """Encodes plans for executables of these sizes. `ready` tells whether one is compiled, by its name."""
+
+    def __init__(self, config: EngineConfig, vocab: int, ready: Callable[[Hashable], bool]):
+        self.config, self._ready = config, ready
+        self.all = Buckets(token_ladder(config.max_num_batched_tokens), token_ladder(config.max_num_seqs))
+        self._steps = {n: StepLayout(n, config.max_num_seqs, config.block_size) for n in self.all.tokens}
+        self._samples = {n: SampleLayout(n, config.max_num_seqs) for n in self.all.samples}
+        self._admits = {n: AdmitLayout(n, config.max_num_seqs, config.blocks_per_seq) for n in ADMIT_SIZES}
+        self._rules, self._mask_words = rules_layout(vocab), mask_words(vocab)
+
+    def names(self, tokens: int, *, full: bool) -> list[Hashable]:
+        """The executables of a step of this bucket, whatever it samples."""
+        samples = pick_bucket(self.all.samples, self._most_samples(tokens))
+        return [("step", tokens), *self.sampler_names(samples, full=full)]
+
+    def _most_samples(self, tokens: int) -> int:
+        return min(tokens, self.config.max_num_seqs)
+
+    def sampler_names(self, samples: int, *, full: bool) -> list[Hashable]:
+        """The executables that sample in a bucket. Some steps have nobody who needs the full sampler, even if some
+        request does."""
+        names: list[Hashable] = [("sample", samples)]
+        return names + ["rules", ("logits", samples), ("alter", samples), ("sample_full", samples)] * full
+
+    def usable(self, *, full: bool) -> Buckets:
+        """The buckets that have all their executables, those of the full sampler among them if a request needs it."""
+        samples = [n for n in self.all.samples if self._are_ready(self.sampler_names(n, full=full))]
+        tokens = [
+            n for n in self.all.tokens if self._ready(("step", n)) and self._most_samples(n) <= max(samples, default=0)
+        ]
+        return Buckets(tuple(tokens), tuple(samples))
+
+    def _are_ready(self, names: Sequence[Hashable]) -> bool:
+        return all(map(self._ready, names))
+
+    def empty_masks(self, plan: Plan, buckets: Buckets) -> np.ndarray:
+        """A fresh int32 [samples, words] for the masks of the step's samples, one bit a token; they allow everything so
+        far."""
+        return np.full((pick_bucket(buckets.samples, plan.num_samples), self._mask_words), -1, np.int32)
+
+    def encode_forward(self, plan: Plan, buckets: Buckets) -> list[Command]:
+        """All but the sampling, in the smallest of the `buckets` that holds it. Decode rows take their tokens from the
+        slots, into which the sampling of the step before puts them."""
+        config = self.config
+        commands = encode_moves(plan, config.num_blocks, config.max_num_seqs) + self._admit(plan)
+        if plan.num_tokens:
+            tokens = pick_bucket(buckets.tokens, plan.num_tokens)
+            commands.append(Command(("step", tokens), (self._steps[tokens].pack(plan),)))
+        return commands
+
+    def encode_sample(self, plan: Plan, buckets: Buckets, masks: np.ndarray | None = None) -> list[Command]:
+        """The sampling. `masks` are of `empty_masks`, if some samples follow a grammar, and are not written any more.
+
+        Of its results, the last one or two are the samples': `[samples]` tokens; or `[samples, width]`, with their
+        log-probabilities, and the beams' candidates. Those before are of `spans`, in their order.
+        """
+        commands = self._prompt_logprobs(spans_of(plan))
+        if not plan.num_samples:
+            return commands
+        samples = pick_bucket(buckets.samples, plan.num_samples)
+        alters = masks is not None or plan.full_sampler and any(one.params.alters_logits for one in plan.samples)
+        packed = self._samples[samples].pack(plan, is_altered=alters)
+        if not plan.full_sampler:
+            return [*commands, Command(("sample", samples), (packed,))]
+        commands.append(Command(("logits", samples), (packed,)))
+        if alters:
+            masks = self.empty_masks(plan, buckets) if masks is None else masks
+            commands.append(Command(("alter", samples), (masks, packed)))
+        return [*commands, Command(("sample_full", samples), (packed,))]
+
+    def _prompt_logprobs(self, spans: Sequence[PromptLogprobSpan]) -> list[Command]:
+        """From the hidden states of the step just dispatched, `max_num_seqs` tokens at a time."""
+        if not spans:
+            return []
+        size = self.config.max_num_seqs
+        after = np.concatenate([np.arange(span.at, span.at + span.stop - span.start) for span in spans])
+        tokens = np.concatenate([span.sequence.prompt_token_ids[span.start : span.stop] for span in spans])
+        commands = []
+        for i in range(0, len(after), size):
+            packed = np.zeros((2, size), np.int32)
+            packed[:, : len(after) - i] = after[i : i + size], tokens[i : i + size]
+            commands.append(Command("prompt_logprobs", (packed,)))
+        return commands
+
+    def _admit(self, plan: Plan) -> list[Command]:
+        size = ADMIT_SIZES[0]
+        if len(plan.admitted) > 1 and self._ready(("admit", ADMIT_SIZES[-1])):
+            size = ADMIT_SIZES[-1]
+        rows = [plan.admitted[at : at + size] for at in range(0, len(plan.admitted), size)]
+        commands = [Command(("admit", size), (self._admits[size].pack(part),)) for part in rows]
+        for sequence in plan.rules:
+            packed = np.concatenate([[sequence.slot], self._rules.pack(sequence)]).astype(np.int32)
+            commands.append(Command("rules", (packed[None],)))
+        return commands
+
+
+def spans_of(plan: Plan) -> list[PromptLogprobSpan]:
+    """The prompt tokens that the step's hidden states predict, of sequences that want to know and don't yet."""
+    spans, at = [], len(plan.decodes)
+    for sequence, start, stop, _ in plan.chunks:
+        if sequence.wants_prompt_logprobs:
+            first = max(start, len(sequence.prompt_logprobs)) + 1
+            last = min(stop + 1, len(sequence.prompt_token_ids))
+            if first < last:
+                spans.append(PromptLogprobSpan(sequence, sequence.epoch, first, last, at + first - 1 - start))
+        at += stop - start
+    return spans

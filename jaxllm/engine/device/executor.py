@@ -1,0 +1,183 @@
+"""Applies commands: owns parameters, state and executables, and knows no sequence."""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device import memory
+from jaxllm.engine.device.block_moves import SWAP_SIZES, BlockMoves, host_bytes, measure_bandwidth
+from jaxllm.engine.device.commands import Command
+from jaxllm.engine.device.compile_plan import CompilePlan
+from jaxllm.engine.device.executables import ModelShape
+from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.state import DeviceState
+from jaxllm.models.transformer import Params
+from jaxllm.pallas_kernels.native import huge_pages
+
+log = logging.getLogger(__name__)
+
+
+class Executor:
+    """Runs on `mesh`. Compiling starts at once; `set_params` and the command "init" must come before the others."""
+
+    def __init__(self, model_shape: ModelShape, config: EngineConfig, mesh: Mesh):
+        self.mesh = mesh
+        self.abstract_params = jax.tree.unflatten(model_shape.treedef, model_shape.leaves)
+        lowering = Lowering(model_shape, config, mesh)
+        self.temp_bound = memory.step_bytes(model_shape, config, mesh)
+        check = partial(_check_memory, ("step", config.max_num_batched_tokens), self.temp_bound)
+        self.compile_plan = CompilePlan(lowering.jobs(), check)
+        self.block_bytes = host_bytes(lowering.state().pools)  # of a block in host memory
+        self.moves = BlockMoves(self._executable)
+        self.leaves: list[Array] = []
+        self.state: DeviceState | None = None
+        self._head_indices, self._head = model_shape.head_indices, []
+        self._num_blocks = config.num_blocks
+        self._logits: Array | None = None  # of the step's samples
+        self._altered: Array | None = None
+
+    def set_params(self, params: Params) -> None:
+        """Uses `params`, which lie where the executables want them, from the next step on. ValueError for a dtype
+        other than that of the parameters before."""
+        want = jax.tree_util.tree_leaves_with_path(self.abstract_params)
+        leaves = jax.tree.leaves(params)
+        for (path, expected), leaf in zip(want, leaves, strict=True):
+            if leaf.dtype != expected.dtype:
+                name = jax.tree_util.keystr(path)
+                raise ValueError(f"parameter {name} is {leaf.dtype}, the engine's is {expected.dtype}; cast it first")
+        self.leaves, self._head = leaves, [leaves[i] for i in self._head_indices]
+        huge_pages.collapse_soon(leaves)
+
+    def lacks_params(self) -> bool:
+        """Whether someone has deleted or donated arrays of the parameters."""
+        return any(leaf.is_deleted() for leaf in self.leaves)
+
+    def apply(self, commands: Sequence[Command]) -> list[Array]:
+        """Puts the commands on the device's queue, in their order, and awaits nothing but room for blocks that are
+        swapped, and executables for them. Returns what they compute for the host, still on its way."""
+        results: list[Array] = []
+        for command in commands:
+            kind = command.name if isinstance(command.name, str) else command.name[0]
+            results += _KINDS[kind](self, command) or ()
+        return results
+
+    def settle(self) -> None:
+        """After a step was collected."""
+        self.moves.settle()
+
+    def measure_bandwidth(self) -> float | None:
+        """Bytes a second to host memory and back; None until what it runs is compiled."""
+        if not all(self.compile_plan.ready((name, SWAP_SIZES[-1])) for name in ("swap_out", "swap_in")):
+            return None
+        size, state = SWAP_SIZES[-1], self._live
+        ids = np.arange(size, dtype=np.int32)
+        ids[self._num_blocks :] += self._num_blocks  # past the pool
+        pools, bandwidth = measure_bandwidth(state.pools, self._executable, ids)
+        self._set_pools(pools)
+        return bandwidth
+
+    def close(self) -> None:
+        """Stops compiling and lets go of the device's memory."""
+        self.compile_plan.close()
+        self.state, self.leaves, self._head, self._logits, self._altered = None, [], [], None, None
+        self.moves.clear()
+
+    @property
+    def _live(self) -> DeviceState:
+        """The state, of which there is one from the first "init" to `close`."""
+        assert self.state is not None
+        return self.state
+
+    def _executable(self, name: Hashable) -> Callable:
+        self.compile_plan.wait([name])
+        return self.compile_plan[name]
+
+    def _set_pools(self, pools: Sequence[Array]) -> None:
+        self.state = self._live._replace(kv_pools=list(pools[:-1]), history=pools[-1])
+
+    def _init(self, command: Command) -> None:
+        self.state = self._logits = self._altered = None  # free the old pool first
+        self.moves.clear()
+        self.state = self.compile_plan["init"]()
+
+    def _move(self, command: Command) -> None:
+        self._set_pools(self.moves.apply(self._live.pools, command))
+
+    def _admit(self, command: Command) -> None:
+        state = self._live
+        slots, sampling = self.compile_plan[command.name](state.slots, state.sampling, *command.arrays)
+        self.state = state._replace(slots=slots, sampling=sampling)
+
+    def _install_rules(self, command: Command) -> None:
+        rules = self.compile_plan[command.name](self._live.rules, *command.arrays)
+        self.state = self._live._replace(rules=rules)
+
+    def _step(self, command: Command) -> list[Array]:
+        pools, history, slots, _, _, hidden = self._live
+        pools, history, slots, hidden, done = self.compile_plan[command.name](
+            self.leaves, pools, history, slots, hidden, *command.arrays
+        )
+        self.state = self._live._replace(kv_pools=pools, history=history, slots=slots, hidden=hidden)
+        return [done]
+
+    def _prompt_logprobs(self, command: Command) -> list[Array]:
+        return [self._executable(command.name)(self._head, self._live.hidden, *command.arrays)]
+
+    def _sample(self, command: Command) -> list[Array]:
+        _, _, slots, sampling, _, hidden = self._live
+        draw = self.compile_plan[command.name]
+        last_token, tokens = draw(self._head, hidden, slots.last_token, slots.length, sampling, *command.arrays)
+        self.state = self._live._replace(slots=slots._replace(last_token=last_token))
+        return [tokens]
+
+    def _make_logits(self, command: Command) -> None:
+        self._logits = self.compile_plan[command.name](self._head, self._live.hidden, *command.arrays)
+        self._altered = self._logits
+
+    def _alter(self, command: Command) -> None:
+        _, history, slots, sampling, rules, _ = self._live
+        alter = self.compile_plan[command.name]
+        self._altered = alter(self._logits, *command.arrays, slots, sampling, rules, history)
+
+    def _sample_full(self, command: Command) -> list[Array]:
+        _, _, slots, sampling, rules, _ = self._live
+        logits, altered, self._logits, self._altered = self._logits, self._altered, None, None
+        last_token, rows, candidates = self.compile_plan[command.name](
+            slots.last_token, slots.length, sampling, rules, logits, altered, *command.arrays
+        )
+        self.state = self._live._replace(slots=slots._replace(last_token=last_token))
+        return [rows, candidates]
+
+
+_KINDS: dict[str, Callable[[Executor, Command], list[Array] | None]] = {
+    "init": Executor._init,
+    **dict.fromkeys(("swap_out", "swap_in", "copy", "release"), Executor._move),
+    "admit": Executor._admit,
+    "rules": Executor._install_rules,
+    "step": Executor._step,
+    "prompt_logprobs": Executor._prompt_logprobs,
+    "sample": Executor._sample,
+    "logits": Executor._make_logits,
+    "alter": Executor._alter,
+    "sample_full": Executor._sample_full,
+}
+
+
+def _check_memory(largest: Hashable, bound: int, name: Hashable, compiled: jax.stages.Compiled) -> None:
+    """Compares the bound that sized the pool, in bytes, with what the compiler says the largest step takes."""
+    if name != largest:
+        return
+    analysis = compiled.memory_analysis()
+    if analysis is not None and analysis.temp_size_in_bytes > bound:
+        log.warning(
+            "the largest step takes %.2f GB of temporary memory, more than the %.2f GB left beside the KV pool; if it "
+            "runs out of memory, lower max_num_batched_tokens or num_blocks",
+            analysis.temp_size_in_bytes / 1e9,
+            bound / 1e9,
+        )

@@ -1,0 +1,169 @@
+"""Lowers every executable for an engine's shapes. The list is known before the start."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device import block_moves, executables
+from jaxllm.engine.device.columns import RowLayout
+from jaxllm.engine.device.executables import ModelShape
+from jaxllm.engine.device.packing import ADMIT_SIZES, AdmitLayout, SampleLayout, StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.device.state import (
+    SAMPLING_LAYOUT,
+    DeviceState,
+    LogitRules,
+    SamplingTable,
+    Slots,
+    empty_slots,
+    rules_layout,
+)
+from jaxllm.grammar.matcher import mask_words
+from jaxllm.pallas_kernels.dispatch import Placement
+from jaxllm.pallas_kernels.paged_attention import KV_AXES, kv_shape
+from jaxllm.sharding.mesh import platform_of
+from jaxllm.sharding.rules import replicated, sharding
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """Lowers each function for its shapes, with every argument's and result's sharding pinned."""
+
+    model_shape: ModelShape
+    config: EngineConfig
+    mesh: Mesh
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.mesh)
+
+    def jobs(self) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
+        """Name -> lowering of every executable: a step for each bucket of tokens, four for each bucket of samples, the
+        admits, three more, and those that move blocks.
+
+        Smallest first: the first four suffice to serve a request.
+        """
+        most, moves = self.config.max_num_seqs, block_moves.jobs(self.state().pools, self.config.max_num_seqs)
+        admits = {("admit", rows): partial(self.lower_admit, rows) for rows in ADMIT_SIZES}
+        jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {"init": self.lower_init}
+        jobs["admit", 1] = admits["admit", 1]
+        for tokens in token_ladder(self.config.max_num_batched_tokens):
+            jobs["step", tokens] = partial(self.lower_step, StepLayout(tokens, most, self.config.block_size))
+            jobs |= self._samplers(SampleLayout(pick_bucket(token_ladder(most), min(tokens, most)), most))
+            jobs |= {"rules": self.lower_rules, "prompt_logprobs": self.lower_prompt_logprobs} | admits
+            jobs |= {name: job for name, job in moves.items() if name[0] == "copy"}
+        return jobs | moves  # swaps last: until then, preempted sequences are recomputed
+
+    def _samplers(self, layout: SampleLayout) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
+        lowerings = {
+            "sample": self.lower_sample,
+            "logits": self.lower_logits,
+            "alter": self.lower_alter,
+            "sample_full": self.lower_sample_full,
+        }
+        return {(name, layout.samples): partial(lower, layout) for name, lower in lowerings.items()}
+
+    def state(self) -> DeviceState:
+        """The shapes of the state, with shardings."""
+        shape, config = self.model_shape, self.config
+        platform = platform_of(self.mesh)
+        pool = kv_shape(config.num_blocks, config.block_size, shape.kv_heads, shape.head_dim, platform=platform)
+        pool = self._like(pool, shape.dtype, KV_AXES)
+        history = self._ints(config.num_blocks, config.block_size)
+        return DeviceState([pool] * shape.num_layers, history, *self.small_state())
+
+    def small_state(self) -> tuple[Slots, SamplingTable, LogitRules, jax.ShapeDtypeStruct]:
+        """Shapes of the state that does not grow with the pool."""
+        shape, config = self.model_shape, self.config
+        tables = jax.eval_shape(self._empty_tables)
+        hidden = self._like((config.max_num_batched_tokens, *shape.hidden.shape), shape.hidden.dtype)
+        return *jax.tree.map(lambda x: self._like(x.shape, x.dtype), tables), hidden
+
+    def _empty_tables(self) -> tuple[Slots, SamplingTable, LogitRules]:
+        num_slots = self.config.max_num_seqs
+        slots = empty_slots(num_slots, self.config.blocks_per_seq)
+        return slots, SAMPLING_LAYOUT.empty(num_slots), self._rules.empty(num_slots)
+
+    @property
+    def _rules(self) -> RowLayout:
+        return rules_layout(self.model_shape.vocab)
+
+    def lower_init(self) -> jax.stages.Lowered:
+        state = self.state()
+
+        def init() -> DeviceState:
+            pools = [jnp.zeros(pool.shape, pool.dtype) for pool in state.kv_pools]
+            history = jnp.zeros(state.history.shape, jnp.int32)
+            return DeviceState(pools, history, *self._empty_tables(), jnp.zeros(state.hidden.shape, state.hidden.dtype))
+
+        return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)).lower()
+
+    def lower_step(self, layout: StepLayout) -> jax.stages.Lowered:
+        state = self.state()
+        fn = partial(executables.step, model_shape=self.model_shape, layout=layout, placement=self.placement)
+        written = state.kv_pools, state.history, state.slots, state.hidden
+        out = *jax.tree.map(lambda x: x.sharding, written), replicated(self.mesh)
+        jitted = jax.jit(fn, donate_argnums=(1, 2, 3, 4), out_shardings=out)
+        return jitted.lower(list(self.model_shape.leaves), *written, self._ints(layout.size))
+
+    def lower_sample(self, layout: SampleLayout) -> jax.stages.Lowered:
+        slots, sampling, _, hidden = self.small_state()
+        fn = partial(executables.sample_step, model_shape=self.model_shape, layout=layout, placement=self.placement)
+        jitted = jax.jit(fn, donate_argnums=2, out_shardings=(replicated(self.mesh),) * 2)
+        packed = self._ints(layout.size)
+        return jitted.lower(self.model_shape.head, hidden, slots.last_token, slots.length, sampling, packed)
+
+    def lower_logits(self, layout: SampleLayout) -> jax.stages.Lowered:
+        *_, hidden = self.small_state()
+        fn = partial(executables.logits_step, model_shape=self.model_shape, layout=layout, placement=self.placement)
+        jitted = jax.jit(fn, out_shardings=self._logits(layout).sharding)
+        return jitted.lower(self.model_shape.head, hidden, self._ints(layout.size))
+
+    def lower_alter(self, layout: SampleLayout) -> jax.stages.Lowered:
+        slots, sampling, rules, _ = self.small_state()
+        logits, masks = self._logits(layout), self._ints(layout.samples, mask_words(self.model_shape.vocab))
+        fn = partial(executables.alter_step, layout=layout, placement=self.placement)
+        jitted = jax.jit(fn, out_shardings=logits.sharding)
+        return jitted.lower(logits, masks, self._ints(layout.size), slots, sampling, rules, self.state().history)
+
+    def lower_sample_full(self, layout: SampleLayout) -> jax.stages.Lowered:
+        slots, sampling, rules, _ = self.small_state()
+        fn = partial(executables.sample_full_step, layout=layout, placement=self.placement)
+        jitted = jax.jit(fn, donate_argnums=0, out_shardings=(replicated(self.mesh),) * 3)
+        logits, packed = self._logits(layout), self._ints(layout.size)
+        return jitted.lower(slots.last_token, slots.length, sampling, rules, logits, logits, packed)
+
+    def lower_rules(self) -> jax.stages.Lowered:
+        _, _, rules, _ = self.small_state()
+        fn = partial(executables.install_rules, layout=self._rules)
+        jitted = jax.jit(fn, donate_argnums=0, out_shardings=replicated(self.mesh))
+        return jitted.lower(rules, self._ints(1, 1 + self._rules.size))
+
+    def lower_prompt_logprobs(self) -> jax.stages.Lowered:
+        *_, hidden = self.small_state()
+        fn = partial(executables.prompt_logprobs, model_shape=self.model_shape, placement=self.placement)
+        jitted = jax.jit(fn, out_shardings=replicated(self.mesh))
+        return jitted.lower(self.model_shape.head, hidden, self._ints(2, self.config.max_num_seqs))
+
+    def lower_admit(self, rows: int) -> jax.stages.Lowered:
+        layout = AdmitLayout(rows, self.config.max_num_seqs, self.config.blocks_per_seq)
+        slots, sampling, _, _ = self.small_state()
+        jitted = jax.jit(
+            partial(executables.admit, layout=layout), donate_argnums=(0, 1), out_shardings=replicated(self.mesh)
+        )
+        return jitted.lower(slots, sampling, self._ints(rows, layout.size))
+
+    def _like(self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] | None = None) -> jax.ShapeDtypeStruct:
+        place = replicated(self.mesh) if axes is None else sharding(axes, self.mesh)
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=place)
+
+    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self._like(shape, jnp.int32)
+
+    def _logits(self, layout: SampleLayout) -> jax.ShapeDtypeStruct:
+        return self._like((layout.samples, self.model_shape.vocab), jnp.float32, (None, "vocab"))
