@@ -46,7 +46,9 @@ def shape_of(mesh):
 
 def test_an_8b_model_on_one_and_on_four_devices():
     one, four = make_mesh(None), make_mesh("tensor=4")
-    assert memory.block_bytes(shape_of(one), 32, one) == 32 * 131072  # bytes a token: 2 x 32 layers x 8 x 128 x 2
+    assert memory.block_bytes(shape_of(one), 32, one) == 32 * (
+        131072 + 4
+    )  # bytes a token: 2 x 32 layers x 8 x 128 x 2, and its id
     assert memory.leaf_bytes(shape_of(one).leaves) == pytest.approx(16.06e9, rel=0.001)
     assert memory.leaf_bytes(shape_of(four).leaves) == pytest.approx(16.06e9 / 4, rel=0.001)
     blocks = blocks_of(H200, one)
@@ -129,7 +131,7 @@ def test_what_others_use_is_left_to_them_and_parameters_count_once():
 
 
 def test_a_context_that_does_not_fit_is_refused_if_asked_for_and_shortened_if_not(tiny, monkeypatch, caplog):
-    block = 8 * math.prod((2, 2, 16, 4)) * tiny.cfg.num_layers  # block_size 8, 2 KV heads, float32
+    block = 8 * math.prod((2, 2, 16, 4)) * tiny.cfg.num_layers + 8 * 4  # block_size 8, 2 KV heads, float32; ids
     monkeypatch.setattr(memory, "kv_budget", lambda *_, **__: 6 * block)
     sizes = dict(max_num_seqs=1, max_num_batched_tokens=1, block_size=8)
     with pytest.raises(OutOfMemoryError, match="max_model_len=96 tokens need .* GB more .* holds 48 tokens"):
