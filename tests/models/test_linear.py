@@ -123,7 +123,7 @@ def served(tiny, **options):
     with make_llm(tiny.model, max_num_seqs=4, max_num_batched_tokens=8, **options) as llm:
         for prompt, output in zip(PROMPTS, tokens(llm.generate(ids(*PROMPTS), greedy(8))), strict=True):
             tiny.assert_greedy(prompt, output)
-        assert {pool.dtype for pool in llm.engine.runner._state.kv_pools} == {jnp.dtype(jnp.float32)}
+        assert {pool.dtype for pool in llm.engine.runner.executor.state.kv_pools} == {jnp.dtype(jnp.float32)}
         clean(llm)
 
 
