@@ -84,7 +84,7 @@ def test_a_sampler_of_a_tpu_sorts_no_logits(chip):
     assert not [line for line in text.splitlines() if SORT.search(line) and str(vocab) in line]
 
 
-@pytest.mark.parametrize("chip", chip_names("gpu", "tpu"))
+@pytest.mark.parametrize("chip", chip_names())
 def test_penalties_take_no_more_than_a_few_logits_beside_them(chip):
     """Counted from the history: two tables over the vocabulary, while it is counted."""
     mesh, rows, vocab = mesh_of(chip, 1), 64, 131072
