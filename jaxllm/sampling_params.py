@@ -152,6 +152,11 @@ class SamplingParams:
         return self.penalizes or bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
 
     @property
+    def reads_history(self) -> bool:
+        """Whether its logits depend on tokens that came long before."""
+        return self.penalizes or bool(self.bad_words)
+
+    @property
     def has_rules(self) -> bool:
         """Whether the device needs to know more than numbers: tokens that are biased, allowed, forbidden or watched."""
         names_tokens = self.allowed_token_ids is not None or self.logprob_token_ids is not None

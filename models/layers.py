@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.linear import Linear
 from jaxllm.models.rope import Rope as Rope
@@ -93,6 +94,7 @@ class Attention(nnx.Module):
         self.k_norm = make_norm(cfg, h) if cfg.qk_norm else None
         self.scale = h**-0.5 if cfg.query_scale is None else cfg.query_scale
         self.window, self.soft_cap = spec.window, cfg.attn_soft_cap
+        self.cache_specs = (CacheSpec.keys_and_values(k, h, window=spec.window),)
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos: tuple[Array, Array] | None, cache):
         qkv = self.qkv(x, ctx)

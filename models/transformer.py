@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.layers import ACTIVATIONS, NORMS, LayerSpec, make_norm
 from jaxllm.models.linear import Embedding, Linear
@@ -164,17 +165,23 @@ class Decoder(nnx.Module):
         """The first layer's input."""
         return self.embed(tokens)
 
+    def cache_specs(self) -> list[tuple[CacheSpec, ...]]:
+        """What each layer caches: that of its `attn`, unless the family says otherwise."""
+        return [layer.attn.cache_specs for layer in self.layers]
+
     def __call__(
-        self, tokens: Int[Array, "*t"], ctx: StepContext, caches: list
-    ) -> tuple[Float[Array, "*t embed"], list]:
-        """Final hidden states, and the caches after these tokens (one a layer, `Paged` or `Dense`)."""
+        self, tokens: Int[Array, "*t"], ctx: StepContext, caches: Any
+    ) -> tuple[Float[Array, "*t embed"], Any]:
+        """Final hidden states, and the caches after these tokens. `caches` is a list, or like one, with an entry a
+        layer: its cache (`Paged` or `Dense`, say), or a list of them. Caches may lie in the same arrays, so that each is
+        taken after the one before was put back."""
         x = self.embed_tokens(tokens, ctx)
         ropes = [spec.rope for spec in self.cfg.layers]
         sin_cos = {
             rope: None if rope is None else rope.sin_cos(ctx.positions, self.cfg.head_dim, self.cfg.max_len)
             for rope in dict.fromkeys(ropes)
         }
-        caches = list(caches)
+        caches = caches.copy()
         for i, layer in enumerate(self.layers):
             x, caches[i] = layer(x, ctx, sin_cos[ropes[i]], caches[i])
         return x if self.norm is None else self.norm(x), caches

@@ -28,6 +28,13 @@ def num_shards(axis: str, mesh: Mesh) -> int:
     return mesh.shape.get(RULES.get(axis), 1)
 
 
+def local_shape(shape: Sequence[int], axes: Axes, mesh: Mesh | None) -> tuple[int, ...]:
+    """Of one device's part of an array."""
+    if mesh is None:
+        return tuple(shape)
+    return tuple(size // num_shards(axis, mesh) if axis else size for size, axis in zip(shape, axes, strict=True))
+
+
 def sharding(axes: Axes, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(axes, mesh))
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxllm.engine.beam.candidates import BeamRow
 from jaxllm.engine.beam.search import Candidates
+from jaxllm.engine.schedule.cache_groups import EVERYTHING
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.sequence import Sequence
 
@@ -41,30 +42,48 @@ def digests(tokens: list[int]) -> list[int]:
     return found[1:]
 
 
+def _tables(request: Sequence) -> list[dict[int, tuple[int, ...]]]:
+    table = request.table
+    return [dict(enumerate(table.pages_of(each), start=each.start)) for each in table.groups]
+
+
 @dataclass
 class Slot:
     request: Sequence
-    block_table: list[int]
+    tables: list[dict[int, tuple[int, ...]]]  # of each group: a block's pages by its index
     length: int  # tokens in the pool
     last_token: int
 
 
 class Device:
     """Runs plans at once, writes before reads as the kernel does. A cell holds a digest of the tokens up to its own,
-    computed from the cell before it, and the version of the parameters."""
+    computed from the cell before it, and the version of the parameters. Of a state, a block has one cell."""
 
-    def __init__(self, num_blocks: int, block_size: int, version: int = 0):
-        self.block_size, self.version = block_size, version
-        self.cells = np.full((num_blocks, block_size, 2), -1, np.int64)
+    def __init__(self, num_blocks: int, block_size: int, groups=EVERYTHING, version: int = 0):
+        self.block_size, self.groups, self.version = block_size, groups, version
+        num_pages = num_blocks * sum(group.num_pages for group in groups)
+        self.cells = np.full((num_pages, block_size, 2), -1, np.int64)
         self.slots: dict[int, Slot] = {}
         self.host: dict[int, np.ndarray] = {}
 
-    def read(self, slot: Slot) -> np.ndarray:
-        """[tokens, 2]"""
-        return self.cells[slot.block_table].reshape(-1, 2)[: slot.length]
+    def read(self, slot: Slot, group: int, start: int) -> np.ndarray:
+        """What all pages of a group say of the tokens from `start` on, `[pages, tokens, 2]`."""
+        table = slot.tables[group]
+        places = [divmod(position, self.block_size) for position in range(start, slot.length)]
+        if self.groups[group].is_state:
+            places = [(index, 0) for index, _ in places[-1:]]
+        pages = np.array([table[index] for index, _ in places], int).reshape(len(places), self.groups[group].num_pages)
+        return self.cells[pages.T, [cell for _, cell in places]]
 
-    def holds(self, slot: Slot, tokens: list[int]) -> bool:
-        return self.read(slot)[:, 0].tolist() == digests(tokens[: slot.length])
+    def holds(self, slot: Slot, tokens: list[int], position: int | None = None) -> bool:
+        """Whether all is there that a token at `position`, the next unless given, and those after it read."""
+        position, wanted = slot.length if position is None else position, digests(tokens[: slot.length])
+        for group, (window, _, is_state) in enumerate(self.groups):
+            start = 0 if window is None else max(0, position - window + 1)
+            known = wanted[start:] if not is_state else wanted[start:][-1:]
+            if not (self.read(slot, group, start)[..., 0] == known).all():
+                return False
+        return True
 
     def run(self, plan: Plan, fresh: list[Sequence]) -> tuple[list[int], list[BeamRow | None]]:
         """Returns the token of each sample, and the candidates of beams. `fresh` are requests that have nothing but
@@ -73,26 +92,31 @@ class Device:
         forked = {request for _, request in plan.forks}
         for request, length in plan.admitted:
             known = request.prompt_token_ids + request.output_token_ids
-            slot = self.slots[request.slot] = Slot(request, list(request.table.ids), length, known[-1])
+            slot = self.slots[request.slot] = Slot(request, _tables(request), length, known[-1])
             assert request in forked or self.holds(slot, known), "what it starts with is there before the step"
             if request in fresh:
-                assert (self.read(slot)[:, 1] == self.version).all(), "a prefix hit is of these parameters"
-        for slot, index, block in plan.new_blocks:
-            self.slots[slot].block_table[index : index + 1] = [block]
+                starts = [0 if g.window is None else max(0, length - g.window + 1) for g in self.groups]
+                found = [self.read(slot, group, start)[..., 1] for group, start in enumerate(starts)]
+                assert all((versions == self.version).all() for versions in found), "a prefix hit is of these parameters"
+        for slot, index, *pages in plan.new_blocks:
+            for table, group in zip(self.slots[slot].tables, self.groups, strict=True):
+                table[index], pages = tuple(pages[: group.num_pages]), pages[group.num_pages :]
+        before = {request: self.slots[request.slot].length for request in plan.rows}
         self._write(plan)
         for request in plan.rows:
-            assert self.holds(self.slots[request.slot], request.prompt_token_ids + self._output(request))
+            slot = self.slots[request.slot]
+            assert self.holds(slot, request.prompt_token_ids + self._output(request), before[request])
         return self._sample(plan)
 
     def _move(self, plan: Plan) -> None:
-        for key, blocks in plan.swap_outs:
+        for key, pages in plan.swap_outs:
             assert key not in self.host
-            self.host[key] = self.cells[blocks]
-        returned = [block for swap in plan.swap_ins for block in swap.blocks]
-        for key, blocks in plan.swap_ins:
-            for block, contents in zip(blocks, self.host.pop(key), strict=True):
-                if block < len(self.cells):
-                    self.cells[block] = contents
+            self.host[key] = self.cells[pages]
+        returned = [page for swap in plan.swap_ins for page in swap.pages]
+        for key, pages in plan.swap_ins:
+            for page, contents in zip(pages, self.host.pop(key), strict=True):
+                if page < len(self.cells):
+                    self.cells[page] = contents
         sources, targets = [copy.source for copy in plan.copies], [copy.target for copy in plan.copies]
         assert not set(sources) & set(returned) and len(set(targets)) == len(targets)
         self.cells[targets] = self.cells[sources]
@@ -104,7 +128,9 @@ class Device:
         given = [(request, None) for request in plan.decodes] + [(chunk.sequence, chunk) for chunk in plan.chunks]
         for request, chunk in given:
             slot = self.slots[request.slot]
-            assert slot.request is request and slot.block_table == request.table.ids
+            assert slot.request is request
+            for table, wanted in zip(slot.tables, _tables(request), strict=True):
+                assert table | wanted == table
             assert chunk is None or slot.length == chunk.start
             if chunk is not None:
                 tokens = request.token_ids(chunk.start, chunk.stop)
@@ -113,12 +139,16 @@ class Device:
             else:
                 tokens = [slot.last_token]
             for token in tokens:
-                before = self.read(slot)[-1, 0] if slot.length else 0
-                index, cell = divmod(slot.length, self.block_size)
-                place = slot.block_table[index], cell
-                assert place not in written
-                written.add(place)
-                self.cells[place] = zlib.crc32(b"%d" % token, int(before)) + 1, self.version
+                for group, table in enumerate(slot.tables):
+                    before = self.read(slot, group, slot.length - 1)[:, 0, 0] if slot.length else [0]
+                    index, cell = divmod(slot.length, self.block_size)
+                    is_state = self.groups[group].is_state
+                    for page, digest in zip(table[index], before if slot.length else before * len(table[index]), strict=True):
+                        place = page, cell
+                        assert place not in written
+                        written.add(place)
+                        contents = zlib.crc32(b"%d" % token, int(digest)) + 1, self.version
+                        self.cells[page, 0 if is_state else cell] = contents
                 slot.length += 1
 
     def _output(self, request: Sequence) -> list[int]:

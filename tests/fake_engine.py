@@ -6,6 +6,7 @@ from collections import Counter
 from jaxllm.engine.beam.group import BeamSearchGroup
 from jaxllm.engine.beam.search import LENGTH, BeamSearch
 from jaxllm.engine.schedule.block_pool import BlockPool
+from jaxllm.engine.schedule.cache_groups import EVERYTHING
 from jaxllm.engine.schedule.scheduler import Plan, Scheduler
 from jaxllm.engine.schedule.sequence import Samples, Sequence, Status
 from jaxllm.sampling_params import SamplingParams
@@ -62,17 +63,26 @@ class FakeEngine:
     """`Engine.step` with a `Device`, and assertions about every plan."""
 
     def __init__(
-        self, *, num_blocks=16, block_size=2, max_num_seqs=4, max_tokens=8, prefix_caching=True, swap_blocks=0
+        self,
+        *,
+        num_blocks=16,
+        block_size=2,
+        max_num_seqs=4,
+        max_tokens=8,
+        prefix_caching=True,
+        swap_blocks=0,
+        groups=EVERYTHING,
     ):
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, groups)
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=max_num_seqs,
             prefix_caching=prefix_caching,
-            max_host_blocks=swap_blocks,
-            prefers_swap=lambda num_blocks, num_tokens: True,
+            max_host_pages=swap_blocks,
+            prefers_swap=lambda num_pages, num_tokens: True,
         )
-        self.device = Device(num_blocks, block_size)
+        self.device = Device(num_blocks, block_size, groups)
+        self.num_blocks = num_blocks
         self.max_tokens = max_tokens
         self.capacity = num_blocks * block_size
         self.in_flight: tuple | None = None  # plan, tokens, log-probabilities, candidates
@@ -112,7 +122,7 @@ class FakeEngine:
         most_len, block_size = min(len(prompt) + max_new, self.capacity), self.pool.block_size
         shared = len(prompt) // block_size
         num_blocks = shared + width * (-(-(most_len - 1) // block_size) - shared)
-        if width > self.scheduler.running_set.max_num_seqs or num_blocks > self.pool.num_blocks:
+        if width > self.scheduler.running_set.max_num_seqs or num_blocks > self.num_blocks:
             return None
         fields["host_dependent"] = True
         params = SamplingParams(beam_width=width, n=width, min_tokens=min_tokens, max_tokens=None, **dict(search))
@@ -192,7 +202,7 @@ class FakeEngine:
         assert all(self.failures[request] >= 2 for request in quarantined)
         assert all(request.finish_reason == "error" and request.error for request in quarantined)
         self.in_flight = None
-        self.device = Device(self.pool.num_blocks, self.pool.block_size, self.device.version)
+        self.device = Device(self.num_blocks, self.pool.block_size, self.pool.groups, self.device.version)
 
     def _check_plan(self, plan: Plan, max_tokens: int, in_flight: dict[Sequence, int], waiting: list[Sequence]) -> None:
         scheduler, block_size = self.scheduler, self.pool.block_size
@@ -207,21 +217,25 @@ class FakeEngine:
             assert len({r.slot for r in requests}) == len(requests) <= scheduler.running_set.max_num_seqs
         assert not (plan.swap_outs and plan.swap_ins)
         assert len({new[:2] for new in plan.new_blocks}) == len(plan.new_blocks), "one write per cell"
-        tables = {request.slot: request.table.ids for request in plan.rows}
-        assert all(tables[new.slot][new.index] == new.block for new in plan.new_blocks)
+        tables = {request.slot: request.table for request in plan.rows}
+        assert all(tables[slot].pages(index) == pages for slot, index, *pages in plan.new_blocks)
         assert len(plan.new_blocks) <= len(plan.rows) + -(-plan.num_tokens // block_size)
         assert plan.full_sampler or not any(request.needs_full_sampler for request in plan.rows)
         assert plan.has_beams or not any(request.is_beam for request in plan.samples)
         if any(request.host_dependent for request in in_flight):
             assert not any(request.host_dependent for request in plan.samples), "they sample in the same steps"
-        holders = Counter(block for request in scheduler.running for block in request.table.ids)
-        holders.update(block for stem in scheduler.running_set.stems.values() for block in stem.table.ids)
+        held = [request.table for request in scheduler.running]
+        held += [stem.table for stem in scheduler.running_set.stems.values()]
+        holders = Counter(block for table in held for each in table.groups for block in each.ids)
         for request, start, stop in spans:
             assert request.status is Status.RUNNING
             assert start < stop < request.max_total_len, "the last token needs no row"
-            own = request.table.ids[start // block_size : -(-stop // block_size)]
             num_forks = sum(parent is request for parent, _ in plan.forks)  # they share what is written here
-            assert all(holders[block] == 1 + num_forks for block in own), "a shared block is written"
+            for each in request.table.groups:
+                for index in range(start // block_size, -(-stop // block_size)):
+                    is_read = index >= each.group.first_block(stop, block_size)
+                    num_holders = holders[each.ids[index - each.start]]
+                    assert num_holders == 1 + num_forks * is_read, "a shared block is written"
         orders = [request.order for request, _ in plan.admitted if request in waiting]
         assert orders == sorted(orders)
         for request in waiting:  # only those may be overtaken whose beginning is being written

@@ -67,7 +67,7 @@ def test_requests_with_one_prompt_compute_it_once(llm, tiny):
 def test_preempted_and_resumed(llm, tiny, monkeypatch, prefix_caching):
     monkeypatch.setattr(llm.engine.scheduler.prefix_cache, "enabled", prefix_caching)
     pool = llm.engine.scheduler.pool
-    held = pool.allocate(pool.num_blocks - 20)  # 20 blocks for 8 requests that grow to 8 blocks each
+    held = pool.allocate(pool.num_pages - 20)  # 20 blocks for 8 requests that grow to 8 blocks each
     before = llm.stats().num_preemptions
     prompts = prompts_of([9, 10, 11, 12, 13, 14, 15, 16])
     monkeypatch.setattr(llm.engine.scheduler, "check", lambda: None)

@@ -12,9 +12,16 @@ from jaxllm.models import qwen3
 from jaxllm.models.cache import Dense
 from jaxllm.models.context import StepContext
 from jaxllm.models.layers import LayerSpec, Rope
+from jaxllm.models.state_cache import DenseState
 
 MAX_LEN = 96
 TIE = 1e-4  # two logits closer than this share of the largest may come out in either order
+
+
+def dense_caches(model) -> list:
+    """That keep nothing, for each layer of the model."""
+    each = [[DenseState() if s.is_state else Dense() for s in of_layer] for of_layer in model.cache_specs()]
+    return [caches if len(caches) > 1 else caches[0] for caches in each]
 
 
 class Tiny:
@@ -43,7 +50,7 @@ class Tiny:
         def forward(params, tokens):
             model = nnx.merge(graph, params)
             ctx = StepContext.of(tokens)
-            hidden, _ = model(tokens, ctx, [Dense()] * self.cfg.num_layers)
+            hidden, _ = model(tokens, ctx, dense_caches(model))
             return model.logits(hidden, ctx)[0]
 
         return lambda tokens: forward(params, tokens)

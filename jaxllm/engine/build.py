@@ -15,7 +15,7 @@ from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.engine import Engine
-from jaxllm.engine.model_source import model_source
+from jaxllm.engine.model_source import cache_specs, model_source
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
 from jaxllm.sharding.mesh import make_mesh, platform_of
@@ -107,9 +107,7 @@ def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> Mod
         graph=graph,
         treedef=treedef,
         leaves=tuple(leaves),
-        num_layers=cfg.num_layers,
-        kv_heads=cfg.kv_heads,
-        head_dim=cfg.head_dim,
+        caches=cache_specs(nnx.merge(graph, state), cfg),
         vocab=cfg.vocab,
         dtype=cfg.dtype,
         token_widths=(cfg.embed, 2 * cfg.mlp, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim),
@@ -140,16 +138,17 @@ def size_engine(
     `device` is what a device of the mesh has (None: a CPU); `has_params` says that the parameters lie there already.
     """
     block_size, max_model_len = wanted.block_size, wanted.max_model_len
+    wanted = dataclasses.replace(wanted, groups=shape.cache_layout(wanted, mesh).groups)
     if num_blocks is None:
         budget = memory.kv_budget(shape, wanted, mesh, device, has_params=has_params)
         blocks = memory.num_blocks(shape, wanted, budget, mesh)
     else:
         blocks = num_blocks
-    room = blocks * block_size
+    room = dataclasses.replace(wanted, num_blocks=blocks, max_model_len=2).longest_len() if blocks > 0 else 0
     if 0 < room < max_model_len:
-        block_bytes = memory.block_bytes(shape, block_size, mesh)
+        block_bytes = memory.block_bytes(shape, wanted, mesh)
         if explicit_len and num_blocks is None:
-            missing = wanted.blocks_per_seq * block_bytes - budget
+            missing = memory.blocks_of_one(wanted) * block_bytes - budget
             raise OutOfMemoryError(
                 f"max_model_len={max_model_len} tokens need {missing / 1e9:.3g} GB more for the KV pool on each "
                 f"device: what is free holds {room} tokens; lower max_model_len, or use more devices or a smaller dtype"
@@ -160,6 +159,8 @@ def size_engine(
                 *(room, max_model_len, blocks, block_size, blocks * block_bytes / 1e9),
             )
             max_model_len = room
+            shorter = dataclasses.replace(wanted, max_model_len=room)  # some windows may be longer than that
+            wanted = dataclasses.replace(shorter, groups=shape.cache_layout(shorter, mesh).groups)
     return dataclasses.replace(wanted, num_blocks=blocks, max_model_len=max_model_len)
 
 

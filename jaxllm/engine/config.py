@@ -1,15 +1,18 @@
 """The engine's settings, checked once; `auto` and None are resolved into numbers before the engine exists."""
 
 import os
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from jaxllm.argument_checks import check_float, check_int
+from jaxllm.engine.schedule.cache_groups import EVERYTHING, CacheGroup
 
 BLOCK_SIZE = 32  # tokens
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2048  # on accelerators
 GPU_MEMORY_UTILIZATION = 0.92  # share of an accelerator's memory that the process may use, unless told otherwise
 # What JAX reads of how much of a GPU it may allocate; the second is the older name.
 MEM_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+MOST_BLOCKS = 2**30
 PREEMPTIONS = ("auto", "swap", "recompute")
 
 
@@ -25,7 +28,8 @@ class EngineConfig:
     max_num_seqs: int  # sequences running at once: slots
     max_num_batched_tokens: int  # tokens of a step
     block_size: int  # tokens of a block
-    num_blocks: int
+    num_blocks: int  # of all groups of layers together
+    groups: tuple[CacheGroup, ...] = EVERYTHING  # of layers, which share the pool
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float | None = None  # share of each device's memory for the process; None: the default
     preemption: str = "auto"  # when blocks run out: "swap", "recompute", or what is measured to be faster
@@ -37,7 +41,7 @@ class EngineConfig:
         check_int("max_num_seqs", self.max_num_seqs, 1, 2**16)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs, 2**20)
         check_int("block_size", self.block_size, 1, 2**12)
-        check_int("num_blocks", self.num_blocks, 1, 2**30)
+        check_int("num_blocks", self.num_blocks, 1, MOST_BLOCKS)
         if self.gpu_memory_utilization is not None:
             check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         if self.preemption not in PREEMPTIONS:
@@ -45,11 +49,10 @@ class EngineConfig:
         if self.swap_space is not None:
             check_float("swap_space", self.swap_space, 0.0, 2.0**20)
         check_int("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.max_model_len > self.num_blocks * self.block_size:
+        if self.max_model_len > self.longest_len():
             raise ValueError(
                 f"max_model_len={self.max_model_len} tokens don't fit the KV pool of {self.num_blocks} blocks "
-                f"of {self.block_size} = {self.num_blocks * self.block_size} tokens; lower max_model_len, or raise "
-                "num_blocks"
+                f"of {self.block_size} = {self.longest_len()} tokens; lower max_model_len, or raise num_blocks"
             )
 
     @property
@@ -61,3 +64,23 @@ class EngineConfig:
     @property
     def blocks_per_seq(self) -> int:
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def pages_per_block(self) -> int:
+        """Of a block of all groups."""
+        return sum(group.num_pages for group in self.groups)
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_blocks * self.pages_per_block
+
+    def count_pages(self, num_blocks: int, num_tokens: int = 1) -> int:
+        """Pages that a sequence of so many blocks holds at once, which is computed `num_tokens` tokens a step."""
+        most = [group.most_blocks(num_tokens, self.block_size) for group in self.groups]
+        each = [num_blocks if limit is None else min(num_blocks, limit) for limit in most]
+        return sum(n * group.num_pages for n, group in zip(each, self.groups, strict=True))
+
+    def longest_len(self) -> int:
+        """Tokens of the longest sequence that the pool holds."""
+        num_blocks = bisect_right(range(MOST_BLOCKS), self.num_pages, key=self.count_pages) - 1
+        return num_blocks * self.block_size

@@ -36,9 +36,9 @@ class SwapChoice:
     def __init__(self, runner: Runner, kind: str):
         self.kind, self._runner = kind, runner
 
-    def __call__(self, num_blocks: int, num_tokens: int) -> bool:
+    def __call__(self, num_pages: int, num_tokens: int) -> bool:
         if self.kind == "auto":
-            return self._runner.knows_bandwidth() and self._runner.costs.prefers_swap(num_blocks, num_tokens)
+            return self._runner.knows_bandwidth() and self._runner.costs.prefers_swap(num_pages, num_tokens)
         return self.kind == "swap"
 
 
@@ -69,11 +69,11 @@ class Engine:
         """No requests, an empty pool, and a device state to be built before the next step."""
         runner, config = self.runner, self.config
         self.scheduler = Scheduler(
-            BlockPool(config.num_blocks, config.block_size),
+            BlockPool(config.num_blocks, config.block_size, config.groups),
             max_num_seqs=config.max_num_seqs,
             prefix_caching=config.enable_prefix_caching,
             prefers_swap=self._swap_choice,
-            max_host_blocks=config.swap_bytes // runner.costs.block_bytes,
+            max_host_pages=config.swap_bytes // runner.costs.page_bytes,
         )
         self.requests = OpenRequests(self.scheduler.finish)
         self._in_flight: Handle | None = None

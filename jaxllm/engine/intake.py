@@ -54,7 +54,10 @@ def _check_room(token_ids: Sequence[int], params: SamplingParams, config: Engine
     if params.max_tokens is not None:
         most_len = min(most_len, len(token_ids) + params.max_tokens)
     shared = len(token_ids) // config.block_size
-    num_blocks = shared + width * (-(-(most_len - 1) // config.block_size) - shared)  # the last token is not attended
+    num_blocks = -(-(most_len - 1) // config.block_size)  # the last token is not attended
+    own = width * config.count_pages(num_blocks)  # as much as if they shared nothing; less of what is never let go
+    kept = sum(group.num_pages for group in config.groups if group.window is None)
+    num_blocks = -(-(own - (width - 1) * shared * kept) // config.pages_per_block)
     if num_blocks > config.num_blocks:
         raise ValueError(
             f"{width} beams of a prompt of {len(token_ids)} tokens and up to {most_len - len(token_ids)} more may need "

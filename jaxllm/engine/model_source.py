@@ -17,6 +17,7 @@ from jaxllm.checkpoint.loader import load_params
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.models import registry, transformer
+from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.transformer import Params
 from jaxllm.text.tokenizer import Tokenizer, wrap
@@ -112,8 +113,15 @@ def _check_interface(model: nnx.Module, name: str) -> None:
             raise TypeError(f"{name}.{method} can't be called as {method}({', '.join(arguments)}): {error}") from error
 
 
+def cache_specs(model: Any, cfg: Any) -> tuple[tuple[CacheSpec, ...], ...]:
+    """What each layer of a model caches: keys and values of all tokens, if the model does not say."""
+    if not hasattr(model, "cache_specs"):
+        return ((CacheSpec.keys_and_values(cfg.kv_heads, cfg.head_dim),),) * cfg.num_layers
+    return tuple(tuple(of_layer) for of_layer in model.cache_specs())
+
+
 class _Watcher:
-    """A cache of one layer that notes the keys it is given, and gives the queries back."""
+    """A cache of one layer that notes the keys it is given, and gives the queries back; or runs a recurrence."""
 
     def __init__(self, keys: list[Array]):
         self.keys = keys
@@ -122,17 +130,23 @@ class _Watcher:
         self.keys.append(k)
         return q, self
 
+    def scan(self, step: Any, start: Array, inputs: Any) -> tuple[Any, "_Watcher"]:
+        return jax.lax.scan(step, start, inputs)[1], self
+
 
 def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str) -> Any:
     """Traces the module for a token as the engine will, checks what comes out, and returns the dtype of its keys."""
     keys: list[Array] = []
+    wanted: list[tuple[int, ...]] = []  # shapes of the keys, of one token each
 
     def forward(params: Params, token: Array) -> tuple[Array, Array]:
         module = nnx.merge(graph, params)
         ctx = StepContext.of(token)
-        hidden, caches = module(token, ctx, [_Watcher(keys) for _ in range(cfg.num_layers)])
-        if len(caches) != cfg.num_layers:
-            raise ValueError(f"it returned {len(caches)} caches for {cfg.num_layers} layers")
+        watchers = [[_Watcher(keys) for _ in of_layer] for of_layer in cache_specs(module, cfg)]
+        hidden, caches = module(token, ctx, [each[0] if len(each) == 1 else each for each in watchers])
+        if len(caches) != len(watchers):
+            raise ValueError(f"it returned {len(caches)} caches for {len(watchers)} layers")
+        wanted.extend(spec.shape for of_layer in cache_specs(module, cfg) for spec in of_layer if not spec.is_state)
         return hidden, module.logits(hidden, ctx)
 
     try:
@@ -142,14 +156,14 @@ def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str) -> Any:
             f"{name} can't be served: called with tokens [tokens], a StepContext and a list of caches it raises "
             f"{type(error).__name__}: {error}"
         ) from error
-    wanted = (1, cfg.kv_heads, cfg.head_dim)
-    shapes = sorted({key.shape for key in keys})
-    if shapes != [wanted] or len(keys) != cfg.num_layers:
+    found = [key.shape for key in keys]
+    if sorted(found) != sorted((1, *shape) for shape in wanted):
         raise ValueError(
-            f"{name} gave its {cfg.num_layers} caches {len(keys)} times keys of shapes {shapes} for one token; its cfg "
-            f"wants each layer to attend once, with keys [tokens, kv_heads, head_dim] of {wanted}"
+            f"{name} gave its {cfg.num_layers} caches {len(keys)} times keys of shapes {sorted(set(found))} for one "
+            "token; each cache of keys and values attends once, with keys [tokens, kv_heads, head_dim] of "
+            f"{sorted({(1, *shape) for shape in wanted})}"
         )
-    dtype = keys[0].dtype
+    dtype = keys[0].dtype if keys else hidden.dtype
     if (hidden.shape, hidden.dtype) != ((1, cfg.embed), dtype) or logits.shape != (1, cfg.vocab):
         raise ValueError(
             f"{name} makes of one token hidden states {hidden.shape} {hidden.dtype} and logits {logits.shape}; "

@@ -25,7 +25,7 @@ class StepCounter:
 class EngineStats:
     """What an engine holds now, and what it has done so far."""
 
-    num_blocks: int
+    num_blocks: int  # pages of the pool; where layers have different windows, a block takes several
     block_size: int  # tokens
     blocks_used: int
     blocks_shared: int  # of those, used by several sequences
@@ -57,7 +57,7 @@ def read_stats(
     """O(running), however large the pool is."""
     pool, preemption, admission = scheduler.pool, scheduler.preemption, scheduler.admission
     return EngineStats(
-        num_blocks=pool.num_blocks,
+        num_blocks=pool.num_pages,
         block_size=pool.block_size,
         blocks_used=pool.num_used,
         blocks_shared=pool.num_shared,
@@ -65,9 +65,9 @@ def read_stats(
         peak_blocks_used=peak_blocks_used,
         wasted_slots=scheduler.running_set.num_wasted_slots,
         blocks_copied=scheduler.num_copied,
-        blocks_swapped_out=preemption.num_blocks_out,
-        blocks_swapped_in=preemption.num_blocks_in,
-        blocks_on_host=preemption.num_host_blocks,
+        blocks_swapped_out=preemption.num_pages_out,
+        blocks_swapped_in=preemption.num_pages_in,
+        blocks_on_host=preemption.num_host_pages,
         num_running=len(scheduler.running_set),
         num_waiting=len(scheduler.waiting),
         num_preemptions=preemption.num_swapped + preemption.num_recomputed,

@@ -117,7 +117,7 @@ def test_prompt_logprobs_after_preemption_and_failure(text_llm, monkeypatch):
 def preempting(llm):
     """Leaves 20 blocks, for 8 requests that grow to 8 blocks each."""
     pool = llm.engine.scheduler.pool
-    held = pool.allocate(pool.num_blocks - 20)
+    held = pool.allocate(pool.num_pages - 20)
     before = llm.stats().num_preemptions
     try:
         yield

@@ -179,7 +179,7 @@ class BeamSearchGroup(SequenceGroup):
         for sequence in free:
             sequence.table.release()
             sequence.vacate()
-            sequence.table = BlockTable(pool)  # without the keys of what died
+            sequence.table = BlockTable(pool, keeps_first=sequence.params.reads_history)  # without the keys of what died
         for sequence, table in zip(free, forks, strict=False):
             sequence.table, sequence.num_computed = table, num_computed
         self.beams = beams

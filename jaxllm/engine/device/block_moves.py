@@ -34,8 +34,7 @@ Lowered = jax.stages.Lowered
 
 
 def copy_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """How many blocks one `copy` may move: powers of 4, up to one block for each sequence, because a plan's copies run
-    as one."""
+    """How many blocks one `copy` may move: powers of 4, up to one for each sequence; more take several."""
     sizes = [4]
     while sizes[-1] < max_num_seqs:
         sizes.append(min(4 * sizes[-1], max_num_seqs))
@@ -116,38 +115,39 @@ def host_bytes(kv_pools: Sequence[Array | jax.ShapeDtypeStruct]) -> int:
     return sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in kv_pools)
 
 
-def encode_moves(plan: Plan, num_blocks: int, max_num_seqs: int) -> list[Command]:
+def encode_moves(plan: Plan, num_pages: int, max_num_seqs: int) -> list[Command]:
     """What moves before the step of `plan`, in the order of the contract: swap-outs, swap-ins, copies. The arrays are
     ids of blocks, int32 `[n]` or, of a copy, `[2, n]`, for the executables of `n` blocks."""
-    _check(plan, num_blocks)
+    _check(plan, num_pages)
     commands = [
-        Command(name, tuple(_pad(blocks, size, num_blocks) for size, blocks in _split(swap.blocks)), swap.key)
+        Command(name, tuple(_pad(blocks, size, num_pages) for size, blocks in _split(swap.pages)), swap.key)
         for name, swaps in (("swap_out", plan.swap_outs), ("swap_in", plan.swap_ins))
         for swap in swaps
     ]
-    if plan.copies:  # all at once: each reads what its source holds before any is written
-        size = pick_bucket(copy_sizes(max_num_seqs), len(plan.copies))
-        sources, targets = zip(*plan.copies, strict=True)
-        packed = np.stack([_pad(sources, size, num_blocks), _pad(targets, size, num_blocks)])
+    sizes = copy_sizes(max_num_seqs)
+    for at in range(0, len(plan.copies), sizes[-1]):  # in the plan's order: what was planned first is read first
+        copies = plan.copies[at : at + sizes[-1]]
+        size = pick_bucket(sizes, len(copies))
+        packed = np.stack([_pad(pages, size, num_pages) for pages in zip(*copies, strict=True)])
         commands.append(Command("copy", (packed,)))
     return commands + [Command("release", (), key) for key in plan.released_copies]
 
 
-def _check(plan: Plan, num_blocks: int) -> None:
+def _check(plan: Plan, num_pages: int) -> None:
     """Asserts what every plan promises. A swap-in's block past the pool is one that nobody wants back."""
-    returned = [block for swap in plan.swap_ins for block in swap.blocks if block < num_blocks]
+    returned = [page for swap in plan.swap_ins for page in swap.pages if page < num_pages]
     written = returned + [copy.target for copy in plan.copies]
-    read = [block for swap in plan.swap_outs for block in swap.blocks] + [copy.source for copy in plan.copies]
+    read = [page for swap in plan.swap_outs for page in swap.pages] + [copy.source for copy in plan.copies]
     assert len(set(written)) == len(written), "two moves into one block"
-    assert all(0 <= block < num_blocks for block in written + read), "a block outside of the pool"
+    assert all(0 <= block < num_pages for block in written + read), "a block outside of the pool"
     assert not {copy.source for copy in plan.copies} & set(returned), "a copy of a block that is swapped in"
 
 
-def _pad(blocks: Sequence[int], size: int, num_blocks: int) -> np.ndarray:
+def _pad(blocks: Sequence[int], size: int, num_pages: int) -> np.ndarray:
     """int32 [size]: the blocks, then padding; also where a block lies past the pool."""
-    ids = num_blocks + np.arange(size, dtype=np.int32)
+    ids = num_pages + np.arange(size, dtype=np.int32)
     for i, block in enumerate(blocks):
-        if block < num_blocks:
+        if block < num_pages:
             ids[i] = block
     return ids
 

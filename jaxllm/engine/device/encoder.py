@@ -8,7 +8,7 @@ import numpy as np
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.block_moves import encode_moves
 from jaxllm.engine.device.commands import Command
-from jaxllm.engine.device.packing import ADMIT_SIZES, AdmitLayout, SampleLayout, StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.device.packing import ADMIT_SIZES, AdmitLayout, SampleLayout, StepLayout, pick_bucket, table_shapes, token_ladder
 from jaxllm.engine.device.state import rules_layout
 from jaxllm.engine.schedule import sequence as schedule
 from jaxllm.engine.schedule.plan import Plan
@@ -38,9 +38,11 @@ class Encoder:
     def __init__(self, config: EngineConfig, vocab: int, ready: Callable[[Hashable], bool]):
         self.config, self._ready = config, ready
         self.all = Buckets(token_ladder(config.max_num_batched_tokens), token_ladder(config.max_num_seqs))
-        self._steps = {n: StepLayout(n, config.max_num_seqs, config.block_size) for n in self.all.tokens}
+        sizes = config.max_num_seqs, config.block_size, config.pages_per_block
+        self._steps = {n: StepLayout(n, *sizes) for n in self.all.tokens}
         self._samples = {n: SampleLayout(n, config.max_num_seqs) for n in self.all.samples}
-        self._admits = {n: AdmitLayout(n, config.max_num_seqs, config.blocks_per_seq) for n in ADMIT_SIZES}
+        tables = tuple(table.shape for table in table_shapes(config))
+        self._admits = {n: AdmitLayout(n, config.max_num_seqs, tables) for n in ADMIT_SIZES}
         self._rules, self._mask_words = rules_layout(vocab), mask_words(vocab)
 
     def names(self, tokens: int, *, full: bool) -> list[Hashable]:
@@ -77,7 +79,7 @@ class Encoder:
         """All but the sampling, in the smallest of the `buckets` that holds it. Decode rows take their tokens from the
         slots, into which the sampling of the step before puts them."""
         config = self.config
-        commands = encode_moves(plan, config.num_blocks, config.max_num_seqs) + self._admit(plan)
+        commands = encode_moves(plan, config.num_pages, config.max_num_seqs) + self._admit(plan)
         if plan.num_tokens:
             tokens = pick_bucket(buckets.tokens, plan.num_tokens)
             commands.append(Command(("step", tokens), (self._steps[tokens].pack(plan),)))

@@ -8,15 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device.cache_layout import CacheLayout, cache_layout
 from jaxllm.engine.device.columns import RowLayout, install, of_slots
+from jaxllm.engine.device.layer_caches import LayerCaches, pools_of, view_table
 from jaxllm.engine.device.logit_rules import alter
 from jaxllm.engine.device.logprobs import logprob_rows
-from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, SampleLayout, StepLayout
+from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, SampleLayout, StepLayout, TableShape
 from jaxllm.engine.device.sampler import sample, sample_full
 from jaxllm.engine.device.state import LogitRules, SamplingTable, Slots
-from jaxllm.models.cache import Paged
+from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.paged_attention import PagedBatch
@@ -24,20 +28,23 @@ from jaxllm.pallas_kernels.paged_attention import PagedBatch
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model as the executables see it: NNX graph, shapes and shardings of the leaves, sizes of the KV pool."""
+    """A model as the executables see it: NNX graph, shapes and shardings of the leaves, what its layers cache."""
 
     graph: nnx.GraphDef
     treedef: Any  # of the parameters; the executables take flat leaves, which cost no flattening a step
     leaves: Sequence[jax.ShapeDtypeStruct]  # with shardings
-    num_layers: int
-    kv_heads: int
-    head_dim: int
+    caches: tuple[tuple[CacheSpec, ...], ...]  # of each layer
     vocab: int
     token_widths: tuple[int, ...]  # elements of a token: the residual stream, then a layer's intermediate results
     dtype: Any
 
     def model(self, leaves: Sequence[Any]) -> Any:
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
+
+    def cache_layout(self, config: EngineConfig, mesh: Mesh) -> CacheLayout:
+        """Of an engine of this context length and block size."""
+        sizes = {"max_model_len": config.max_model_len, "block_size": config.block_size}
+        return cache_layout(self.caches, self.dtype, mesh, **sizes)
 
     @cached_property
     def head_indices(self) -> tuple[int, ...]:
@@ -78,35 +85,50 @@ class ModelShape:
 def step(
     leaves: Sequence[Array],
     kv_pools: list[Array],
-    history: Int[Array, "blocks block_size"],
+    history: Int[Array, "pages block_size"],
     slots: Slots,
     last_hidden: Float[Array, "max_tokens embed"],
     packed: Int[Array, " size"],
     *,
     model_shape: ModelShape,
     layout: StepLayout,
+    tables: Sequence[TableShape],
+    caches: CacheLayout,
     placement: Placement,
 ) -> tuple[list[Array], Array, Slots, Array, Int[Array, "3"]]:
     """One forward pass over a ragged batch. Returns pools, history, slots and hidden states, and the batch's counts,
     which nobody needs but to know that the step is over."""
     given = layout.unpack(packed)
-    slot_of_new, index, block = given.new_blocks
-    slots = slots._replace(block_table=slots.block_table.at[slot_of_new, index].set(block, mode="drop"))
+    slots = slots._replace(block_tables=_with_new_blocks(slots.block_tables, given.new_blocks))
     rows = of_slots(slots, given.slots)
     cu_q_lens = jnp.pad(jnp.cumsum(given.q_lens), (1, 0))
-    batch = PagedBatch(rows.block_table, cu_q_lens, rows.length + given.q_lens, given.counts[:2])
+    first_table = rows.block_tables[0][:, 0]
+    batch = PagedBatch(first_table, cu_q_lens, rows.length + given.q_lens, given.counts[:2])
     row, positions, _ = batch.token_positions(layout.tokens)
     tokens = jnp.where(given.tokens == FROM_SLOT, rows.last_token[row], given.tokens)
     is_token = jnp.arange(layout.tokens, dtype=jnp.int32) < given.counts[2]
-    block = jnp.where(is_token, rows.block_table[row, positions // layout.block_size], len(history))
-    history = history.at[block, positions % layout.block_size].set(tokens, mode="drop")
+    page = jnp.where(is_token, first_table[row, positions // layout.block_size], len(history))
+    history = history.at[page, positions % layout.block_size].set(tokens, mode="drop")
 
     model = model_shape.model(leaves)
     ctx = StepContext(positions, row, placement=placement)
-    hidden, caches = model(tokens, ctx, [Paged(pool, batch, placement) for pool in kv_pools])
+    views = [view_table(batch, *each, rows.length, layout.block_size) for each in zip(rows.block_tables, tables, strict=True)]
+    given_caches = LayerCaches(kv_pools, views, model_shape.caches, caches, placement, layout.block_size)
+    hidden, written = model(tokens, ctx, given_caches)
     slots = slots._replace(length=slots.length.at[given.slots].add(given.q_lens, mode="drop"))
     last_hidden = jax.lax.dynamic_update_slice_in_dim(last_hidden, hidden, 0, 0)
-    return [cache.kv_pool for cache in caches], history, slots, last_hidden, given.counts
+    return pools_of(written, caches), history, slots, last_hidden, given.counts
+
+
+def _with_new_blocks(tables: Sequence[Array], new_blocks: Int[Array, "columns n"]) -> tuple[Array, ...]:
+    """The slots' block tables with the blocks that a step appends or replaces."""
+    slot, index, *pages = new_blocks
+    written = []
+    for table in tables:
+        num_pages, width = table.shape[1:]
+        of_group, pages = jnp.stack(pages[:num_pages], axis=1), pages[num_pages:]
+        written.append(table.at[slot, :, index % width].set(of_group, mode="drop"))
+    return tuple(written)
 
 
 def logits_step(
@@ -129,7 +151,7 @@ def alter_step(
     slots: Slots,
     table: SamplingTable,
     rules: LogitRules,
-    history: Int[Array, "blocks block_size"],
+    history: Int[Array, "pages block_size"],
     *,
     layout: SampleLayout,
     placement: Placement = UNPLACED,
@@ -198,7 +220,7 @@ def admit(
 ) -> tuple[Slots, SamplingTable]:
     """Writes whole rows of the slot table."""
     row = layout.unpack(packed)
-    slots = install(slots, Slots(row.block_table, row.length, row.last_token), row.slot)
+    slots = install(slots, Slots(row.block_tables, row.length, row.last_token), row.slot)
     return slots, install(sampling, row.sampling, row.slot)
 
 

@@ -33,12 +33,12 @@ class Executor:
         self.temp_bound = memory.step_bytes(model_shape, config, mesh)
         check = partial(_check_memory, ("step", config.max_num_batched_tokens), self.temp_bound)
         self.compile_plan = CompilePlan(lowering.jobs(), check)
-        self.block_bytes = host_bytes(lowering.state().pools)  # of a block in host memory
+        self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory
         self.moves = BlockMoves(self._executable)
         self.leaves: list[Array] = []
         self.state: DeviceState | None = None
         self._head_indices, self._head = model_shape.head_indices, []
-        self._num_blocks = config.num_blocks
+        self._num_pages = config.num_pages
         self._logits: Array | None = None  # of the step's samples
         self._altered: Array | None = None
 
@@ -77,7 +77,7 @@ class Executor:
             return None
         size, state = SWAP_SIZES[-1], self._live
         ids = np.arange(size, dtype=np.int32)
-        ids[self._num_blocks :] += self._num_blocks  # past the pool
+        ids[self._num_pages :] += self._num_pages  # past the pool
         pools, bandwidth = measure_bandwidth(state.pools, self._executable, ids)
         self._set_pools(pools)
         return bandwidth

@@ -23,7 +23,7 @@ def alter(
     slots: Slots,
     table: SamplingTable,
     rules: LogitRules,
-    history: Int[Array, "blocks block_size"],
+    history: Int[Array, "pages block_size"],
     *,
     placement: Placement = UNPLACED,
 ) -> Float[Array, "samples vocab"]:
@@ -77,7 +77,7 @@ def _add_bias(
 
 
 def _penalize(
-    logits: Float[Array, "samples vocab"], row: SamplingTable, state: Slots, history: Int[Array, "blocks block_size"]
+    logits: Float[Array, "samples vocab"], row: SamplingTable, state: Slots, history: Int[Array, "pages block_size"]
 ) -> Float[Array, "samples vocab"]:
     """Repetition (arXiv 1909.05858, section 4.1; of prompt and output), frequency and presence (of the output)."""
     penalizes = (row.repetition_penalty != 1) | (row.frequency_penalty != 0) | (row.presence_penalty != 0)
@@ -94,7 +94,7 @@ def _count(
     counts: Bool[Array, " samples"],
     row: SamplingTable,
     state: Slots,
-    history: Int[Array, "blocks block_size"],
+    history: Int[Array, "pages block_size"],
 ) -> tuple[Bool[Array, "samples vocab"], Int[Array, "samples vocab"]]:
     """Which tokens each row has, and how often its output has each: of the rows that `counts` names, the longest of
     which says how long it takes."""
@@ -115,11 +115,11 @@ def _count(
 
 
 def _tokens_at(
-    positions: Int[Array, "samples n"], state: Slots, history: Int[Array, "blocks block_size"]
+    positions: Int[Array, "samples n"], state: Slots, history: Int[Array, "pages block_size"]
 ) -> Int[Array, "samples n"]:
     """The tokens at these positions of each row; anything where it has none."""
     index, cell = positions // history.shape[1], positions % history.shape[1]
-    blocks = jnp.take_along_axis(state.block_table, index, axis=1, mode="clip")
+    blocks = jnp.take_along_axis(state.block_tables[0][:, 0], index, axis=1, mode="clip")
     return history.at[blocks, cell].get(mode="clip")
 
 
@@ -127,7 +127,7 @@ def _next_of_bad_words(
     bad_words: Int[Array, "samples bad_words word_len"],
     row: SamplingTable,
     state: Slots,
-    history: Int[Array, "blocks block_size"],
+    history: Int[Array, "pages block_size"],
 ) -> Int[Array, "samples bad_words"]:
     """The last tokens of the bad words that the outputs end with but for it; -1 of others."""
     prefix_len = bad_words.shape[2] - 1

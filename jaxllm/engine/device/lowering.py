@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -11,9 +11,19 @@ from jax.sharding import Mesh
 
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import block_moves, executables
+from jaxllm.engine.device.cache_layout import CacheLayout
 from jaxllm.engine.device.columns import RowLayout
 from jaxllm.engine.device.executables import ModelShape
-from jaxllm.engine.device.packing import ADMIT_SIZES, AdmitLayout, SampleLayout, StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.device.packing import (
+    ADMIT_SIZES,
+    AdmitLayout,
+    SampleLayout,
+    StepLayout,
+    TableShape,
+    pick_bucket,
+    table_shapes,
+    token_ladder,
+)
 from jaxllm.engine.device.state import (
     SAMPLING_LAYOUT,
     DeviceState,
@@ -25,8 +35,6 @@ from jaxllm.engine.device.state import (
 )
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels.dispatch import Placement
-from jaxllm.pallas_kernels.paged_attention import KV_AXES, kv_shape
-from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import replicated, sharding
 
 
@@ -53,7 +61,7 @@ class Lowering:
         jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {"init": self.lower_init}
         jobs["admit", 1] = admits["admit", 1]
         for tokens in token_ladder(self.config.max_num_batched_tokens):
-            jobs["step", tokens] = partial(self.lower_step, StepLayout(tokens, most, self.config.block_size))
+            jobs["step", tokens] = partial(self.lower_step, self._step_layout(tokens))
             jobs |= self._samplers(SampleLayout(pick_bucket(token_ladder(most), min(tokens, most)), most))
             jobs |= {"rules": self.lower_rules, "prompt_logprobs": self.lower_prompt_logprobs} | admits
             jobs |= {name: job for name, job in moves.items() if name[0] == "copy"}
@@ -68,14 +76,28 @@ class Lowering:
         }
         return {(name, layout.samples): partial(lower, layout) for name, lower in lowerings.items()}
 
+    def _step_layout(self, tokens: int) -> StepLayout:
+        config = self.config
+        return StepLayout(tokens, config.max_num_seqs, config.block_size, config.pages_per_block)
+
+    @cached_property
+    def cache_layout(self) -> CacheLayout:
+        """Of the groups that the configuration has."""
+        config = self.config
+        layout = self.model_shape.cache_layout(config, self.mesh)
+        assert layout.groups == config.groups, (layout.groups, config.groups)
+        return layout
+
+    @property
+    def _tables(self) -> tuple[TableShape, ...]:
+        return table_shapes(self.config)
+
     def state(self) -> DeviceState:
         """The shapes of the state, with shardings."""
-        shape, config = self.model_shape, self.config
-        platform = platform_of(self.mesh)
-        pool = kv_shape(config.num_blocks, config.block_size, shape.kv_heads, shape.head_dim, platform=platform)
-        pool = self._like(pool, shape.dtype, KV_AXES)
-        history = self._ints(config.num_blocks, config.block_size)
-        return DeviceState([pool] * shape.num_layers, history, *self.small_state())
+        num_pages = self.config.num_pages
+        arrays = self.cache_layout.arrays
+        pools = [self._like((num_pages, *each.shape), each.dtype, (None, *each.axes)) for each in arrays]
+        return DeviceState(pools, self._ints(num_pages, self.config.block_size), *self.small_state())
 
     def small_state(self) -> tuple[Slots, SamplingTable, LogitRules, jax.ShapeDtypeStruct]:
         """Shapes of the state that does not grow with the pool."""
@@ -86,7 +108,7 @@ class Lowering:
 
     def _empty_tables(self) -> tuple[Slots, SamplingTable, LogitRules]:
         num_slots = self.config.max_num_seqs
-        slots = empty_slots(num_slots, self.config.blocks_per_seq)
+        slots = empty_slots(num_slots, [table.shape for table in self._tables])
         return slots, SAMPLING_LAYOUT.empty(num_slots), self._rules.empty(num_slots)
 
     @property
@@ -105,7 +127,8 @@ class Lowering:
 
     def lower_step(self, layout: StepLayout) -> jax.stages.Lowered:
         state = self.state()
-        fn = partial(executables.step, model_shape=self.model_shape, layout=layout, placement=self.placement)
+        sizes = {"layout": layout, "tables": self._tables, "caches": self.cache_layout}
+        fn = partial(executables.step, model_shape=self.model_shape, placement=self.placement, **sizes)
         written = state.kv_pools, state.history, state.slots, state.hidden
         out = *jax.tree.map(lambda x: x.sharding, written), replicated(self.mesh)
         jitted = jax.jit(fn, donate_argnums=(1, 2, 3, 4), out_shardings=out)
@@ -151,7 +174,7 @@ class Lowering:
         return jitted.lower(self.model_shape.head, hidden, self._ints(2, self.config.max_num_seqs))
 
     def lower_admit(self, rows: int) -> jax.stages.Lowered:
-        layout = AdmitLayout(rows, self.config.max_num_seqs, self.config.blocks_per_seq)
+        layout = AdmitLayout(rows, self.config.max_num_seqs, tuple(table.shape for table in self._tables))
         slots, sampling, _, _ = self.small_state()
         jitted = jax.jit(
             partial(executables.admit, layout=layout), donate_argnums=(0, 1), out_shardings=replicated(self.mesh)

@@ -19,9 +19,8 @@ from jaxllm.engine.device.block_moves import MAX_STAGED_BYTES
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
 from jaxllm.errors import OutOfMemoryError
-from jaxllm.pallas_kernels.paged_attention import kv_shape
 from jaxllm.sharding.mesh import platform_of
-from jaxllm.sharding.rules import num_shards
+from jaxllm.sharding.rules import local_shape, num_shards
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +74,10 @@ def leaf_bytes(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def block_bytes(shape: ModelShape, block_size: int, mesh: Mesh) -> int:
-    """Bytes of one block on each device: keys and values of all layers, and the tokens' ids."""
-    kv_heads = shape.kv_heads // num_shards("kv_heads", mesh)
-    cells = math.prod(kv_shape(1, block_size, kv_heads, shape.head_dim, platform=platform_of(mesh)))
-    return cells * jnp.dtype(shape.dtype).itemsize * shape.num_layers + 4 * block_size
+def block_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
+    """Bytes of one block of all layers on each device: what they cache, and the tokens' ids."""
+    layout = shape.cache_layout(config, mesh)
+    return (layout.page_bytes(mesh) + 4 * config.block_size) * layout.num_tables
 
 
 def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
@@ -89,9 +87,9 @@ def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
     # Residuals whole, the wide middle in shards; as many as tests/compile_only finds enough on every chip.
     wide = 4 * shape.token_widths[0] + 5 * widest // num_shards("mlp", mesh)
     activations = tokens * wide * max(4, jnp.dtype(shape.dtype).itemsize)  # kernels and norms work in float32
-    kv_heads = shape.kv_heads // num_shards("kv_heads", mesh)
-    block = kv_shape(1, config.block_size, kv_heads, shape.head_dim, platform=platform_of(mesh))
-    gathered = tokens * math.prod(block) * 4  # by the reference, which serves where no kernel does
+    arrays = shape.cache_layout(config, mesh).arrays
+    cell = max(math.prod(local_shape(array.shape, array.axes, mesh)) for array in arrays)
+    gathered = tokens * cell * 4  # by the reference, which serves where no kernel does
     logits = seqs * shape.vocab // num_shards("vocab", mesh) * 4 * 4  # as they come, scaled, filtered, and the noise
     return activations + gathered + logits + (64 << 20)
 
@@ -111,7 +109,7 @@ def kv_budget(
         usable = most = device.usable(share)
         others = -(-max(0, device.in_use - params * has_params) // _IN_USE_GRID) * _IN_USE_GRID
         temporary += MAX_STAGED_BYTES
-    least, free = block_bytes(shape, config.block_size, mesh), usable - others - params - temporary
+    least, free = block_bytes(shape, config, mesh), usable - others - params - temporary
     if free < least:
         raise OutOfMemoryError(
             f"the model does not fit: each device needs {params / 1e9:.2f} GB for parameters, {temporary / 1e9:.2f} GB "
@@ -146,11 +144,18 @@ def _tell(config: EngineConfig, device: DeviceMemory, *, params: int, others: in
 def num_blocks(shape: ModelShape, config: EngineConfig, budget: int, mesh: Mesh) -> int:
     """Blocks that fit `budget` bytes, no more than all slots could ever use. Only what memory bounds is rounded, and
     never below one sequence of `max_model_len` tokens that fits."""
-    fit = max(1, budget // block_bytes(shape, config.block_size, mesh))
-    wanted = config.max_num_seqs * config.blocks_per_seq
+    fit = max(1, budget // block_bytes(shape, config, mesh))
+    most = config.max_num_seqs * config.count_pages(config.blocks_per_seq, config.max_num_batched_tokens)
+    wanted = -(-most // config.pages_per_block)
     if fit >= wanted:
         return wanted
-    return max(coarse(fit), config.blocks_per_seq if fit >= config.blocks_per_seq else 1)
+    least = blocks_of_one(config)
+    return max(coarse(fit), least if fit >= least else 1)
+
+
+def blocks_of_one(config: EngineConfig) -> int:
+    """Blocks whose pages hold a sequence of `max_model_len` tokens."""
+    return -(-config.count_pages(config.blocks_per_seq) // config.pages_per_block)
 
 
 def coarse(n: int) -> int:

@@ -4,6 +4,7 @@ Each input is one int32 array, freshly allocated each time: the runtime may alia
 flight is never written again.
 """
 
+import itertools
 from bisect import bisect_left
 from collections import abc
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.state import SAMPLING_LAYOUT, SamplingTable
+from jaxllm.engine.schedule.cache_groups import CacheGroup
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.sequence import Sequence
 
@@ -45,7 +48,7 @@ class StepInput(NamedTuple):
     slots: np.ndarray  # [seqs] slot of each row; padding has the first id past the table
     q_lens: np.ndarray  # [seqs] tokens of each row, 0 in padding
     tokens: np.ndarray  # [tokens] token ids, or FROM_SLOT
-    new_blocks: np.ndarray  # [3, n]: slot, index in its block table, block; padding has the first slot past
+    new_blocks: np.ndarray  # [2 + pages, n]: slot, index of the block, its pages; padding has the first slot past
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class StepLayout:
     tokens: int
     max_num_seqs: int
     block_size: int
+    num_pages: int = 1  # of a block of all groups
 
     @property
     def seqs(self) -> int:
@@ -66,7 +70,7 @@ class StepLayout:
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        sizes = (3, self.seqs, self.seqs, self.tokens, 3 * self.max_new_blocks)
+        sizes = (3, self.seqs, self.seqs, self.tokens, (2 + self.num_pages) * self.max_new_blocks)
         return tuple(int(end) for end in np.cumsum(sizes))
 
     @property
@@ -77,7 +81,7 @@ class StepLayout:
         """The fields of `packed`, a numpy array (as views) or a traced one."""
         bounds = (0, *self._ends)
         *fields, new_blocks = (packed[a:b] for a, b in zip(bounds, self._ends, strict=False))
-        return StepInput(*fields, new_blocks.reshape(3, -1))
+        return StepInput(*fields, new_blocks.reshape(2 + self.num_pages, -1))
 
     def pack(self, plan: Plan) -> np.ndarray:
         """The packed input of `plan`. ValueError if it doesn't fit the bucket."""
@@ -158,7 +162,30 @@ class SlotRow(NamedTuple):
     length: Any  # [rows] tokens whose keys and values are in the pool
     last_token: Any  # [rows] the last known token
     sampling: SamplingTable  # [rows, ...] of each column
-    block_table: Any  # [rows, blocks_per_seq], padded with 0
+    block_tables: Any  # of each group [rows, pages of a block, width], padded with 0
+
+
+class TableShape(NamedTuple):
+    """Of a group's block tables on the device, which are rings: block i of a sequence is at i modulo `width`."""
+
+    group: CacheGroup
+    width: int
+    view: int  # blocks that a step reads of it, from the first that its tokens read
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of a slot's: pages of a block, and width."""
+        return self.group.num_pages, self.width
+
+
+def table_shapes(config: EngineConfig) -> tuple[TableShape, ...]:
+    """Of each group. The first group's tables are no shorter than a sequence: the token history goes by them."""
+    shapes, longest = [], config.blocks_per_seq
+    for group in config.groups:
+        most = group.most_blocks(config.max_num_batched_tokens, config.block_size)
+        view = longest if most is None else min(most, longest)
+        shapes.append(TableShape(group, view if shapes else longest, view))
+    return tuple(shapes)
 
 
 @dataclass(frozen=True)
@@ -167,27 +194,41 @@ class AdmitLayout:
 
     rows: int
     max_num_seqs: int
-    blocks_per_seq: int
+    tables: tuple[tuple[int, int], ...]  # of each group: pages of a block, and the width of a slot's block table
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """Of each group's block table."""
+        sizes = [num_pages * width for num_pages, width in self.tables]
+        return tuple(int(end) for end in np.cumsum([3 + SAMPLING_LAYOUT.size, *sizes]))
 
     @property
     def size(self) -> int:
-        return 3 + SAMPLING_LAYOUT.size + self.blocks_per_seq
+        return self._ends[-1]
 
     def unpack(self, packed) -> SlotRow:
-        table = 3 + SAMPLING_LAYOUT.size
-        sampling = SAMPLING_LAYOUT.unpack(packed[:, 3:table])
-        return SlotRow(packed[:, 0], packed[:, 1], packed[:, 2], sampling, packed[:, table:])
+        sampling = SAMPLING_LAYOUT.unpack(packed[:, 3 : self._ends[0]])
+        return SlotRow(packed[:, 0], packed[:, 1], packed[:, 2], sampling, self._tables(packed))
+
+    def _tables(self, packed) -> tuple:
+        parts = [packed[:, start:stop] for start, stop in itertools.pairwise(self._ends)]
+        return tuple(part.reshape(-1, *shape) for part, shape in zip(parts, self.tables, strict=True))
 
     def pack(self, admitted: abc.Sequence[tuple[Sequence, int]]) -> np.ndarray:
         """The packed rows of sequences, each with the number of its tokens that the pool holds already."""
         packed = np.zeros((self.rows, self.size), np.int32)
         packed[:, 0] = self.max_num_seqs
-        table = 3 + SAMPLING_LAYOUT.size
+        tables = self._tables(packed)
         for i, (sequence, length) in enumerate(admitted):
             if sequence.packed_params is None:
                 sequence.packed_params = SAMPLING_LAYOUT.pack(sequence)
             last_token = sequence.token_ids(sequence.num_tokens - 1, sequence.num_tokens)[0]
             packed[i, :3] = sequence.slot, length, last_token
-            packed[i, 3:table] = sequence.packed_params
-            packed[i, table : table + len(sequence.table)] = sequence.table.ids
+            packed[i, 3 : self._ends[0]] = sequence.packed_params
+            for of_group, table in zip(sequence.table.groups, tables, strict=True):
+                if len(of_group.ids) > table.shape[2]:
+                    raise ValueError(f"{len(of_group.ids)} blocks do not fit a block table of {table.shape[2]}")
+                if of_group.ids:
+                    at = np.arange(of_group.start, len(sequence.table)) % table.shape[2]
+                    table[i, :, at] = sequence.table.pages_of(of_group)
         return packed

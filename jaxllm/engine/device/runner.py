@@ -27,7 +27,7 @@ class CommandExecutor(Protocol):
     compile_plan: CompilePlan
     mesh: Mesh
     abstract_params: Params
-    block_bytes: int
+    page_bytes: int
 
     def set_params(self, params: Params) -> None: ...
     def lacks_params(self) -> bool: ...
@@ -78,7 +78,7 @@ class Runner:
         self._usable: dict[bool, Buckets] = {}  # with and without the full sampler
         self._compiled_at = -1  # executables there were when these were last looked for
         weakref.finalize(self, self.compile_plan.abandon)  # nobody waits for the rest
-        self.costs = PreemptionCosts(executor.block_bytes)
+        self.costs = PreemptionCosts(executor.page_bytes)
 
     def set_params(self, params: Params) -> None:
         """See `Executor.set_params`."""

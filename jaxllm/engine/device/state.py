@@ -1,10 +1,11 @@
 """The engine's state on the device: the KV pool and the slot table. Passed in, donated, returned."""
 
+from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, Shaped, UInt32
 
 from jaxllm.engine.device.columns import RowLayout, column
 from jaxllm.engine.schedule.sequence import Sequence
@@ -18,7 +19,7 @@ NUM_BAD_WORDS = 2 * MAX_BAD_WORDS  # each with and without a space before it
 class Slots(NamedTuple):
     """What every step reads and writes of a running sequence. The host is the allocator, this its mirror."""
 
-    block_table: Int[Array, "slots blocks_per_seq"]
+    block_tables: tuple[Int[Array, "slots block_pages _width"], ...]  # of each group, by `TableShape`
     length: Int[Array, " slots"]  # tokens whose keys and values the pool holds
     last_token: Int[Array, " slots"]
 
@@ -96,8 +97,8 @@ def rules_layout(vocab: int) -> RowLayout:
 class DeviceState(NamedTuple):
     """One pytree. (No dataclass: its fields also hold shapes and shardings while executables are lowered.)"""
 
-    kv_pools: list[Float[Array, "blocks 2 kv_heads block_size head_dim"]]  # one a layer
-    history: Int[Array, "blocks block_size"]  # the token of each position in the pools
+    kv_pools: list[Shaped[Array, "pages ..."]]  # by `CacheLayout`
+    history: Int[Array, "pages block_size"]  # the token of each position in the first group's blocks
     slots: Slots
     sampling: SamplingTable
     rules: LogitRules
@@ -105,10 +106,11 @@ class DeviceState(NamedTuple):
 
     @property
     def pools(self) -> list[Any]:
-        """What moves when a block does."""
+        """What moves when a page does."""
         return [*self.kv_pools, self.history]
 
 
-def empty_slots(max_num_seqs: int, blocks_per_seq: int) -> Slots:
+def empty_slots(max_num_seqs: int, tables: Seq[tuple[int, int]]) -> Slots:
+    """`tables` are of each group the pages of a block, and the width of its block tables."""
     ints = jnp.zeros(max_num_seqs, jnp.int32)
-    return Slots(jnp.zeros((max_num_seqs, blocks_per_seq), jnp.int32), ints, ints)
+    return Slots(tuple(jnp.zeros((max_num_seqs, *shape), jnp.int32) for shape in tables), ints, ints)

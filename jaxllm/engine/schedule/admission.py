@@ -9,6 +9,7 @@ their own, whenever they get a slot.
 
 from collections.abc import Iterable
 
+from jaxllm.engine.schedule.block_table import Hit
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prompt_room import PromptRoom
@@ -43,7 +44,7 @@ class Admission:
         admits = not plan.swap_outs  # otherwise blocks are short, and the victim would come straight back
         self._prefills = sorted(running, key=lambda sequence: sequence.order, reverse=True)
         self._cut = []
-        self.room.begin(self._prefills)
+        self.room.begin(self._prefills, max_tokens)
         while _has_room(plan, max_tokens):
             head = self.queue.peek() if admits else None
             if self._prefills and (head is None or self._prefills[-1].order < head.waiting[0].order):
@@ -85,27 +86,23 @@ class Admission:
             return False, self._resume(plan, group, max_tokens)
         if group in self.running_set.stems:
             return False, self._continue(plan, group, max_tokens)
-        hits = self.prefix_cache.find(group.waiting[0])
-        if hits is None:
+        hit = self.prefix_cache.find(group.waiting[0])
+        if hit is None:
             return True, False
-        return False, self._start(plan, group, hits, max_tokens)
+        return False, self._start(plan, group, hit, max_tokens)
 
-    def _start(self, plan: Plan, group: SequenceGroup, hits: list[int], max_tokens: int) -> bool:
-        """Gives the first waiting sequence a slot and the blocks `hits`; False if it must wait. The others are parked
+    def _start(self, plan: Plan, group: SequenceGroup, hit: Hit, max_tokens: int) -> bool:
+        """Gives the first waiting sequence a slot and the blocks of `hit`; False if it must wait. The others are parked
         until it has computed what they begin with."""
         parent, siblings = group.waiting[0], group.waiting[1:]
         if group.num_slots(1) > self._num_slots:
             return False
-        num_free_hits, block_size = self.pool.count_free(hits), self.pool.block_size
-        stop = len(hits) * block_size + max_tokens - plan.num_tokens
-        num_first = -(-min(stop, parent.num_tokens) // block_size) - len(hits) + num_free_hits
-        num_blocks = -(-parent.num_tokens // block_size) - len(hits) + num_free_hits
-        if not self.room.has_for_prompt(num_blocks, num_first):
+        if not self.room.has_for_prompt(parent, hit, max_tokens - plan.num_tokens):
             return False
         if siblings:
             parent.fork_len = fork_len([parent, *siblings])
-        parent.table.share(hits)
-        parent.num_computed = len(hits) * block_size
+        parent.table.share(hit)
+        parent.num_computed = hit.num_blocks * self.pool.block_size
         self._give_slot(parent)
         for companion in group.companions(parent):
             self._give_slot(companion, Status.HELD)
@@ -143,15 +140,13 @@ class Admission:
 
     def _continue(self, plan: Plan, group: SequenceGroup, max_tokens: int) -> bool:
         """Lets waiting sequences go on from what a sibling has computed; False if some of them must wait."""
-        stem, block_size = self.running_set.stems[group], self.pool.block_size
-        num_full = stem.num_tokens // block_size
+        stem = self.running_set.stems[group]
+        stem_blocks = stem.full_blocks()
         while group.waiting:
             sequence = group.waiting[0]
             if not (_has_room(plan, max_tokens) and self._num_slots) or self.running_set.num_retrying:
                 return False
-            stop = min(stem.num_tokens + max_tokens - plan.num_tokens, sequence.num_tokens)
-            num_blocks, num_first = -(-sequence.num_tokens // block_size), -(-stop // block_size)
-            if not self.room.has_for_prompt(num_blocks - num_full, num_first - num_full):
+            if not self.room.has_for_prompt(sequence, stem_blocks, max_tokens - plan.num_tokens):
                 return False
             self._branch(plan, sequence, stem)
             if not group.waiting:
@@ -175,7 +170,7 @@ class Admission:
         assert host_copy is not None
         sequences = [sequence for sequence in group.waiting if sequence in host_copy.places]
         is_crowded = group.num_slots(len(sequences)) > self._num_slots
-        if is_crowded or not self.room.has(host_copy.num_blocks):
+        if is_crowded or not self.room.has(host_copy.num_pages):
             return False
         self.preemption.swap_in(plan, group)
         for sequence in sequences:
@@ -197,6 +192,7 @@ class Admission:
         """Adds a row for the next of the sequence's known tokens, as many as it may have of the step."""
         room = max_tokens - plan.num_tokens
         share = self._share(sequence, room, max_tokens)
+        self.running_set.release_behind(sequence)
         num_tokens = min(self._limit(sequence, share), self.room.num_tokens(sequence))
         self.room.allocate(plan, sequence, num_tokens, is_new=sequence in self._entered, had_turn=False)
         if not num_tokens:
@@ -253,7 +249,7 @@ class Admission:
         if any(sequence.num_failures for sequence in (parent, *group.waiting)):
             return 0  # a retried sequence runs alone
         num = min(len(group.waiting), self._num_slots, max_tokens - plan.num_samples)
-        while num > 0 and not self.room.has(num):
+        while num > 0 and not self.room.has(num * self.pool.pages_per_block):
             num -= 1
         return max(0, num)
 
@@ -270,6 +266,7 @@ class Admission:
                 continue
             # Each has a token left, which its logits come from.
             length = min(fork_len([parent, *forks]), min(fork.num_tokens for fork in forks) - 1)
+            length = parent.table.fork_point(length, parent.num_computed)
             stem = Stem(parent.table, length, parent.num_computed, parent.num_cached)
             if group.waiting:
                 self.running_set.stems[group] = stem._replace(table=parent.table.fork(length, parent.num_computed))

@@ -27,17 +27,11 @@ class Chunk(NamedTuple):
     samples: bool
 
 
-class NewBlock(NamedTuple):
-    slot: int
-    index: int  # in the slot's block table
-    block: int
-
-
 class Swap(NamedTuple):
-    """Blocks' contents go to host memory, or come back from it: into others, in the same order."""
+    """Pages' contents go to host memory, or come back from it: into others, in the same order."""
 
     key: int  # of the host's copy, never used again
-    blocks: list[int]
+    pages: list[int]
 
 
 @dataclass(slots=True)
@@ -57,7 +51,7 @@ class Plan:
     num_steady: int = 0  # of the decodes, the first ones: rows of the decode batch
     chunks: list[Chunk] = field(default_factory=list)
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)  # one that samples, another from its logits
-    new_blocks: list[NewBlock] = field(default_factory=list)
+    new_blocks: list[tuple[int, ...]] = field(default_factory=list)  # slot, index in its block table, and pages
     num_tokens: int = 0
     num_samples: int = 0
     full_sampler: bool = False
@@ -73,6 +67,10 @@ class Plan:
         if sequence.params.has_rules and not sequence.has_rules:
             self.rules.append(sequence)
             sequence.has_rules = True
+
+    def add_block(self, sequence: Sequence, index: int) -> None:
+        """Tells the device of a block that has come to the sequence's table, in all groups."""
+        self.new_blocks.append((sequence.slot, index, *sequence.table.pages(index)))
 
     def add_batch(self, batch: DecodeBatch) -> None:
         """Adds a row for the last token of each of its sequences, before any other."""

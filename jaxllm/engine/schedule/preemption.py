@@ -8,7 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 
-from jaxllm.engine.schedule.block_table import restore
+from jaxllm.engine.schedule.block_table import Outgoing, restore
 from jaxllm.engine.schedule.plan import Plan, Swap
 from jaxllm.engine.schedule.prompt_room import num_affordable
 from jaxllm.engine.schedule.running import RunningSet
@@ -19,7 +19,7 @@ from jaxllm.engine.schedule.waiting import WaitingQueue
 class Preemption:
     """Preempts sequences, and requeues them in their old places.
 
-    `prefers_swap(number of blocks, number of tokens)` chooses; at most `max_host_blocks` lie in host memory.
+    `prefers_swap(number of pages, number of tokens)` chooses; at most `max_host_pages` lie in host memory.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class Preemption:
         queue: WaitingQueue,
         running_set: RunningSet,
         prefers_swap: Callable[[int, int], bool],
-        max_host_blocks: int,
+        max_host_pages: int,
     ):
         self.queue, self.running_set, self.pool = queue, running_set, running_set.pool
-        self.max_host_blocks, self.num_host_blocks = max_host_blocks, 0
+        self.max_host_pages, self.num_host_pages = max_host_pages, 0
         self.num_swapped = self.num_recomputed = 0  # sequences preempted either way
-        self.num_blocks_out = self.num_blocks_in = 0
+        self.num_pages_out = self.num_pages_in = 0
         self._prefers_swap = prefers_swap
         self._keys = itertools.count()
         self._released_copies: list[int] = []
@@ -40,7 +40,7 @@ class Preemption:
 
     def reset(self) -> None:
         """The device's state is lost: the copies in host memory are dropped with it."""
-        self.num_host_blocks = 0
+        self.num_host_pages = 0
         self._released_copies, self._draining = [], []
 
     def evict_drained(self, plan: Plan) -> None:
@@ -50,13 +50,13 @@ class Preemption:
             victims, self._draining = self._draining, []
             self._evict(plan, victims)
 
-    def make_room(self, plan: Plan) -> None:
+    def make_room(self, plan: Plan, max_tokens: int) -> None:
         """Preempts until the next step's decodes have their blocks, and the first prompt that is not computed yet has
         one, or until a victim has to drain first."""
         while not self._draining:
             num_wanted, prefills = self._look_at_running()
             num_left, num_growing = self.pool.num_free - num_wanted, len(self.running_set) - len(prefills)
-            if num_left >= 0 and (not prefills or num_affordable(prefills[0], num_left, num_growing)):
+            if num_left >= 0 and (not prefills or num_affordable(prefills[0], num_left, num_growing, max_tokens)):
                 return
             if self._drop_stem():
                 continue
@@ -85,10 +85,9 @@ class Preemption:
         return False
 
     def _look_at_running(self) -> tuple[int, list[Sequence]]:
-        """Blocks that the next decodes need, and the prompts that are not computed yet, the first in front."""
+        """Pages that the next decodes need, and the prompts that are not computed yet, the first in front."""
         prefills: list[Sequence] = []
-        due = self.running_set.batch.due()
-        wanted = sum(sequence.num_computed == sequence.table.capacity for sequence in due)
+        growing = [s for s in self.running_set.batch.due() if s.num_computed == s.table.capacity]
         sharing = Counter()
         for sequence in self.running_set.individuals:
             if sequence.status is not Status.RUNNING:
@@ -98,12 +97,15 @@ class Preemption:
             elif sequence.can_sample:
                 table = sequence.table
                 if sequence.num_computed == table.capacity:
-                    wanted += 1
+                    growing.append(sequence)
                 elif table.shares_tail:
                     sharing[table.ids[-1]] += 1
+        for sequence in growing + prefills[:1]:  # what they no longer read is free first
+            self.running_set.release_behind(sequence)
+        wanted = len(growing)
         # The last holder of a block needs no copy.
         wanted += sum(min(count, self.pool.refs[block] - 1) for block, count in sharing.items())
-        return wanted, sorted(prefills, key=lambda sequence: sequence.order)
+        return wanted * self.pool.pages_per_block, sorted(prefills, key=lambda sequence: sequence.order)
 
     def _last_behind(self, prefills: list[Sequence]) -> list[Sequence]:
         """Who holds blocks that the first of the prompts needs more: the last one of them, with its group."""
@@ -150,36 +152,30 @@ class Preemption:
         group = sequences[0].group
         if any(r.num_tokens - r.num_computed > 1 or r.awaits_prompt_logprobs for r in sequences):
             return False  # mid-prefill: recompute, with what the prefix cache may have
-        blocks: list[int] = []
-        place_of: dict[int, int] = {}  # of each block
-        copy = HostCopy(next(self._keys), 0, {})
-        for sequence in sequences:
-            table, places = sequence.table, []
-            for i, block in enumerate(table.ids):
-                is_tail = table.shares_tail and i == len(table) - 1
-                if is_tail or block not in place_of:  # a shared block that is written next comes back once for each
-                    place_of[block] = len(blocks)
-                    blocks.append(block)
-                places.append(place_of[block])
-            copy.places[sequence] = places
-        if len(blocks) > self.pool.num_blocks or self.num_host_blocks + len(blocks) > self.max_host_blocks:
+        if self.pool.has_states and any(sequence.is_beam for sequence in sequences):
+            return False  # a beam may compute its last token again, and a state has gone on
+        outgoing = Outgoing(self.pool)
+        places = {sequence: outgoing.add(sequence.table) for sequence in sequences}
+        num_pages, num_blocks = len(outgoing.pages), sum(len(sequence.table) for sequence in sequences)
+        if num_pages > self.pool.num_pages or self.num_host_pages + num_pages > self.max_host_pages:
             return False
-        if not self._prefers_swap(len(blocks), len(blocks) * self.pool.block_size):
+        num_blocks -= sum(len(sequence.table.ids) for sequence in sequences) - outgoing.groups.count(0)  # shared ones
+        if not self._prefers_swap(num_pages, num_blocks * self.pool.block_size):
             return False
-        copy.num_blocks, group.host_copy = len(blocks), copy
-        plan.swap_outs.append(Swap(copy.key, blocks))
-        self.num_host_blocks += len(blocks)
-        self.num_blocks_out += len(blocks)
+        group.host_copy = HostCopy(next(self._keys), num_pages, outgoing.groups, places)
+        plan.swap_outs.append(Swap(group.host_copy.key, outgoing.pages))
+        self.num_host_pages += num_pages
+        self.num_pages_out += num_pages
         return True
 
     def swap_in(self, plan: Plan, group: SequenceGroup) -> None:
         """Gives sequences that left together blocks again, and plans the copy back. There is room."""
         copy, group.host_copy = group.host_copy, None
         assert copy is not None
-        blocks = restore([sequence.table for sequence in copy.places], list(copy.places.values()), copy.num_blocks)
-        plan.swap_ins.append(Swap(copy.key, blocks))
-        self.num_host_blocks -= copy.num_blocks
-        self.num_blocks_in += sum(block < self.pool.num_blocks for block in blocks)  # others are of siblings that ended
+        pages = restore([sequence.table for sequence in copy.places], list(copy.places.values()), copy.groups)
+        plan.swap_ins.append(Swap(copy.key, pages))
+        self.num_host_pages -= copy.num_pages
+        self.num_pages_in += sum(page < self.pool.num_pages for page in pages)  # others are of siblings that ended
 
     def report_released(self, plan: Plan) -> None:
         """Puts the copies that nobody wants back into the plan, for the device to drop."""
@@ -191,5 +187,5 @@ class Preemption:
         copy = group.host_copy
         if copy is not None and copy.places.pop(sequence, None) is not None and not copy.places:
             group.host_copy = None
-            self.num_host_blocks -= copy.num_blocks
+            self.num_host_pages -= copy.num_pages
             self._released_copies.append(copy.key)

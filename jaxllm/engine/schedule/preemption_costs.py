@@ -12,8 +12,8 @@ class PreemptionCosts:
     costs more than the average token's, makes it dearer.
     """
 
-    def __init__(self, block_bytes: int):
-        self.block_bytes = block_bytes  # of one block in host memory, over all layers
+    def __init__(self, page_bytes: int):
+        self.page_bytes = page_bytes  # of a page in host memory
         self.copy_bytes_per_s: float | None = None  # of a round trip, once it is measured
         self._seconds = self._tokens = 0.0
 
@@ -30,8 +30,8 @@ class PreemptionCosts:
             self._seconds = DECAY * self._seconds + seconds
             self._tokens = DECAY * self._tokens + num_tokens
 
-    def prefers_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether copying `num_blocks` out and back is faster than computing `num_tokens` again.
+    def prefers_swap(self, num_pages: int, num_tokens: int) -> bool:
+        """Whether copying `num_pages` out and back is faster than computing `num_tokens` again.
 
         False while the bandwidth is unknown: recomputing needs nothing but steps. Else True while the prefill's speed
         is unknown, which keeps what has been computed.
@@ -40,4 +40,4 @@ class PreemptionCosts:
             return False
         if self.prefill_s is None:
             return True
-        return num_blocks * self.block_bytes / self.copy_bytes_per_s < num_tokens * self.prefill_s
+        return num_pages * self.page_bytes / self.copy_bytes_per_s < num_tokens * self.prefill_s

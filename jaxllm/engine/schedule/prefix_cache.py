@@ -3,6 +3,7 @@
 from collections.abc import Collection
 
 from jaxllm.engine.schedule.block_pool import BlockPool, Key
+from jaxllm.engine.schedule.block_table import BlockTable, GroupBlocks, Hit
 from jaxllm.engine.schedule.sequence import Sequence
 
 
@@ -17,20 +18,41 @@ class PrefixCache:
         self.pool, self.enabled = pool, enabled
         self._writing: dict[Key, Sequence] = {}  # blocks that a running prefill has yet to write
 
-    def find(self, sequence: Sequence) -> list[int] | None:
+    def find(self, sequence: Sequence) -> Hit | None:
         """The cached blocks that a waiting sequence begins with. None: a running prefill is about to write the next."""
-        if not (self.enabled and sequence.reads_prefix_cache):
-            return []
         table = sequence.table
+        if not (self.enabled and sequence.reads_prefix_cache):
+            return Hit(0, [()] * len(table.groups))
         if table.key_generation != self.pool.generation:
             table.keys.clear()
             table.key_generation = self.pool.generation
         self._extend(sequence, sequence.num_tokens)
         num_usable = (sequence.num_tokens - 1) // self.pool.block_size  # the last token is computed, for its logits
-        hits = self.pool.lookup(table.keys[:num_usable])
-        if len(hits) < num_usable and table.keys[len(hits)] in self._writing:
+        keys = table.keys[:num_usable]
+        found = [self.pool.lookup(keys, each.index) for each in table.groups if each.group.window is None]
+        num_blocks = num_known = min(map(len, found), default=num_usable)
+        while num_blocks and (gap := self._last_gap(table, num_blocks)) >= 0:
+            num_blocks = gap  # whatever is longer lacks it too
+        if num_blocks == num_known < num_usable and table.keys[num_blocks] in self._writing:
             return None
-        return hits
+        return Hit(num_blocks, [self._read_after(each, table.keys, num_blocks) for each in table.groups])
+
+    def _last_gap(self, table: BlockTable, num_blocks: int) -> int:
+        """The last block that nobody has of those which tokens after `num_blocks` blocks read in groups with windows;
+        -1 if all are there."""
+        gaps = [-1]
+        for each in table.groups:
+            if each.group.window is not None:
+                first = each.group.first_block(num_blocks * self.pool.block_size, self.pool.block_size)
+                indices = range(num_blocks - 1, first - 1, -1)
+                missing = (i for i in indices if not self.pool.lookup(table.keys[i : i + 1], each.index))
+                gaps.append(next(missing, -1))
+        return max(gaps)
+
+    def _read_after(self, of_group: GroupBlocks, keys: list[Key], num_blocks: int) -> list[int]:
+        """A group's blocks that tokens after `num_blocks` blocks read."""
+        first = of_group.group.first_block(num_blocks * self.pool.block_size, self.pool.block_size)
+        return self.pool.lookup(keys[first:num_blocks], of_group.index)
 
     def begin(self, sequence: Sequence) -> None:
         """The sequence was admitted: its prefill will write the blocks that were not cached."""

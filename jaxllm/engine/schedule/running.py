@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from jaxllm.engine.schedule.block_pool import BlockPool
-from jaxllm.engine.schedule.block_table import BlockTable
+from jaxllm.engine.schedule.block_table import BlockTable, Hit
 from jaxllm.engine.schedule.decode_batch import DecodeBatch
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
 from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status
@@ -18,6 +18,11 @@ class Stem(NamedTuple):
     num_tokens: int  # from which they go on
     num_computed: int  # tokens that the blocks hold
     num_cached: int  # prompt tokens that the prefix cache had of it
+
+    def full_blocks(self) -> Hit:
+        """What one that goes on shares for good."""
+        num_full = self.num_tokens // self.table.pool.block_size
+        return Hit(num_full, [each.ids[: max(0, num_full - each.start)] for each in self.table.groups])
 
 
 class RunningSet:
@@ -66,6 +71,11 @@ class RunningSet:
         self.free_slots.append(sequence.slot)
         sequence.leave_device()
 
+    def release_behind(self, sequence: Sequence) -> None:
+        """Gives up the blocks that the sequence's next token does not read, which others may still hit."""
+        self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))
+        sequence.table.release_behind(sequence.num_computed)
+
     def drop_stem(self, group: SequenceGroup) -> None:
         """Those of the group that wait for a slot hold no blocks any more."""
         stem = self.stems.pop(group, None)
@@ -101,7 +111,7 @@ class RunningSet:
 
     @property
     def num_wasted_slots(self) -> int:
-        """Tokens' places in held blocks that hold no token yet. O(running)."""
+        """Tokens' places in the first group's held blocks that hold no token yet. O(running)."""
         num_wasted, tails = 0, defaultdict(list)
         for sequence in self:
             num_empty = sequence.table.capacity - sequence.num_computed
@@ -127,13 +137,15 @@ class RunningSet:
             assert 0 <= num_empty <= self.pool.block_size, "blocks are allocated as tokens are computed"
             assert num_empty or not sequence.table.shares_tail
             sequence.table.check()
-            held.update(sequence.table.ids)
+            for each in sequence.table.groups:
+                held.update(each.ids)
         for group, stem in self.stems.items():
             assert group.waiting, "nobody goes on from it"
             assert 0 <= stem.table.capacity - stem.num_tokens < self.pool.block_size
             stem.table.check()
-            held.update(stem.table.ids)
-        assert self.pool.refs == [held[block] for block in range(self.pool.num_blocks)]
+            for each in stem.table.groups:
+                held.update(each.ids)
+        assert self.pool.refs == [held[block] for block in range(self.pool.num_pages)]
         slots = [sequence.slot for sequence in self] + self.free_slots
         assert sorted(slots) == list(range(self.max_num_seqs))
         self.prefix_cache.check(list(self))
@@ -149,13 +161,14 @@ class RunningSet:
         size, filled = self.pool.block_size, {}
         holders = [(sequence.table, sequence.num_computed) for sequence in self]
         for table, num_tokens in holders + [(stem.table, stem.num_tokens) for stem in self.stems.values()]:
-            for i, block in enumerate(table.ids):
+            for i, block in enumerate(table.ids, start=table.groups[0].start):
                 filled[block] = max(filled.get(block, 0), min(size, num_tokens - i * size))
         assert self.num_wasted_slots == sum(size - max(0, tokens) for tokens in filled.values())
 
     def _check_writes(self) -> None:
         """A block that is written next has one holder, or holders marked `shares_tail`."""
         for sequence in self:
-            index = sequence.num_computed // self.pool.block_size
-            if sequence.status is Status.RUNNING and index < len(sequence.table):
-                assert self.pool.refs[sequence.table.ids[index]] == 1 or sequence.table.shares_tail
+            table, index = sequence.table, sequence.num_computed // self.pool.block_size
+            if sequence.status is Status.RUNNING and index < len(table):
+                is_own = all(self.pool.refs[each.ids[index - each.start]] == 1 for each in table.groups)
+                assert is_own or table.shares_tail

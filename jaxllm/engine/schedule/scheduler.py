@@ -12,7 +12,7 @@ from typing import Any
 from jaxllm.engine.schedule.admission import Admission
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
-from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_FINITE, NewBlock, Plan
+from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_FINITE, Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
 from jaxllm.engine.schedule.running import RunningSet
@@ -26,7 +26,7 @@ MAX_FAILURES = 2  # failed steps with a sequence in them after which it is quara
 class Scheduler:
     """Continuous batching over `max_num_seqs` slots and a block pool, by priority and then arrival.
 
-    `prefers_swap` and `max_host_blocks` are for `Preemption`.
+    `prefers_swap` and `max_host_pages` are for `Preemption`.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class Scheduler:
         *,
         max_num_seqs: int,
         prefix_caching: bool = True,
-        prefers_swap: Callable[[int, int], bool] = lambda num_blocks, num_tokens: False,
-        max_host_blocks: int = 0,
+        prefers_swap: Callable[[int, int], bool] = lambda num_pages, num_tokens: False,
+        max_host_pages: int = 0,
     ):
         self.pool = pool
         self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
         self.running_set = RunningSet(pool, self.prefix_cache, max_num_seqs)
         self.waiting = WaitingQueue()
-        self.preemption = Preemption(self.waiting, self.running_set, prefers_swap, max_host_blocks)
+        self.preemption = Preemption(self.waiting, self.running_set, prefers_swap, max_host_pages)
         self.admission = Admission(self.waiting, self.running_set, self.preemption)
-        self.num_copied = 0  # blocks, because several shared them
+        self.num_copied = 0  # pages, because several shared them
         self.num_unfinished_full = 0
         self.num_not_finite = 0  # sequences that ended for their logits
         self._moved: list[Sequence] = []  # beams whose slot rows are out of date
@@ -60,7 +60,7 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         """Queues a request's sequences. They must fit the pool alone: the engine has refused them otherwise."""
         for sequence in group.sequences:
-            sequence.table = BlockTable(self.pool)
+            sequence.table = BlockTable(self.pool, keeps_first=sequence.params.reads_history)
         self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
         self.waiting.add(group, group.live)
 
@@ -94,8 +94,8 @@ class Scheduler:
         plan = Plan()
         self.running_set.look_for_host_dependent()
         self.preemption.evict_drained(plan)
-        if self.pool.num_free < len(self.running_set):
-            self.preemption.make_room(plan)
+        if self.pool.num_free < len(self.running_set) * self.pool.pages_per_block:
+            self.preemption.make_room(plan, max_tokens)
         self.admission.fork(plan)
         if self._moved:
             self._install_moved(plan)
@@ -128,7 +128,6 @@ class Scheduler:
                 self.running_set.leave_batch(sequence)
         for sequence in batch.due():
             if sequence.num_computed < sequence.max_total_len - 2 and self._grow(plan, sequence):
-                self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))
                 batch.set_due(sequence)
             else:  # its next row is its last, or no block is free
                 self.running_set.leave_batch(sequence)
@@ -163,21 +162,22 @@ class Scheduler:
 
     def _grow(self, plan: Plan, sequence: Sequence) -> bool:
         """Allocates one more block for the sequence; False if none is free, while a victim drains."""
+        self.running_set.release_behind(sequence)
         table = sequence.table
-        block = table.append()
-        if block is not None:
-            plan.new_blocks.append(NewBlock(sequence.slot, len(table) - 1, block))
-        return block is not None
+        has_grown = table.append()
+        if has_grown:
+            plan.add_block(sequence, len(table) - 1)
+        return has_grown
 
     def _own_tail(self, plan: Plan, sequence: Sequence) -> bool:
         """Copy-on-write: replaces a shared block that the sequence writes next by a copy. False as in `_grow`."""
         table = sequence.table
-        if table.must_copy and not self.pool.num_free:
+        if table.num_copied > self.pool.num_free:
             return False
-        copy = table.own_tail()
-        if copy is not None:
-            plan.copies.append(copy)
-            plan.new_blocks.append(NewBlock(sequence.slot, len(table) - 1, copy.target))
+        copies = table.own_tail()
+        if copies:
+            plan.copies += copies
+            plan.add_block(sequence, len(table) - 1)
         return True
 
     def commit(
@@ -288,5 +288,5 @@ class Scheduler:
         copies = [group.host_copy for group in groups if group.host_copy is not None]
         assert all(copy.places and set(copy.places) <= set(waiting) for copy in copies)
         assert self.running_set.stems.keys() <= groups
-        assert self.preemption.num_host_blocks == sum(copy.num_blocks for copy in copies)
-        assert self.preemption.num_host_blocks <= self.preemption.max_host_blocks
+        assert self.preemption.num_host_pages == sum(copy.num_pages for copy in copies)
+        assert self.preemption.num_host_pages <= self.preemption.max_host_pages

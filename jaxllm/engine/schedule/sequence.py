@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.engine.schedule.block_table import BlockTable
+from jaxllm.engine.schedule.block_table import BlockTable, Places
 from jaxllm.outputs import FinishReason
 from jaxllm.sampling_params import SamplingParams
 
@@ -28,8 +28,9 @@ class HostCopy:
     """Blocks of preempted siblings in host memory."""
 
     key: int
-    num_blocks: int
-    places: "dict[Sequence, list[int]]"  # of each that wants its blocks back: where they are among the copied ones
+    num_pages: int
+    groups: list[int]  # of each block
+    places: "dict[Sequence, Places]"  # of each that wants its blocks back: where they are among the copied ones
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

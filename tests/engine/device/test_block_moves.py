@@ -149,7 +149,7 @@ class BlockMovesMachine(RuleBasedStateMachine):
         keys = rng.permutation(list(world.kept)).astype(int).tolist()
         swap_outs = [Swap(self.next_key + i, world.blocks(n)) for i, n in enumerate(out_sizes)]
         self.next_key += len(swap_outs)
-        freed = [block for swap in swap_outs for block in swap.blocks]
+        freed = [block for swap in swap_outs for block in swap.pages]
         free = list(dict.fromkeys(freed + world.blocks(NUM_BLOCKS)))
         swap_ins, returned = [], set()
         for key in keys[:num_in]:
@@ -315,8 +315,11 @@ def test_plans_that_break_the_rules_are_refused(device, moves, broken):
     with pytest.raises(AssertionError, match=broken):
         world.apply(Plan(**moves))
     world.check()  # nothing was donated
-    with pytest.raises(ValueError, match="9 exceeds the largest bucket 8"):
-        world.apply(Plan(copies=[Copy(20, target) for target in range(9)]))
+
+
+def test_more_copies_than_one_executable_makes_are_several(device):
+    world = Shadowed(device)
+    world.run(copies=[Copy(20, target) for target in range(19)])
 
 
 def test_an_executable_that_is_not_compiled_yet_is_awaited(device, monkeypatch):

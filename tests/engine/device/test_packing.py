@@ -15,12 +15,13 @@ from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, SampleLayout, S
 from jaxllm.engine.device.state import NUM_STOP_IDS, SAMPLING_LAYOUT, empty_slots
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
-from jaxllm.engine.schedule.plan import Chunk, NewBlock, Plan
+from jaxllm.engine.schedule.plan import Chunk, Plan
 from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.sampling_params import SamplingParams
 
 INT32_MAX = 2**31 - 1
 MAX_NUM_SEQS, BLOCK_SIZE, BLOCKS_PER_SEQ = 6, 4, 5
+TABLES = ((1, BLOCKS_PER_SEQ),)
 quick = settings(max_examples=40, deadline=None)
 
 
@@ -37,7 +38,7 @@ def make_request(slot=0, prompt=(7, 8, 9), output=(), *, seed=0, blocks=(), stop
         slot=slot,
     )
     request.table = BlockTable(BlockPool(0, 4))
-    request.table.ids = list(blocks)
+    request.table.groups[0].ids, request.table.num_blocks = list(blocks), len(blocks)
     return request
 
 
@@ -87,7 +88,7 @@ def test_step_round_trip(tokens):
         plan = make_plan(
             decoding.values(),
             [(make_request(slot, tokens[:1], tokens[1:]), start, stop) for slot, tokens, start, stop in chunks],
-            [NewBlock(*new) for new in new_blocks],
+            new_blocks,
             [(decoding[parent], make_request(slot)) for parent, slot in forks],
         )
         packed = layout.pack(plan)
@@ -156,7 +157,7 @@ def test_step_unpacks_alike_on_the_device():
     [
         make_plan(chunks=[(make_request(0, range(9)), 0, 9)]),
         make_plan(decodes=[make_request(slot) for slot in range(5)]),
-        make_plan(decodes=[make_request(0)], new_blocks=[NewBlock(0, i, i) for i in range(7)]),
+        make_plan(decodes=[make_request(0)], new_blocks=[(0, i, i) for i in range(7)]),
     ],
     ids=["tokens", "rows", "new_blocks"],
 )
@@ -177,7 +178,7 @@ def test_too_many_samples_raise():
 def test_each_pack_is_a_fresh_array():
     request = make_request()
     plan, step = make_plan(decodes=[request]), StepLayout(8, 4, BLOCK_SIZE)
-    rows = AdmitLayout(2, 4, BLOCKS_PER_SEQ)
+    rows = AdmitLayout(2, 4, TABLES)
     for layout, argument in ((step, plan), (SampleLayout(4, 4), plan), (rows, [(request, 0)])):
         first = layout.pack(argument)
         copy = first.copy()
@@ -209,11 +210,11 @@ slot_rows = st.fixed_dictionaries(
 def test_admit_round_trip(given_rows):
     """From requests through the packed array into the slot table, of which other rows stay as they were."""
     rows = [(make_request(MAX_NUM_SEQS - 1 - i, **fields), n) for i, (fields, n) in enumerate(given_rows)]
-    layout = AdmitLayout(4, MAX_NUM_SEQS, BLOCKS_PER_SEQ)
+    layout = AdmitLayout(4, MAX_NUM_SEQS, TABLES)
     packed = layout.pack(rows)
     assert packed.dtype == np.int32 and packed.shape == (4, layout.size)
     assert layout.unpack(packed).slot[len(rows) :].tolist() == [MAX_NUM_SEQS] * (4 - len(rows))
-    before = empty_slots(MAX_NUM_SEQS, BLOCKS_PER_SEQ), SAMPLING_LAYOUT.empty(MAX_NUM_SEQS)
+    before = empty_slots(MAX_NUM_SEQS, TABLES), SAMPLING_LAYOUT.empty(MAX_NUM_SEQS)
     slots, sampling = jax.tree.map(np.asarray, jax.jit(partial(admit, layout=layout))(*before, packed))
     untouched = np.arange(MAX_NUM_SEQS - len(rows))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves((slots, sampling)), strict=True):
@@ -223,7 +224,7 @@ def test_admit_round_trip(given_rows):
         at, params = request.slot, request.params
         assert slots.length[at] == length
         assert slots.last_token[at] == (request.prompt_token_ids + request.output_token_ids)[-1]
-        assert slots.block_table[at].tolist() == request.table.ids + [0] * (BLOCKS_PER_SEQ - len(request.table))
+        assert slots.block_tables[0][at, 0].tolist() == request.table.ids + [0] * (BLOCKS_PER_SEQ - len(request.table))
         high, low = sampling.seed[at].tolist()
         assert high << 32 | low == request.seed % 2**64
         assert sampling.sample_index[at] == request.sample_index
@@ -238,19 +239,19 @@ def test_admit_round_trip(given_rows):
 
 def test_min_tokens_beyond_all_lengths_masks_to_the_end():
     request = make_request(min_tokens=INT32_MAX)
-    layout = AdmitLayout(1, MAX_NUM_SEQS, BLOCKS_PER_SEQ)
+    layout = AdmitLayout(1, MAX_NUM_SEQS, TABLES)
     assert layout.unpack(layout.pack([(request, 0)])).sampling.min_len[0] >= request.max_total_len
 
 
 @pytest.mark.parametrize("too_much", [{"blocks": range(BLOCKS_PER_SEQ + 1)}, {"stop_ids": range(NUM_STOP_IDS + 1)}])
 def test_admit_overflow_raises(too_much):
     with pytest.raises(ValueError):
-        AdmitLayout(1, MAX_NUM_SEQS, BLOCKS_PER_SEQ).pack([(make_request(**too_much), 0)])
+        AdmitLayout(1, MAX_NUM_SEQS, TABLES).pack([(make_request(**too_much), 0)])
 
 
 def test_admit_of_too_many_rows_raises():
     with pytest.raises((ValueError, IndexError)):
-        AdmitLayout(1, MAX_NUM_SEQS, BLOCKS_PER_SEQ).pack([(make_request(), 0)] * 2)
+        AdmitLayout(1, MAX_NUM_SEQS, TABLES).pack([(make_request(), 0)] * 2)
 
 
 def test_token_ladder():
@@ -277,7 +278,7 @@ def test_pick_bucket_takes_the_smallest_that_holds(max_tokens, data):
 def test_padding_writes_nothing():
     """Ids of padding lie past the table, where a dropping scatter ignores them; a negative one would wrap."""
     layout = StepLayout(8, 4, BLOCK_SIZE)
-    f = layout.unpack(layout.pack(make_plan(decodes=[make_request(2)], new_blocks=[NewBlock(2, 1, 9)])))
+    f = layout.unpack(layout.pack(make_plan(decodes=[make_request(2)], new_blocks=[(2, 1, 9)])))
     slot, index, block = f.new_blocks
     table = jnp.zeros((4, BLOCKS_PER_SEQ), jnp.int32).at[slot, index].set(block + 1, mode="drop")
     assert table.sum() == 10 and table[2, 1] == 10

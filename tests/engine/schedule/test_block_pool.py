@@ -43,8 +43,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def check(self):
         self.pool.check()
         refs = self.refs()
-        assert self.pool.refs == [refs[block] for block in range(self.pool.num_blocks)]
-        assert self.pool.num_used == len(refs) == self.pool.num_blocks - self.pool.num_free
+        assert self.pool.refs == [refs[block] for block in range(self.pool.num_pages)]
+        assert self.pool.num_used == len(refs) == self.pool.num_pages - self.pool.num_free
 
     def lookup(self, prefixes, keys):
         hits = self.pool.lookup(keys)
@@ -75,7 +75,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     def allocate(self, n):
         """Blocks without a key go first, then those whose release is longest ago."""
-        free = set(range(self.pool.num_blocks)) - set(self.refs())
+        free = set(range(self.pool.num_pages)) - set(self.refs())
         keyed = sorted(free & set(self.findable.values()), key=self.released_at.__getitem__)
         num_unkeyed = min(n, len(free) - len(keyed))
         blocks = self.pool.allocate(n)
@@ -213,7 +213,7 @@ def test_no_hit_across_generations():
 def test_misuse_is_an_assertion_error_that_says_what():
     pool = BlockPool(2, BLOCK_SIZE)
     blocks = pool.allocate(2)
-    with pytest.raises(AssertionError, match="1 blocks wanted, 0 free"):
+    with pytest.raises(AssertionError, match="1 pages wanted, 0 free"):
         pool.allocate(1)
     pool.release(blocks)
     with pytest.raises(AssertionError, match="block 1 is freed twice"):

@@ -7,7 +7,7 @@ import pytest
 
 import jaxllm.engine
 from jaxllm.engine.schedule.block_pool import BlockPool
-from jaxllm.engine.schedule.block_table import BlockTable, Copy, restore
+from jaxllm.engine.schedule.block_table import BlockTable, Copy, Hit, Places, restore
 
 VERBS = {"allocate", "acquire", "release", "register", "forget"}  # of the pool
 
@@ -24,7 +24,7 @@ def check(*tables: BlockTable) -> None:
     pool.check()
     for table in tables:
         table.check()
-    assert pool.refs == [sum(block in table.ids for table in tables) for block in range(pool.num_blocks)]
+    assert pool.refs == [sum(block in table.ids for table in tables) for block in range(pool.num_pages)]
 
 
 def pool_calls(source: str) -> set[str]:
@@ -56,12 +56,12 @@ def test_a_fork_shares_the_blocks_of_its_tokens(num_tokens, num_shared):
 def test_a_fork_inside_the_last_block_leaves_both_to_own_it():
     table = make_table(2)
     fork = table.fork(7, 7)
-    assert table.shares_tail and fork.must_copy
+    assert table.shares_tail and fork.num_copied
     shared = table.ids[-1]
-    copy = fork.own_tail()
+    (copy,) = fork.own_tail()
     assert copy == Copy(shared, fork.ids[-1]) and fork.ids[-1] != shared and not fork.shares_tail
     check(table, fork)
-    assert not table.must_copy and table.own_tail() is None, "the last holder needs no copy"
+    assert not table.num_copied and table.own_tail() == [], "the last holder needs no copy"
     assert table.ids[-1] == shared and not table.shares_tail
 
 
@@ -73,14 +73,14 @@ def test_a_full_block_that_is_written_again_is_not_found():
     fork = table.fork(3, 4)
     table.release()
     assert pool.lookup(fork.keys or table.keys) == fork.ids
-    assert fork.own_tail() is None and pool.lookup(table.keys) == []
+    assert fork.own_tail() == [] and pool.lookup(table.keys) == []
     check(fork)
 
 
 def test_a_fork_of_full_blocks_shares_no_tail():
     table = make_table(2)
     fork = table.fork(8, 8)
-    assert not table.shares_tail and fork.own_tail() is None
+    assert not table.shares_tail and fork.own_tail() == []
     check(table, fork)
 
 
@@ -93,19 +93,19 @@ def test_a_fork_before_the_last_block_leaves_the_tail_alone():
 def test_who_has_filled_the_last_block_does_not_write_to_it():
     table = make_table(2)
     fork = table.fork(7, 8)
-    assert fork.must_copy and not table.shares_tail
+    assert fork.num_copied and not table.shares_tail
 
 
 def test_a_new_block_is_nobody_elses():
     table = make_table(2)
     fork = table.fork(7, 7)
-    assert table.append() == table.ids[-1] and not table.shares_tail and fork.shares_tail
+    assert table.append() and not table.shares_tail and fork.shares_tail
     check(table, fork)
 
 
 def test_append_without_a_free_block():
     table = make_table(8)
-    assert table.append() is None and len(table) == 8 and table.capacity == 32
+    assert not table.append() and len(table) == 8 and table.capacity == 32
 
 
 def test_a_fork_keeps_the_keys_of_what_was_offered():
@@ -127,18 +127,18 @@ def test_hits_are_the_beginning():
     pool = BlockPool(4, 2)
     first = make_table(2, pool)
     second = BlockTable(pool)
-    second.share(first.ids)
+    second.share(Hit(2, [first.ids]))
     second.allocate(1)
     assert second.ids[:2] == first.ids and second.num_keyed == 2
     check(first, second)
     with pytest.raises(AssertionError, match="a hit is a sequence's beginning"):
-        second.share(first.ids)
+        second.share(Hit(2, [first.ids]))
 
 
 def test_tables_come_back_with_what_they_shared():
     pool = BlockPool(6, 2)
     tables = [BlockTable(pool) for _ in range(2)]
-    places = restore(tables, [[0, 1], [0, 3]], num_places=4)
+    places = restore(tables, [Places(2, [(0, [0, 1])]), Places(2, [(0, [0, 3])])], groups=[0] * 4)
     assert tables[0].ids[0] == tables[1].ids[0] and tables[0].ids[1] != tables[1].ids[1]
     assert places == [*tables[0].ids, 6, tables[1].ids[1]], "nobody wants the third"
     check(*tables)

@@ -71,7 +71,7 @@ def test_a_group_leaves_and_comes_back_as_a_whole():
         plan = engine.step()
         swapped = plan.swap_outs[0] if plan is not None and plan.swap_outs else None
     assert all(member.status is Status.WAITING and not member.table.ids for member in members)
-    assert engine.scheduler.preemption.num_host_blocks == len(swapped.blocks) > 0
+    assert engine.scheduler.preemption.num_host_pages == len(swapped.pages) > 0
     assert plan.swap_ins == [] and len(engine.scheduler.waiting) == 3
     while not (plan is not None and plan.swap_ins):
         plan = engine.step()
@@ -87,7 +87,7 @@ def test_shared_blocks_are_swapped_once():
     first = engine.add([2, 2, 1, 1], 8, n=3)
     while not engine.scheduler.preemption.num_swapped:
         engine.step()
-    prompt_blocks = {tuple(places[:2]) for places in first.group.host_copy.places.values()}
+    prompt_blocks = {tuple(places.of_groups[0][1][:2]) for places in first.group.host_copy.places.values()}
     assert len(prompt_blocks) == 1
     engine.run()
 
@@ -131,7 +131,7 @@ def test_abort_of_what_is_swapped_out_gives_host_memory_back():
     while young.group.host_copy is None:
         engine.step()
     engine.abort(young)
-    assert engine.scheduler.preemption.num_host_blocks == 0
+    assert engine.scheduler.preemption.num_host_pages == 0
     plan = engine.step()
     assert len(plan.released_copies) == 1 and not engine.device.host
     engine.run()

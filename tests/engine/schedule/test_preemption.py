@@ -56,9 +56,9 @@ def shared_small(tiny):
 def small(shared_small):
     """An engine of 20 blocks, idle and clean before and after the test."""
     config, preemption = shared_small.engine.config, shared_small.engine.scheduler.preemption
-    max_host_blocks = preemption.max_host_blocks
+    max_host_pages = preemption.max_host_pages
     yield shared_small
-    shared_small.engine.config, preemption.max_host_blocks = config, max_host_blocks
+    shared_small.engine.config, preemption.max_host_pages = config, max_host_pages
     drain(shared_small)
     assert shared_small.stats().blocks_on_host == 0 == shared_small.engine.runner.executor.moves.num_kept
     clean(shared_small)
@@ -220,17 +220,17 @@ def test_shared_blocks_are_swapped_once(small):
     assert len(done) == 3 and done["group"].error is None
 
 
-@pytest.mark.parametrize("max_host_blocks", [0, 1, 6])
-def test_no_room_in_host_memory(small, llm, max_host_blocks):
+@pytest.mark.parametrize("max_host_pages", [0, 1, 6])
+def test_no_room_in_host_memory(small, llm, max_host_pages):
     prefer(small, "swap")
-    small.engine.scheduler.preemption.max_host_blocks = max_host_blocks
+    small.engine.scheduler.preemption.max_host_pages = max_host_pages
     before = small.stats()
     add(small, WORKLOADS["greedy"])
     done = run(small)
     after = small.stats()
     num_swapped = after.num_swapped - before.num_swapped
     assert num_swapped < after.num_preemptions - before.num_preemptions
-    assert (num_swapped > 0) == (max_host_blocks == 6)
+    assert (num_swapped > 0) == (max_host_pages == 6)
     assert_same(llm, WORKLOADS["greedy"], done)
 
 

@@ -92,7 +92,7 @@ def test_victim_takes_no_block_in_the_plan_that_preempts_it():
     engine.step()
     plan = engine.step()
     assert victim.status is Status.DRAINING and victim.num_computed == 2
-    assert set(plan.rows) == {old, third} and [new.slot for new in plan.new_blocks] == [old.slot]
+    assert set(plan.rows) == {old, third} and [new[0] for new in plan.new_blocks] == [old.slot]
     engine.run()
     assert old.finish_reason == "length"
 

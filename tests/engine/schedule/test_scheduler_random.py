@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from jaxllm.engine.schedule.cache_groups import EVERYTHING, CacheGroup
 from tests.fake_engine import PROMPT_TOKENS, FakeEngine, truth
 
 limits = st.sampled_from([1, 3, 8, 8])  # tokens of a step: few while the engine compiles
@@ -23,6 +24,12 @@ numbers = st.sampled_from([1, 1, 2, 3, 6])  # of samples
 searches = st.fixed_dictionaries(
     {"length_penalty": st.sampled_from([1.0, 0.0, -1.0]), "early_stopping": st.sampled_from([False, True, "never"])}
 )
+GROUPS = (  # windows shorter, equal and longer than a block, and a state
+    (CacheGroup(), CacheGroup(window=3, num_pages=2)),
+    (CacheGroup(num_pages=2), CacheGroup(window=2), CacheGroup(window=7)),
+    (CacheGroup(window=4),),
+    (CacheGroup(), CacheGroup(window=2, is_state=True)),
+)
 prompts = st.lists(st.sampled_from(PROMPT_TOKENS), min_size=1, max_size=20)
 
 
@@ -33,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         prefix_caching=st.sampled_from([True, True, True, False]),
         swap_blocks=st.sampled_from([0, 0, 5, 100]),
+        groups=st.sampled_from([EVERYTHING, EVERYTHING, *GROUPS]),
     )
     def start(self, **sizes):
         self.engine = FakeEngine(**sizes)
