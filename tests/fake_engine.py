@@ -5,6 +5,7 @@ from collections import Counter
 
 from jaxllm.engine.beam.group import BeamSearchGroup
 from jaxllm.engine.beam.search import LENGTH, BeamSearch
+from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.cache_groups import EVERYTHING
 from jaxllm.engine.schedule.scheduler import Plan, Scheduler
@@ -84,7 +85,9 @@ class FakeEngine:
         self.device = Device(num_blocks, block_size, groups)
         self.num_blocks = num_blocks
         self.max_tokens = max_tokens
-        self.capacity = num_blocks * block_size
+        sizes = dict(block_size=block_size, num_blocks=num_blocks, groups=groups)
+        config = EngineConfig(max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, **sizes)
+        self.capacity = min(config.longest_len(), 60)
         self.in_flight: tuple | None = None  # plan, tokens, log-probabilities, candidates
         self.requests: list[Sequence] = []
         self.expected: dict[Sequence, tuple[list[int], str]] = {}

@@ -48,6 +48,8 @@ class PromptRoom:
         num_pages = num_wanted(sequence, hit.num_blocks, held, sequence.num_tokens, self._max_tokens)
         if self.has(num_pages + num_free_hits):
             return True
+        if not len(self.running_set):
+            num_tokens = 1  # however little there is, nobody will give more
         stop = min(hit.num_blocks * self.pool.block_size + num_tokens, sequence.num_tokens)
         num_first = num_wanted(sequence, hit.num_blocks, held, stop, self._max_tokens)
         reserve = self.pool.num_pages // 8 if len(self.running_set) else 0
