@@ -42,7 +42,8 @@ class LLM:
     share of each accelerator's whole memory that this process may use: what its other arrays take is left to them, and
     JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU unless set). When blocks run out, `preemption` of
     the last requests is by "swap" to at most `swap_space` GiB of host memory, or by "recompute"; "auto" measures which
-    is faster. `seed` is for requests that bring none.
+    is faster. `seed` is for requests that bring none. `record` names a new file for what the engine asks of the device,
+    prompts included: `jaxllm replay FILE` does it again, for bug reports.
 
     Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, each with what to do about it.
     """
@@ -65,6 +66,7 @@ class LLM:
         preemption: str = "auto",
         swap_space: float | None = None,
         seed: int = 0,
+        record: str | Path | None = None,
     ):
         self.engine = build_engine(
             model,
@@ -82,6 +84,7 @@ class LLM:
             preemption=preemption,
             swap_space=swap_space,
             seed=seed,
+            record=record,
         )
         self._model_dir = DEFAULT_MODEL if model is None else Path(model) if isinstance(model, str | Path) else None
         self._user_tokenizer = tokenizer

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,11 +10,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.checkpoint.placement import check_mesh
+from jaxllm.engine import recording
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.executor import Executor
-from jaxllm.engine.device.runner import Runner
+from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.model_source import model_source
 from jaxllm.errors import OutOfMemoryError
@@ -43,6 +45,7 @@ def build_engine(
     preemption: str = "auto",
     swap_space: float | None = None,
     seed: int = 0,
+    record: str | Path | None = None,
 ) -> Engine:
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments."""
     if tensor_parallel_size is not None:
@@ -78,12 +81,14 @@ def build_engine(
     explicit_len = max_model_len is not None
     config = size_engine(shape, wanted, mesh, num_blocks, device, explicit_len=explicit_len, has_params=has_params)
     shape = with_max_len(shape, source.model, config.max_model_len)
-    executor = Executor(shape, config, mesh)  # compiles while the parameters load
-    runner = Runner(executor, config, shape.vocab)
+    executor: CommandExecutor = Executor(shape, config, mesh)  # compiles while the parameters load
     try:
-        runner.set_params(state if has_params else source.place(state, mesh))
+        if record is not None:
+            executor = recording.record(executor, source, config, record)
+        runner = Runner(executor, config, shape.vocab)
+        runner.set_params(state if has_params else source.place(state, mesh), source.name)
     except BaseException:
-        runner.close()
+        executor.close()
         raise
     return Engine(runner, vocab=source.cfg.vocab, eos_ids=source.eos_ids, tokenizer=source.tokenizer)
 

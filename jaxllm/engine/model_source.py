@@ -21,6 +21,7 @@ from jaxllm.models.context import StepContext
 from jaxllm.models.transformer import Params
 from jaxllm.text.tokenizer import Tokenizer, wrap
 
+EMBEDDED = "embedded"  # the name of the model in the package
 _SIZES = ("vocab", "embed", "num_layers", "heads", "kv_heads", "head_dim", "mlp", "max_len")  # read by the engine
 
 
@@ -32,6 +33,14 @@ class ModelSource(NamedTuple):
     params: Any  # the caller's pytree, or a function (abstract params, mesh) -> Params that loads them
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
+    directory: Path | None = None  # that it is read from
+
+    @property
+    def name(self) -> str:
+        """Where it can be found again: its directory, or `EMBEDDED`; "" for an object of the caller's."""
+        if self.directory is None:
+            return ""
+        return EMBEDDED if self.directory == DEFAULT_MODEL else str(self.directory.resolve())
 
     def place(self, abstract: Params, mesh: Mesh) -> Params:
         """The parameters on `mesh`, in the state that `abstract` describes."""
@@ -46,7 +55,8 @@ def model_source(model: Any, dtype: str, platform: str, tokenizer: Any) -> Model
         spec = read_config(directory, resolve_dtype(dtype, platform))
         abstract = transformer.abstract(spec.module.Model, spec.cfg)
         tokenizer = tokenizer or Tokenizer.from_dir(directory)
-        return ModelSource(spec.cfg, abstract, partial(load_params, directory, spec), spec.eos_token_ids, tokenizer)
+        load = partial(load_params, directory, spec)
+        return ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, directory)
     if dtype != "auto":
         raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
     eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.block_moves import encode_moves
+from jaxllm.engine.device.block_moves import SWAP_SIZES, encode_measurement, encode_moves
 from jaxllm.engine.device.commands import Command
 from jaxllm.engine.device.packing import ADMIT_SIZES, AdmitLayout, SampleLayout, StepLayout, pick_bucket, token_ladder
 from jaxllm.engine.device.state import rules_layout
@@ -73,6 +73,12 @@ class Encoder:
         far."""
         return np.full((pick_bucket(buckets.samples, plan.num_samples), self._mask_words), -1, np.int32)
 
+    def encode_measurement(self) -> Command | None:
+        """What measures the bandwidth to host memory and back; None until what it runs is compiled."""
+        if not self._are_ready([(name, SWAP_SIZES[-1]) for name in ("swap_out", "swap_in")]):
+            return None
+        return encode_measurement(self.config.num_blocks)
+
     def encode_forward(self, plan: Plan, buckets: Buckets) -> list[Command]:
         """All but the sampling, in the smallest of the `buckets` that holds it. Decode rows take their tokens from the
         slots, into which the sampling of the step before puts them."""
@@ -93,7 +99,7 @@ class Encoder:
         if not plan.num_samples:
             return commands
         samples = pick_bucket(buckets.samples, plan.num_samples)
-        alters = masks is not None or plan.full_sampler and any(one.params.alters_logits for one in plan.samples)
+        alters = masks is not None or plan.alters_logits
         packed = self._samples[samples].pack(plan, is_altered=alters)
         if not plan.full_sampler:
             return [*commands, Command(("sample", samples), (packed,))]

@@ -61,6 +61,7 @@ class Plan:
     num_tokens: int = 0
     num_samples: int = 0
     full_sampler: bool = False
+    alters_logits: bool = False  # perhaps, apart from masks of grammars
     has_beams: bool = False  # perhaps
     rows: list[Sequence] = field(default_factory=list)
     samples: list[Sequence] = field(default_factory=list)

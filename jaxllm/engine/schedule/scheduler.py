@@ -107,6 +107,7 @@ class Scheduler:
             return None
         self.preemption.report_released(plan)
         plan.full_sampler, plan.has_beams = self.running_set.num_full > 0, self.running_set.num_beams > 0
+        plan.alters_logits = self.running_set.num_altered > 0
         plan.seal()
         if len(self.running_set) <= max_tokens:
             self.running_set.enter_batch(plan.decodes[plan.num_steady :])
