@@ -2,13 +2,14 @@
 
 import math
 import zlib
+from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxllm.engine.beam.candidates import BeamRow
 from jaxllm.engine.beam.search import Candidates
-from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.plan import NOT_ACCEPTED, Chunk, Plan
 from jaxllm.engine.schedule.sequence import Sequence
 
 EOS = 0
@@ -56,6 +57,8 @@ class Device:
     def __init__(self, num_blocks: int, block_size: int, version: int = 0):
         self.block_size, self.version = block_size, version
         self.cells = np.full((num_blocks, block_size, 2), -1, np.int64)
+        self.accepts: abc.Sequence[int] = (3,)  # tokens of each row with drafts, at most and in turn
+        self.num_verified = 0  # rows with drafts
         self.slots: dict[int, Slot] = {}
         self.host: dict[int, np.ndarray] = {}
 
@@ -80,9 +83,10 @@ class Device:
         for slot, index, block in plan.new_blocks:
             self.slots[slot].block_table[index : index + 1] = [block]
         self._write(plan)
+        verified = {chunk.sequence: self._verify(chunk) for chunk in plan.chunks if chunk.drafts}
         for request in plan.rows:
             assert self.holds(self.slots[request.slot], request.prompt_token_ids + self._output(request))
-        return self._sample(plan)
+        return self._sample(plan, verified)
 
     def _move(self, plan: Plan) -> None:
         for key, blocks in plan.swap_outs:
@@ -104,10 +108,11 @@ class Device:
         given = [(request, None) for request in plan.decodes] + [(chunk.sequence, chunk) for chunk in plan.chunks]
         for request, chunk in given:
             slot = self.slots[request.slot]
-            assert slot.request is request and slot.block_table == request.table.ids
+            block_table = slot.block_table[: len(request.table)]  # behind it are blocks that only drafts had
+            assert slot.request is request and block_table == request.table.ids
             assert chunk is None or slot.length == chunk.start
             if chunk is not None:
-                tokens = request.token_ids(chunk.start, chunk.stop)
+                tokens = [*request.token_ids(chunk.start, chunk.stop), *chunk.drafts]
             elif request.is_beam and request.output_token_ids:
                 tokens = request.output_token_ids[-1:]
             else:
@@ -128,12 +133,31 @@ class Device:
         first = len(request.prompt_token_ids)
         return [sampled(request, position) for position in range(first, request.num_tokens + request.num_in_flight)]
 
-    def _sample(self, plan: Plan) -> tuple[list[int], list[BeamRow | None]]:
+    def _verify(self, chunk: Chunk) -> list[int]:
+        """Draws a token after the last known one and after each draft. Accepts those that come after right drafts
+        alone, or fewer: the slot's length grows by as many."""
+        slot, num_drafts = self.slots[chunk.sequence.slot], len(chunk.drafts)
+        drawn = [sampled(chunk.sequence, position) for position in range(chunk.stop, chunk.stop + num_drafts + 1)]
+        num_right = next((i for i, draft in enumerate(chunk.drafts) if draft != drawn[i]), num_drafts)
+        num_accepted = min(1 + num_right, self.accepts[self.num_verified % len(self.accepts)])
+        self.num_verified += 1
+        slot.length += num_accepted - (1 + num_drafts)
+        if num_accepted:
+            slot.last_token = drawn[num_accepted - 1]
+        return drawn[:num_accepted] + [NOT_ACCEPTED] * (1 + num_drafts - num_accepted)
+
+    def _sample(self, plan: Plan, verified: dict[Sequence, list[int]]) -> tuple[list[int], list[BeamRow | None]]:
         tokens, rows = [], []
-        ends = np.cumsum([1] * len(plan.decodes) + [chunk.stop - chunk.start for chunk in plan.chunks]).tolist()
+        ends = np.cumsum([1] * len(plan.decodes) + [chunk.num_tokens for chunk in plan.chunks]).tolist()
         for request, token in zip(plan.samples, plan.sample_tokens, strict=True):
             slot, known = self.slots[request.slot], request.prompt_token_ids + self._output(request)
             assert slot.request is request and self.holds(slot, known)
+            if request in verified:
+                drawn = verified[request]
+                assert token == ends[plan.rows.index(request)] - len(drawn), "a sample for each of its tokens"
+                tokens.append(drawn.pop(0))
+                rows.append(None)
+                continue
             other = self.slots[plan.rows[ends.index(token + 1)].slot]
             assert other.length == slot.length and self.holds(other, known), "the logits are of other tokens"
             slot.last_token = sampled(request, slot.length)

@@ -72,7 +72,7 @@ class OpenRequests:
 
     def _watch_text(self, request: Request, sequence: Sequence) -> None:
         try:
-            stop = request.decode(sequence)
+            stop = request.find_stop(sequence)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
             self._fail(request, error)
             return

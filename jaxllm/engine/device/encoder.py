@@ -138,11 +138,12 @@ class Encoder:
 def spans_of(plan: Plan) -> list[PromptLogprobSpan]:
     """The prompt tokens that the step's hidden states predict, of sequences that want to know and don't yet."""
     spans, at = [], len(plan.decodes)
-    for sequence, start, stop, _ in plan.chunks:
+    for chunk in plan.chunks:
+        sequence, start, stop, *_ = chunk
         if sequence.wants_prompt_logprobs:
             first = max(start, len(sequence.prompt_logprobs)) + 1
             last = min(stop + 1, len(sequence.prompt_token_ids))
             if first < last:
                 spans.append(PromptLogprobSpan(sequence, sequence.epoch, first, last, at + first - 1 - start))
-        at += stop - start
+        at += chunk.num_tokens
     return spans

@@ -88,6 +88,12 @@ class BlockTable:
         self.shares_tail |= is_inside > 0 and len(table) == len(self) and num_computed < self.capacity
         return table
 
+    def shrink(self, num_tokens: int) -> None:
+        """Gives up the blocks that hold none of the first `num_tokens` tokens. They are this table's own."""
+        num_blocks = -(-num_tokens // self.pool.block_size)
+        self.pool.release(self.ids[num_blocks:])
+        del self.ids[num_blocks:]
+
     def register(self, num_blocks: int) -> None:
         """Makes the first `num_blocks` blocks findable, which are full and have their keys."""
         for block, key in zip(self.ids[self.num_keyed : num_blocks], self.keys[self.num_keyed :], strict=False):

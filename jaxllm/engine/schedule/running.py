@@ -124,7 +124,7 @@ class RunningSet:
         held: Counter[int] = Counter()
         for sequence in self:
             assert sequence.status in (Status.RUNNING, Status.HELD, Status.DRAINING)
-            assert 0 <= sequence.num_in_flight <= 2
+            assert 0 <= sequence.num_in_flight and (sequence.num_in_flight <= 2 or sequence.propose is not None)
             assert sequence.num_computed <= sequence.num_tokens + sequence.num_in_flight
             num_empty = sequence.table.capacity - sequence.num_computed
             assert 0 <= num_empty <= self.pool.block_size, "blocks are allocated as tokens are computed"

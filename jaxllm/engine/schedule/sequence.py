@@ -2,7 +2,8 @@
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections import abc
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,9 @@ class Status(enum.Enum):
     HELD = enum.auto()  # a beam's slot, which waits for the other beams
     DRAINING = enum.auto()  # a victim: left out of plans until nothing of it is in flight
     FINISHED = enum.auto()
+
+
+Propose = Callable[["Sequence", int], abc.Sequence[int]]  # of a sequence, at most so many of its next tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +51,7 @@ class Sequence:
     sample_index: int = 0
     priority: int = 0  # lower runs first
     host_dependent: bool = False  # its next step needs the token of this one on the host
+    propose: Propose | None = None  # guesses its next tokens; it is host-dependent then
     matcher: Any = None  # where its text is in a grammar, if it has to follow one
     group: "SequenceGroup" = None  # which it belongs to; its own if none is given
     request: Any = None  # of the layer above
