@@ -20,6 +20,7 @@ from jaxllm.engine.engine import Engine
 from jaxllm.engine.model_source import model_source
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
+from jaxllm.sharding.expand import padded, repeated
 from jaxllm.sharding.mesh import make_mesh, platform_of
 from jaxllm.sharding.rules import sharding
 
@@ -55,6 +56,7 @@ def build_engine(
     mesh = make_mesh(mesh)
     platform = platform_of(mesh)
     source = model_source(model, dtype, platform, tokenizer)
+    source.expand(mesh)
     graph, state = nnx.split(source.model)
     check_mesh(state, mesh)
     has_params = not callable(source.params)
@@ -108,16 +110,19 @@ def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> Mod
 
     state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     leaves, treedef = jax.tree.flatten(state)
+    kv_heads = repeated(cfg.kv_heads, mesh)
+    group = -(-cfg.heads // kv_heads)  # query heads of each
     return ModelShape(
         graph=graph,
         treedef=treedef,
         leaves=tuple(leaves),
         num_layers=cfg.num_layers,
-        kv_heads=cfg.kv_heads,
+        kv_heads=kv_heads,
         head_dim=cfg.head_dim,
         vocab=cfg.vocab,
+        logits_width=padded(cfg.vocab, mesh),
         dtype=cfg.dtype,
-        token_widths=(cfg.embed, 2 * cfg.mlp, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim),
+        token_widths=(cfg.embed, 2 * cfg.mlp, (group + 2) * kv_heads * cfg.head_dim),
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,14 @@ from jaxtyping import Array
 
 from jaxllm.checkpoint.config import read_config, resolve_dtype
 from jaxllm.checkpoint.loader import load_params
+from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.default_model import DEFAULT_MODEL
+from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
 from jaxllm.models.context import StepContext
 from jaxllm.models.transformer import Params
+from jaxllm.sharding.expand import padded, repeated
 from jaxllm.text.tokenizer import Tokenizer, wrap
 
 EMBEDDED = "embedded"  # the name of the model in the package
@@ -41,6 +45,22 @@ class ModelSource(NamedTuple):
         if self.directory is None:
             return ""
         return EMBEDDED if self.directory == DEFAULT_MODEL else str(self.directory.resolve())
+
+    def expand(self, mesh: Mesh) -> None:
+        """Gives `model` the shapes that `mesh` can split. Raises `MeshError` if it can't, or the model's own code is
+        made for those that it has."""
+        if not expand_model(self.model, mesh):
+            return
+        name, cfg = type(self.model).__qualname__, self.cfg
+        sizes = {"kv_heads": repeated(cfg.kv_heads, mesh), "widths": (cfg.vocab, padded(cfg.vocab, mesh))}
+        try:
+            _kv_dtype(*nnx.split(self.model), cfg, name, **sizes)
+        except ValueError as error:
+            raise MeshError(
+                f"{name} can't be served on a mesh of {dict(mesh.shape)}, where its {cfg.kv_heads} KV heads are "
+                f"repeated or its vocabulary of {cfg.vocab} is padded: {error}. Give its parameters their logical "
+                "axes, or take as many devices as divide both"
+            ) from error
 
     def place(self, abstract: Params, mesh: Mesh) -> Params:
         """The parameters on `mesh`, in the state that `abstract` describes."""
@@ -133,8 +153,11 @@ class _Watcher:
         return q, self
 
 
-def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str) -> Any:
-    """Traces the module for a token as the engine will, checks what comes out, and returns the dtype of its keys."""
+def _kv_dtype(
+    graph: nnx.GraphDef, params: Params, cfg: Any, name: str, *, kv_heads: int | None = None, widths: Sequence[int] = ()
+) -> Any:
+    """Traces the module for a token as the engine will, checks what comes out, and returns the dtype of its keys.
+    `kv_heads`, and `widths` of the logits, are those of an expanded model."""
     keys: list[Array] = []
 
     def forward(params: Params, token: Array) -> tuple[Array, Array]:
@@ -152,15 +175,15 @@ def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str) -> Any:
             f"{name} can't be served: called with tokens [tokens], a StepContext and a list of caches it raises "
             f"{type(error).__name__}: {error}"
         ) from error
-    wanted = (1, cfg.kv_heads, cfg.head_dim)
+    wanted = (1, kv_heads or cfg.kv_heads, cfg.head_dim)
     shapes = sorted({key.shape for key in keys})
     if shapes != [wanted] or len(keys) != cfg.num_layers:
         raise ValueError(
             f"{name} gave its {cfg.num_layers} caches {len(keys)} times keys of shapes {shapes} for one token; its cfg "
             f"wants each layer to attend once, with keys [tokens, kv_heads, head_dim] of {wanted}"
         )
-    dtype = keys[0].dtype
-    if (hidden.shape, hidden.dtype) != ((1, cfg.embed), dtype) or logits.shape != (1, cfg.vocab):
+    dtype, shapes = keys[0].dtype, [(1, width) for width in widths or (cfg.vocab,)]
+    if (hidden.shape, hidden.dtype) != ((1, cfg.embed), dtype) or logits.shape not in shapes:
         raise ValueError(
             f"{name} makes of one token hidden states {hidden.shape} {hidden.dtype} and logits {logits.shape}; "
             f"expected [1, {cfg.embed}] {dtype}, the dtype of its keys, and [1, {cfg.vocab}]"

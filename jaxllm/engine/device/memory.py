@@ -92,7 +92,9 @@ def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
     kv_heads = shape.kv_heads // num_shards("kv_heads", mesh)
     block = kv_shape(1, config.block_size, kv_heads, shape.head_dim, platform=platform_of(mesh))
     gathered = tokens * math.prod(block) * 4  # by the reference, which serves where no kernel does
-    logits = seqs * shape.vocab // num_shards("vocab", mesh) * 4 * 4  # as they come, scaled, filtered, and the noise
+    logits = (
+        seqs * shape.logits_width // num_shards("vocab", mesh) * 4 * 4
+    )  # as they come, scaled, filtered, and the noise
     return activations + gathered + logits + (64 << 20)
 
 
