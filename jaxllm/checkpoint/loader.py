@@ -10,7 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import product
 from os import cpu_count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -208,7 +208,10 @@ def _copy_tiles(source: np.ndarray, target: np.ndarray, tiles: list[tuple[slice,
 
 
 def _shard(host: np.ndarray, var: nnx.Variable, mesh: Mesh) -> jax.Array:
-    sharding, how = rules.sharding(var.axes, mesh), expansion_of(var)
-    if how is None:
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-    return jax.make_array_from_callback(how.shape, sharding, lambda index: how.shard(host, index))
+    how = expansion_of(var)
+
+    def part(index: Any) -> np.ndarray:
+        return host[index] if how is None else how.shard(host, index)
+
+    shape = host.shape if how is None else how.shape
+    return jax.make_array_from_callback(shape, rules.sharding(var.axes, mesh), part)

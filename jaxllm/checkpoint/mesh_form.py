@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 from jaxllm.models.linear import LinearShape
 from jaxllm.sharding.expand import Leaf, Repeated, check_splits, expansion
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]  # of names and indices
 
 
 def expand_model(model: nnx.Module, mesh: Mesh) -> bool:

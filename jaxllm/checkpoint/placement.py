@@ -89,12 +89,12 @@ def _expand(array: Array | np.ndarray, variable: nnx.Variable, how: Expansion, m
 
 
 @cache
-def _expansion(how: Expansion, sharding: NamedSharding) -> Callable[[Array], Array]:
+def _expansion(how: Expansion, sharding: NamedSharding) -> Callable[[Any], Array]:
     return jax.jit(how.expand, out_shardings=sharding)
 
 
 @cache
-def _contraction(how: Expansion, sharding: NamedSharding) -> Callable[[Array], Array]:
+def _contraction(how: Expansion, sharding: NamedSharding) -> Callable[[Any], Array]:
     return jax.jit(how.contract, out_shardings=sharding)
 
 

@@ -72,6 +72,7 @@ class Replayed(Executor):
     def __init__(self, header: Header, model: Any = None):
         mesh = make_mesh(header.mesh)
         source = _source(header, model, platform_of(mesh))
+        source.expand(mesh)
         graph, state = nnx.split(source.model)
         check_mesh(state, mesh)
         shape = with_max_len(model_shape(source.cfg, graph, state, mesh), source.model, header.config.max_model_len)

@@ -27,6 +27,7 @@ class CommandExecutor(Protocol):
     compile_plan: CompilePlan
     mesh: Mesh
     abstract_params: Params
+    leaves: list[Array]  # of the parameters
     block_bytes: int
 
     def offer_params(self, version: int, params: Params) -> None: ...
