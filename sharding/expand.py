@@ -181,7 +181,7 @@ def repeated(kv_heads: int, mesh: AnyMesh) -> int:
     return max(kv_heads, num_shards("kv_heads", mesh))
 
 
-def check_splits(leaves: Mapping[str, Leaf], mesh: Mesh) -> None:
+def check_splits(leaves: Mapping[str, Leaf], mesh: AnyMesh) -> None:
     """Raises `MeshError` for one of `leaves` that `mesh` can't split, with the sizes of its axis that would do."""
     for name, leaf in leaves.items():
         dim = leaf.unsplit(mesh)
@@ -195,7 +195,7 @@ def check_splits(leaves: Mapping[str, Leaf], mesh: Mesh) -> None:
             )
 
 
-def _all_split(leaves: Mapping[str, Leaf], mesh: Mesh, mesh_axis: str, size: int) -> bool:
+def _all_split(leaves: Mapping[str, Leaf], mesh: AnyMesh, mesh_axis: str, size: int) -> bool:
     """Whether `mesh` could split all `leaves` if it had `size` devices on `mesh_axis`."""
     sizes = dict(mesh.shape) | {mesh_axis: size}
     resized = AbstractMesh(tuple(sizes.values()), tuple(sizes))

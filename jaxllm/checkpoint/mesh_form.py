@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from jaxllm.models.linear import LinearShape
 from jaxllm.sharding.expand import Leaf, Repeated, check_splits, expansion
+from jaxllm.sharding.rules import AnyMesh
 
 Path = tuple[Any, ...]  # of names and indices
 
 
-def expand_model(model: nnx.Module, mesh: Mesh) -> bool:
+def expand_model(model: nnx.Module, mesh: AnyMesh) -> bool:
     """Gives the abstract `model` the shapes that `mesh` can split, in place; whether there were others.
 
     A parameter that is expanded has its `Expansion` in its metadata, from which those who place, load, update and
@@ -55,7 +55,7 @@ def _members(shape: LinearShape) -> dict[str, Sequence[int]]:
     return {} if shape.axis is None else {shape.axis: [size for _, size in shape.members]}
 
 
-def _expanded(shape: LinearShape, mesh: Mesh) -> LinearShape:
+def _expanded(shape: LinearShape, mesh: AnyMesh) -> LinearShape:
     axes = shape.weight_axes
     leaf = Leaf(axes=tuple(axes), shape=tuple(axes.values()), members=_members(shape))
     how = expansion(leaf, mesh)

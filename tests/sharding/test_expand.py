@@ -7,12 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
+from jaxllm.aot.prepare import find_model
 from jaxllm.bench import dummy
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.loader import load_params
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import canonical_params, expansion_of, named, place_params, sharding_before
+from jaxllm.engine.build import model_shape
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device import memory
+from jaxllm.engine.device.block_moves import host_bytes
+from jaxllm.engine.device.lowering import Lowering
 from jaxllm.errors import MeshError
 from jaxllm.models import qwen3, transformer
 from jaxllm.sharding import rules
@@ -102,6 +109,40 @@ def test_no_device_has_a_whole_array_on_the_way():
 def test_what_can_not_be_split_says_which_sizes_do(leaf, count, message):
     with pytest.raises(MeshError, match=message):
         check_splits({"it": leaf}, make_mesh(f"tensor={count}"))
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "qkv", "o"),
+    [
+        ("qwen3-0.6b", 16, (1024, 16, 1 + 2, 128), (16, 1, 128, 1024)),  # 8 KV heads of 2 queries
+        ("gemma-3-4b", 8, (2560, 8, 1 + 2, 256), (8, 1, 256, 2560)),  # 4 of 2
+        ("llama-3.1-8b", 32, (4096, 32, 1 + 2, 128), (32, 1, 128, 4096)),  # 8 of 4
+    ],
+)
+def test_published_models_on_more_devices_than_they_have_heads(model, count, qkv, o):
+    spec = read_config(find_model(model), jnp.bfloat16)
+    abstract = transformer.abstract(spec.module.Model, spec.cfg)
+    assert expand_model(abstract, AbstractMesh((count,), ("tensor",)))
+    attn = abstract.layers[-1].attn
+    assert (attn.qkv.weight.shape, attn.o.weight.shape) == (qkv, o)
+    assert tuple(attn.qkv.shape.weight_axes.values()) == qkv and attn.qkv.shape.slice_of("v") == slice(2, 3)
+    assert tuple(attn.o.shape.weight_axes.values()) == o
+    with pytest.raises(MeshError, match=r"do not divide the \d kv_heads of .*, nor .* can have 1, 2, 4"):
+        expand_model(transformer.abstract(spec.module.Model, spec.cfg), AbstractMesh((128,), ("tensor",)))
+
+
+def test_the_pool_and_its_bounds_count_what_the_mesh_holds():
+    sizes = EngineConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, block_size=4, num_blocks=64)
+    tiny, blocks, state = Tiny(kv_heads=2, heads=8, vocab=97), {}, {}
+    for name in ("tensor=1", "tensor=2", "tensor=8"):
+        mesh, model = make_mesh(name), transformer.abstract(qwen3.Model, tiny.cfg)
+        expand_model(model, mesh)
+        shape = model_shape(tiny.cfg, *nnx.split(model), mesh)
+        assert (shape.vocab, shape.logits_width) == (97, padded(97, mesh))
+        blocks[name] = memory.block_bytes(shape, 4, mesh) - 4 * 4  # of KV, on each device
+        state[name] = host_bytes(Lowering(shape, sizes, mesh).state().pools) - 4 * 4  # swapped, of all devices
+    assert blocks["tensor=1"] == 2 * blocks["tensor=2"] == 2 * blocks["tensor=8"]
+    assert state["tensor=8"] == 4 * state["tensor=2"] == 4 * state["tensor=1"]
 
 
 def test_sizes_of_a_mesh():

@@ -87,7 +87,8 @@ def test_everything_that_samples_knows_the_vocabulary_alone(vocab, tied, mesh):
     tiny.model = Sunk(tiny.cfg, rngs=nnx.Rngs(params=0))
     prompts = prompts_of([3, 9, 14], vocab)
     last = vocab - 1
-    with make_llm(tiny.model, mesh=mesh, max_num_seqs=2, max_num_batched_tokens=4) as llm:
+    sizes = dict(max_num_seqs=2, max_num_batched_tokens=4, num_blocks=16, preemption="swap")
+    with make_llm(tiny.model, mesh=mesh, **sizes) as llm:
         for prompt, output in zip(prompts, tokens(llm.generate(ids(*prompts), greedy(6))), strict=True):
             tiny.assert_greedy(prompt, output)
         (out,) = llm.generate(ids(prompts[1]), SamplingParams(n=2, seed=7, max_tokens=8, top_k=vocab + 1, min_p=1e-30))
@@ -108,6 +109,10 @@ def test_everything_that_samples_knows_the_vocabulary_alone(vocab, tied, mesh):
         params = SamplingParams(n=2, beam_width=2, max_tokens=5, temperature=0.0, ignore_eos=True)
         (out,) = llm.generate(ids(prompts[1]), params)
         assert_found(out.outputs, beam_search(tiny, prompts[1], params), params)
+        long = prompts_of([24, 20], vocab)
+        for prompt, output in zip(long, tokens(llm.generate(ids(*long), greedy(14))), strict=True):  # 19 blocks
+            tiny.assert_greedy(prompt, output)
+        assert llm.stats().num_swapped > 0
         for bad in (dict(allowed_token_ids=[vocab]), dict(logit_bias={vocab: 1.0})):
             with pytest.raises(ValueError, match=rf"outside the vocabulary \[0, {last}\]"):
                 llm.generate(ids(prompts[0]), SamplingParams(**bad))
