@@ -8,7 +8,7 @@ from jaxllm.engine.beam.group import BeamSearchGroup
 from jaxllm.engine.beam.search import LENGTH, BeamSearch
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.scheduler import Plan, Scheduler
-from jaxllm.engine.schedule.sequence import Samples, Sequence, Status
+from jaxllm.engine.schedule.sequence import End, Samples, Sequence, Status
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_device import EOS, PROMPT_TOKENS, Device, candidates, sampled
 
@@ -151,7 +151,7 @@ class FakeEngine:
         return group
 
     def abort(self, request: Sequence) -> None:
-        self.scheduler.finish(request, "abort")
+        self.scheduler.finish(request, End("abort"))
         self.scheduler.check()
 
     def unfinished(self) -> list[Sequence]:

@@ -6,6 +6,7 @@ import numpy as np
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.grammar.compiler import GrammarCompiler
+from jaxllm.grammar.matcher import Matcher
 
 
 class GrammarRows:
@@ -30,14 +31,15 @@ class GrammarRows:
         rows = [(row, sequence) for row, sequence, epoch in self._rows if sequence.epoch == epoch]
         if not rows:
             return []
-        matchers = {}
+        matchers: dict[int, Matcher] = {}
         for row, sequence in rows:
             if row in self._drafts:  # it is drawn after a token more than the row before
                 matchers[row] = matchers[row - 1].after(self._drafts[row])
-            else:
-                sequence.matcher.follow(sequence.output_token_ids)
-                matchers[row] = sequence.matcher
+                continue
+            assert sequence.matcher is not None  # it follows a grammar
+            sequence.matcher.follow(sequence.output_token_ids)
+            matchers[row] = sequence.matcher
         compiler.fill([(matcher, row) for row, matcher in matchers.items()], masks)
         allowed = np.asarray(masks.any(axis=1))  # a beam without a token just ends, if others go on
         own = [(row, sequence) for row, sequence in rows if row not in self._drafts]
-        return [sequence for row, sequence in own if sequence.matcher.error or not (allowed[row] or sequence.is_beam)]
+        return [one for row, one in own if matchers[row].error or not (allowed[row] or one.is_beam)]

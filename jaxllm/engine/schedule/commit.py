@@ -2,21 +2,21 @@
 
 from collections import abc
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_ACCEPTED, NOT_FINITE, Plan
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import Sequence
-from jaxllm.outputs import FinishReason
+from jaxllm.engine.schedule.sequence import End, Sequence
 
-End = tuple[FinishReason, int | str | None]  # why a sequence ended, and by which stop token or string
+if TYPE_CHECKING:
+    from jaxllm.engine.beam.candidates import BeamRow
+    from jaxllm.engine.logprobs import PackedLogprobs
 
 
 class Committer:
-    """Commits steps to sequences of `running_set`. `finish(sequence, reason, stop_reason)` ends one at
-    once."""
+    """Commits steps to sequences of `running_set`. `finish` ends one at once."""
 
-    def __init__(self, running_set: RunningSet, finish: Callable[..., None]):
+    def __init__(self, running_set: RunningSet, finish: Callable[[Sequence, End], None]):
         self.running_set, self._finish = running_set, finish
         self.moved: list[Sequence] = []  # beams whose slot rows are out of date
         self.num_not_finite = 0  # sequences that ended for their logits
@@ -25,8 +25,8 @@ class Committer:
         self,
         plan: Plan,
         sampled: abc.Sequence[int],
-        logprobs: abc.Sequence[Any] | None = None,
-        candidates: abc.Sequence[Any] | None = None,
+        logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
+        candidates: "abc.Sequence[BeamRow | None] | None" = None,
     ) -> list[Sequence]:
         """Appends the samples' tokens, in the plan's order, and ends what is over. Returns the sequences that ended,
         and those that report each token.
@@ -46,8 +46,8 @@ class Committer:
                 if sequence.reports_tokens:
                     updated.append(sequence)
                 continue
-            if candidates is not None and candidates[i] is not None and token != NOT_FINITE:
-                updated += self._commit_to_group(sequence, candidates[i])
+            if candidates is not None and (row := candidates[i]) is not None and token != NOT_FINITE:
+                updated += self._commit_to_group(sequence, row)
                 continue
             if i < after:
                 continue
@@ -55,11 +55,13 @@ class Committer:
             while after in plan.drafts:
                 after += 1
             self._commit_tokens(sequence, sampled[i:after], None if logprobs is None else logprobs[i:after])
-            if sequence.reports_tokens or sequence.finish_reason is not None:
+            if sequence.reports_tokens or sequence.end is not None:
                 updated.append(sequence)
         return updated
 
-    def _commit_tokens(self, sequence: Sequence, tokens: abc.Sequence[int], logprobs: abc.Sequence[Any] | None) -> None:
+    def _commit_tokens(
+        self, sequence: Sequence, tokens: abc.Sequence[int], logprobs: "abc.Sequence[PackedLogprobs | None] | None"
+    ) -> None:
         """Appends a sequence's tokens of one step, as far as they were accepted, up to its end."""
         if NOT_ACCEPTED in tokens:
             tokens, num_drawn = tokens[: tokens.index(NOT_ACCEPTED)], len(tokens)
@@ -68,12 +70,11 @@ class Committer:
         end: End | None = None
         for i, token in enumerate(tokens):
             if token < 0:
-                sequence.error = NO_TOKEN_ERRORS[token]
                 self.num_not_finite += token == NOT_FINITE
-                self._finish(sequence, "error")  # before a block of what is not finite is offered
+                self._finish(sequence, End("error", error=NO_TOKEN_ERRORS[token]))  # its blocks are offered to nobody
                 return
-            if logprobs is not None and logprobs[i] is not None:
-                sequence.logprobs.append(logprobs[i])
+            if logprobs is not None and (kept := logprobs[i]) is not None:
+                sequence.logprobs.append(kept)
             sequence.output_token_ids.append(token)
             end = _end_after(sequence, token)
             if end is not None:
@@ -84,15 +85,15 @@ class Committer:
         if sequence.num_failures and sequence.num_tokens > sequence.retry_len:
             self._clear(sequence)
         if end is not None:
-            self._finish(sequence, *end)
+            self._finish(sequence, end)
 
-    def _commit_to_group(self, sequence: Sequence, row: Any) -> list[Sequence]:
+    def _commit_to_group(self, sequence: Sequence, row: "BeamRow") -> list[Sequence]:
         """Lets the sequence's group choose its next token. Returns the group's head if its sequences end."""
         group, head = sequence.group, sequence.group.head(sequence)
-        moved, reason = group.commit(sequence, row, self.running_set)
+        moved, end = group.commit(sequence, row, self.running_set)
         self.moved += moved
-        if reason is not None:
-            self._finish(head, reason)
+        if end is not None:
+            self._finish(head, end)
             return [head]
         if head.num_failures and group.live[0].num_tokens > head.retry_len:
             self._clear(head)
@@ -106,10 +107,10 @@ class Committer:
 def _end_after(sequence: Sequence, token: int) -> End | None:
     """Why the sequence ends with `token`, the last of its output; None if it goes on."""
     if token in sequence.stop_ids and len(sequence.output_token_ids) >= sequence.params.min_tokens:
-        return "stop", None if token in sequence.eos_ids else token
+        return End("stop", None if token in sequence.eos_ids else token)
     if sequence.matcher is not None and sequence.matcher.ends_after(sequence.output_token_ids):
-        sequence.error = sequence.matcher.error
-        return "error" if sequence.error else "stop", None
+        error = sequence.matcher.error
+        return End("error" if error else "stop", error=error)
     if sequence.num_tokens >= sequence.max_total_len:
-        return "length", None
+        return End("length")
     return None

@@ -7,7 +7,7 @@ tokens of the one before are known; docs/step_contract.md says what that means f
 
 from collections import abc
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxllm.engine.schedule.admission import Admission
 from jaxllm.engine.schedule.block_pool import BlockPool
@@ -17,9 +17,12 @@ from jaxllm.engine.schedule.plan import NewBlock, Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.sequence import End, Sequence, SequenceGroup, Status
 from jaxllm.engine.schedule.waiting import WaitingQueue
-from jaxllm.outputs import FinishReason
+
+if TYPE_CHECKING:
+    from jaxllm.engine.beam.candidates import BeamRow
+    from jaxllm.engine.logprobs import PackedLogprobs
 
 MAX_FAILURES = 2  # failed steps with a sequence in them after which it is quarantined
 
@@ -65,18 +68,18 @@ class Scheduler:
         self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
         self.waiting.add(group, group.live)
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def finish(self, sequence: Sequence, end: End) -> None:
         """Ends a sequence at once, even in flight: its epoch ends, so that tokens still computed for it are dropped.
         The beams of a search end together."""
         if sequence.status is Status.FINISHED:
             return
         is_parent = sequence.fork_len > 0
-        for other in sequence.group.end(sequence, reason):
-            self._end(other, reason, stop_reason)
+        for other in sequence.group.finish(sequence, end):
+            self._end(other, end)
         if is_parent:  # another one computes what they wait for
             self.waiting.push(sequence.group)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def _end(self, sequence: Sequence, end: End) -> None:
         if sequence.slot >= 0:
             self.running_set.remove(sequence)
         elif sequence in sequence.group.waiting:
@@ -85,7 +88,7 @@ class Scheduler:
             if not sequence.group.waiting:
                 self.running_set.drop_stem(sequence.group)
         self.num_unfinished_full -= sequence.needs_full_sampler
-        sequence.status, sequence.finish_reason, sequence.stop_reason = Status.FINISHED, reason, stop_reason
+        sequence.status, sequence.end = Status.FINISHED, end
 
     def schedule(self, max_tokens: int) -> Plan | None:
         """Plans a step of at most `max_tokens` tokens, decodes first. None if nothing can run now.
@@ -211,8 +214,8 @@ class Scheduler:
         self,
         plan: Plan,
         sampled: abc.Sequence[int],
-        logprobs: abc.Sequence[Any] | None = None,
-        candidates: abc.Sequence[Any] | None = None,
+        logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
+        candidates: "abc.Sequence[BeamRow | None] | None" = None,
     ) -> list[Sequence]:
         """See `Committer.commit`."""
         return self.committer.commit(plan, sampled, logprobs, candidates)
@@ -242,8 +245,8 @@ class Scheduler:
             sequence.num_failures += 1
             sequence.retry_len = 1 + sequence.num_tokens
             if sequence.num_failures >= MAX_FAILURES:
-                sequence.error = f"the step failed {sequence.num_failures} times with this sequence in it: {cause}"
-                self.finish(sequence, "error")
+                error = f"the step failed {sequence.num_failures} times with this sequence in it: {cause}"
+                self.finish(sequence, End("error", error=error))
                 quarantined.append(sequence)
         return quarantined
 
