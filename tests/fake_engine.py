@@ -120,12 +120,22 @@ class FakeEngine:
         return request
 
     def add(
-        self, prompt, max_new=4, *, n=1, drafts=False, min_tokens=0, cache_salt=None, logprobs=None, **fields
+        self,
+        prompt,
+        max_new=4,
+        *,
+        n=1,
+        drafts=False,
+        host_dependent=False,
+        min_tokens=0,
+        cache_salt=None,
+        logprobs=None,
+        **fields,
     ) -> Sequence:
         """Adds `n` samples; returns the first."""
         params = SamplingParams(min_tokens=min_tokens, max_tokens=None, cache_salt=cache_salt, logprobs=logprobs)
-        if drafts:
-            fields |= {"propose": propose, "host_dependent": True}
+        if drafts or host_dependent:
+            fields["propose"] = propose if drafts else lambda request, num_tokens: []
         members = [self._request(prompt, max_new, params=params, sample_index=i, **fields) for i in range(n)]
         group = Samples(members)
         for request in members:
@@ -141,7 +151,6 @@ class FakeEngine:
         num_blocks = shared + width * (-(-(most_len - 1) // block_size) - shared)
         if width > self.scheduler.running_set.max_num_seqs or num_blocks > self.pool.num_blocks:
             return None
-        fields["host_dependent"] = True
         params = SamplingParams(beam_width=width, n=width, min_tokens=min_tokens, max_tokens=None, **dict(search))
         members = [self._request(prompt, max_new, params=params, **fields) for _ in range(width)]
         group = BeamSearchGroup(members)

@@ -106,6 +106,5 @@ class Intake:
             priority=priority,
             bad_words=prepared.bad_words,
             reports_tokens=request.stream or request.watches_text,
-            host_dependent=params.beam_width is not None,
             matcher=None if grammar is None else grammar.matcher(),
         )

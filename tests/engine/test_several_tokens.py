@@ -72,7 +72,6 @@ def test_each_draft_is_masked_as_the_one_before_leaves_the_grammar():
             slot=slot,
             matcher=grammar.matcher(),
             propose=lambda sequence, most: [],
-            host_dependent=True,
         )
         sequence.num_computed = 1
         plan.add_decode(sequence)

@@ -83,8 +83,8 @@ class Sequence(HasEnd):
     eos_ids: frozenset[int] = frozenset()  # those of them that are no stop reason
     sample_index: int = 0
     priority: int = 0  # lower runs first
-    host_dependent: bool = False  # its next step needs the token of this one on the host
-    propose: Propose | None = None  # guesses its next tokens; it is host-dependent then
+    propose: Propose | None = None  # guesses its next tokens
+    host_dependent: bool = field(init=False)  # its next step needs the token of this one on the host
     matcher: "Matcher | None" = None  # where its text is in a grammar, if it has to follow one
     group: "SequenceGroup" = None  # which it belongs to; its own if none is given
     request: "Request" = field(init=False, repr=False)  # of the layer above, which sets it
@@ -113,6 +113,7 @@ class Sequence(HasEnd):
     computed_offset: int = 0  # `num_computed`, less the steps of its batch
 
     def __post_init__(self) -> None:
+        self.host_dependent = self.is_beam or self.propose is not None
         if self.group is None:
             self.group = Samples([self])
 
