@@ -5,18 +5,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxllm.checkpoint.generation_config import default_sampling_params
-from jaxllm.checkpoint.placement import place_params
+from jaxllm.checkpoint.placement import canonical_params, place_params
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.build import build_engine
 from jaxllm.engine.caller import CallerLoop, Inbox
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineError
+from jaxllm.models.transformer import Params
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.prompts import TokensPrompt, is_conversation, parse_each, parse_params, parse_prompt, parse_prompts
@@ -42,7 +44,8 @@ class LLM:
     share of each accelerator's whole memory that this process may use: what its other arrays take is left to them, and
     JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU unless set). When blocks run out, `preemption` of
     the last requests is by "swap" to at most `swap_space` GiB of host memory, or by "recompute"; "auto" measures which
-    is faster. `seed` is for requests that bring none.
+    is faster. `seed` is for requests that bring none. `record` names a new file for what the engine asks of the device,
+    prompts included: `jaxllm replay FILE` does it again, for bug reports.
 
     Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, each with what to do about it.
     """
@@ -65,6 +68,7 @@ class LLM:
         preemption: str = "auto",
         swap_space: float | None = None,
         seed: int = 0,
+        record: str | Path | None = None,
     ):
         self.engine = build_engine(
             model,
@@ -82,6 +86,7 @@ class LLM:
             preemption=preemption,
             swap_space=swap_space,
             seed=seed,
+            record=record,
         )
         self._model_dir = DEFAULT_MODEL if model is None else Path(model) if isinstance(model, str | Path) else None
         self._user_tokenizer = tokenizer
@@ -234,6 +239,14 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model directory recommends; the defaults for a model that came as an object."""
         return SamplingParams() if self._model_dir is None else default_sampling_params(self._model_dir)
+
+    @property
+    def params(self) -> Params:
+        """The parameters that are served, an `nnx.State` that `update_params` takes: canonical ones, whatever the mesh
+        makes of them, and without a copy where it makes nothing of them."""
+        executor = self.engine.runner.executor
+        treedef = jax.tree.structure(executor.abstract_params)
+        return canonical_params(jax.tree.unflatten(treedef, executor.leaves), executor.mesh)
 
     def update_params(self, params: Any) -> None:
         """Replaces the parameters by a pytree of the same structure, shapes and dtypes; running requests go on with

@@ -169,12 +169,10 @@ class Decoder(nnx.Module):
         """What each layer caches: that of its `attn`, unless the family says otherwise."""
         return [layer.attn.cache_specs for layer in self.layers]
 
-    def __call__(
-        self, tokens: Int[Array, "*t"], ctx: StepContext, caches: Any
-    ) -> tuple[Float[Array, "*t embed"], Any]:
+    def __call__(self, tokens: Int[Array, "*t"], ctx: StepContext, caches: Any) -> tuple[Float[Array, "*t embed"], Any]:
         """Final hidden states, and the caches after these tokens. `caches` is a list, or like one, with an entry a
-        layer: its cache (`Paged` or `Dense`, say), or a list of them. Caches may lie in the same arrays, so that each is
-        taken after the one before was put back."""
+        layer: its cache (`Paged` or `Dense`, say), or a list of them. Caches may lie in the same arrays: each is taken
+        after the one before was put back."""
         x = self.embed_tokens(tokens, ctx)
         ropes = [spec.rope for spec in self.cfg.layers]
         sin_cos = {

@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import MeshError
 
 Axes = Sequence[str | None]
+AnyMesh = Mesh | AbstractMesh  # with devices, or of sizes alone
 
 # Megatron's split: attention by KV head, the MLP by its hidden width, the vocabulary by token.
 RULES = {"vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "experts": "expert"}
 
 
-def partition_spec(axes: Axes, mesh: Mesh) -> PartitionSpec:
+def partition_spec(axes: Axes, mesh: AnyMesh) -> PartitionSpec:
     """How `mesh` splits an array with logical `axes`; None is never split."""
     mesh_axes = [RULES.get(axis) if axis else None for axis in axes]
     mesh_axes = [axis if axis in mesh.axis_names else None for axis in mesh_axes]
@@ -23,7 +24,7 @@ def partition_spec(axes: Axes, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*mesh_axes)
 
 
-def num_shards(axis: str, mesh: Mesh) -> int:
+def num_shards(axis: str, mesh: AnyMesh) -> int:
     """Parts that `mesh` splits the logical `axis` into."""
     return mesh.shape.get(RULES.get(axis), 1)
 

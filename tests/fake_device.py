@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from jaxllm.engine.beam.candidates import BeamRow
 from jaxllm.engine.beam.search import Candidates
 from jaxllm.engine.schedule.cache_groups import EVERYTHING
-from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.plan import NOT_ACCEPTED, Chunk, Plan
 from jaxllm.engine.schedule.sequence import Sequence
 
 EOS = 0
@@ -63,6 +64,8 @@ class Device:
         self.block_size, self.groups, self.version = block_size, groups, version
         num_pages = num_blocks * sum(group.num_pages for group in groups)
         self.cells = np.full((num_pages, block_size, 2), -1, np.int64)
+        self.accepts: abc.Sequence[int] = (3,)  # tokens of each row with drafts, at most and in turn
+        self.num_verified = 0  # rows with drafts
         self.slots: dict[int, Slot] = {}
         self.host: dict[int, np.ndarray] = {}
 
@@ -97,16 +100,17 @@ class Device:
             if request in fresh:
                 starts = [0 if g.window is None else max(0, length - g.window + 1) for g in self.groups]
                 found = [self.read(slot, group, start)[..., 1] for group, start in enumerate(starts)]
-                assert all((versions == self.version).all() for versions in found), "a prefix hit is of these parameters"
+                assert all((at == self.version).all() for at in found), "a prefix hit is of these parameters"
         for slot, index, *pages in plan.new_blocks:
             for table, group in zip(self.slots[slot].tables, self.groups, strict=True):
                 table[index], pages = tuple(pages[: group.num_pages]), pages[group.num_pages :]
         before = {request: self.slots[request.slot].length for request in plan.rows}
         self._write(plan)
+        verified = {chunk.sequence: self._verify(chunk) for chunk in plan.chunks if chunk.drafts}
         for request in plan.rows:
             slot = self.slots[request.slot]
             assert self.holds(slot, request.prompt_token_ids + self._output(request), before[request])
-        return self._sample(plan)
+        return self._sample(plan, verified)
 
     def _move(self, plan: Plan) -> None:
         for key, pages in plan.swap_outs:
@@ -133,17 +137,18 @@ class Device:
                 assert table | wanted == table
             assert chunk is None or slot.length == chunk.start
             if chunk is not None:
-                tokens = request.token_ids(chunk.start, chunk.stop)
+                tokens = [*request.token_ids(chunk.start, chunk.stop), *chunk.drafts]
             elif request.is_beam and request.output_token_ids:
                 tokens = request.output_token_ids[-1:]
             else:
                 tokens = [slot.last_token]
             for token in tokens:
                 for group, table in enumerate(slot.tables):
-                    before = self.read(slot, group, slot.length - 1)[:, 0, 0] if slot.length else [0]
                     index, cell = divmod(slot.length, self.block_size)
-                    is_state = self.groups[group].is_state
-                    for page, digest in zip(table[index], before if slot.length else before * len(table[index]), strict=True):
+                    is_state, before = self.groups[group].is_state, [0] * len(table[index])
+                    if slot.length:
+                        before = self.read(slot, group, slot.length - 1)[:, 0, 0]
+                    for page, digest in zip(table[index], before, strict=True):
                         place = page, cell
                         assert place not in written
                         written.add(place)
@@ -158,12 +163,31 @@ class Device:
         first = len(request.prompt_token_ids)
         return [sampled(request, position) for position in range(first, request.num_tokens + request.num_in_flight)]
 
-    def _sample(self, plan: Plan) -> tuple[list[int], list[BeamRow | None]]:
+    def _verify(self, chunk: Chunk) -> list[int]:
+        """Draws a token after the last known one and after each draft. Accepts those that come after right drafts
+        alone, or fewer: the slot's length grows by as many."""
+        slot, num_drafts = self.slots[chunk.sequence.slot], len(chunk.drafts)
+        drawn = [sampled(chunk.sequence, position) for position in range(chunk.stop, chunk.stop + num_drafts + 1)]
+        num_right = next((i for i, draft in enumerate(chunk.drafts) if draft != drawn[i]), num_drafts)
+        num_accepted = min(1 + num_right, self.accepts[self.num_verified % len(self.accepts)])
+        self.num_verified += 1
+        slot.length += num_accepted - (1 + num_drafts)
+        if num_accepted:
+            slot.last_token = drawn[num_accepted - 1]
+        return drawn[:num_accepted] + [NOT_ACCEPTED] * (1 + num_drafts - num_accepted)
+
+    def _sample(self, plan: Plan, verified: dict[Sequence, list[int]]) -> tuple[list[int], list[BeamRow | None]]:
         tokens, rows = [], []
-        ends = np.cumsum([1] * len(plan.decodes) + [chunk.stop - chunk.start for chunk in plan.chunks]).tolist()
+        ends = np.cumsum([1] * len(plan.decodes) + [chunk.num_tokens for chunk in plan.chunks]).tolist()
         for request, token in zip(plan.samples, plan.sample_tokens, strict=True):
             slot, known = self.slots[request.slot], request.prompt_token_ids + self._output(request)
             assert slot.request is request and self.holds(slot, known)
+            if request in verified:
+                drawn = verified[request]
+                assert token == ends[plan.rows.index(request)] - len(drawn), "a sample for each of its tokens"
+                tokens.append(drawn.pop(0))
+                rows.append(None)
+                continue
             other = self.slots[plan.rows[ends.index(token + 1)].slot]
             assert other.length == slot.length and self.holds(other, known), "the logits are of other tokens"
             slot.last_token = sampled(request, slot.length)

@@ -1,6 +1,7 @@
 """An engine around a device made of numpy arrays: driven as `Engine` drives the real one, it notices any wrong cell
 or row."""
 
+import zlib
 from collections import Counter
 
 from jaxllm.engine.beam.group import BeamSearchGroup
@@ -9,7 +10,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.cache_groups import EVERYTHING
 from jaxllm.engine.schedule.scheduler import Plan, Scheduler
-from jaxllm.engine.schedule.sequence import Samples, Sequence, Status
+from jaxllm.engine.schedule.sequence import End, Samples, Sequence, Status
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_device import EOS, PROMPT_TOKENS, Device, candidates, sampled
 
@@ -22,13 +23,34 @@ def truth(request: Sequence, num_tokens: int) -> list[int]:
     return prompt[:num_tokens] + [sampled(request, i) for i in range(len(prompt), num_tokens)]
 
 
+class Ends:
+    """A matcher of texts that end with the sum of their tokens at `least` or more."""
+
+    error = None
+
+    def __init__(self, least: int):
+        self.least = least
+
+    def ends_after(self, token_ids: list[int]) -> bool:
+        return sum(token_ids) >= self.least
+
+
 def expected(request: Sequence) -> tuple[list[int], str]:
     """A request's output and finish reason, generated in a straight line."""
     output = truth(request, request.max_total_len)[len(request.prompt_token_ids) :]
     for i, token in enumerate(output):
-        if token in request.stop_ids:
+        is_stop = token in request.stop_ids and i + 1 >= request.params.min_tokens
+        if is_stop or request.matcher is not None and request.matcher.ends_after(output[: i + 1]):
             return output[: i + 1], "stop"
     return output, "length"
+
+
+def propose(request: Sequence, num_tokens: int) -> list[int]:
+    """At most two guesses of the request's next tokens, some of them wrong."""
+    known = request.num_tokens
+    guesses = truth(request, known + 2)[known:]
+    wrong = zlib.crc32(b"%d,%d" % (request.seed, known)) % 5
+    return [3 if i == wrong else guess for i, guess in enumerate(guesses)][:num_tokens]
 
 
 def expected_beams(group: BeamSearchGroup) -> list[tuple[list[int], str]]:
@@ -84,6 +106,7 @@ class FakeEngine:
         )
         self.device = Device(num_blocks, block_size, groups)
         self.num_blocks = num_blocks
+        self.updated: list[Sequence] = []  # by the last commit
         self.max_tokens = max_tokens
         sizes = dict(block_size=block_size, num_blocks=num_blocks, groups=groups)
         config = EngineConfig(max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, **sizes)
@@ -109,9 +132,23 @@ class FakeEngine:
         self.requests.append(request)
         return request
 
-    def add(self, prompt, max_new=4, *, n=1, min_tokens=0, cache_salt=None, **fields) -> Sequence:
+    def add(
+        self,
+        prompt,
+        max_new=4,
+        *,
+        n=1,
+        drafts=False,
+        host_dependent=False,
+        min_tokens=0,
+        cache_salt=None,
+        logprobs=None,
+        **fields,
+    ) -> Sequence:
         """Adds `n` samples; returns the first."""
-        params = SamplingParams(min_tokens=min_tokens, max_tokens=None, cache_salt=cache_salt)
+        params = SamplingParams(min_tokens=min_tokens, max_tokens=None, cache_salt=cache_salt, logprobs=logprobs)
+        if drafts or host_dependent:
+            fields["propose"] = propose if drafts else lambda request, num_tokens: []
         members = [self._request(prompt, max_new, params=params, sample_index=i, **fields) for i in range(n)]
         group = Samples(members)
         for request in members:
@@ -127,7 +164,6 @@ class FakeEngine:
         num_blocks = shared + width * (-(-(most_len - 1) // block_size) - shared)
         if width > self.scheduler.running_set.max_num_seqs or num_blocks > self.num_blocks:
             return None
-        fields["host_dependent"] = True
         params = SamplingParams(beam_width=width, n=width, min_tokens=min_tokens, max_tokens=None, **dict(search))
         members = [self._request(prompt, max_new, params=params, **fields) for _ in range(width)]
         group = BeamSearchGroup(members)
@@ -137,7 +173,7 @@ class FakeEngine:
         return group
 
     def abort(self, request: Sequence) -> None:
-        self.scheduler.finish(request, "abort")
+        self.scheduler.finish(request, End("abort"))
         self.scheduler.check()
 
     def unfinished(self) -> list[Sequence]:
@@ -176,16 +212,28 @@ class FakeEngine:
                 failed = plan
             else:
                 tokens, beams = self.device.run(plan, fresh)
-                self.in_flight = plan, tokens, None, beams
+                self.in_flight = plan, tokens, self._logprobs(plan), beams
         if done is not None:
             if fail == "collect" or not self.poison.isdisjoint(done[0].rows):
                 failed = done[0]
             else:
-                scheduler.commit(*done)
+                self.updated = scheduler.commit(*done)
         if failed is not None:
             self._recover(failed)
         self.check()
         return plan
+
+    def _logprobs(self, plan: Plan) -> list[str | None] | None:
+        """What is to be kept of each sample's token: of which request it is, and where."""
+        if not plan.full_sampler:
+            return None
+        places = Counter({request: request.num_tokens + request.num_in_flight for request in plan.samples})
+        places.subtract(plan.samples)
+        kept = []
+        for request in plan.samples:
+            kept.append(f"{request.arrival}:{places[request]}" if request.params.tracks_logprobs else None)
+            places[request] += 1
+        return kept
 
     def run(self) -> None:
         """Steps until all is done. A request alone needs two steps a token at most; preemption costs some more."""
@@ -205,18 +253,20 @@ class FakeEngine:
         assert all(self.failures[request] >= 2 for request in quarantined)
         assert all(request.finish_reason == "error" and request.error for request in quarantined)
         self.in_flight = None
+        accepts = self.device.accepts
         self.device = Device(self.num_blocks, self.pool.block_size, self.pool.groups, self.device.version)
+        self.device.accepts = accepts
 
     def _check_plan(self, plan: Plan, max_tokens: int, in_flight: dict[Sequence, int], waiting: list[Sequence]) -> None:
         scheduler, block_size = self.scheduler, self.pool.block_size
         spans = [(r, r.num_computed - 1, r.num_computed) for r in plan.decodes]
-        spans += [(chunk.sequence, chunk.start, chunk.stop) for chunk in plan.chunks]
+        spans += [(chunk.sequence, chunk.start, chunk.start + chunk.num_tokens) for chunk in plan.chunks]
         assert plan.rows == [request for request, _, _ in spans], "decode rows first"
         assert plan.num_tokens == sum(stop - start for _, start, stop in spans) <= max_tokens
         assert plan.num_tokens or plan.admitted or plan.swap_outs
         assert len(plan.samples) == plan.num_samples <= max_tokens
-        assert plan.num_samples == len(plan.decodes) + sum(chunk.samples for chunk in plan.chunks) + len(plan.forks)
-        for requests in (plan.rows, plan.samples, [request for request, _ in plan.admitted]):
+        assert plan.num_samples == len(plan.decodes) + sum(chunk.num_samples for chunk in plan.chunks) + len(plan.forks)
+        for requests in (plan.rows, dict.fromkeys(plan.samples), [request for request, _ in plan.admitted]):
             assert len({r.slot for r in requests}) == len(requests) <= scheduler.running_set.max_num_seqs
         assert not (plan.swap_outs and plan.swap_ins)
         assert len({new[:2] for new in plan.new_blocks}) == len(plan.new_blocks), "one write per cell"
@@ -254,6 +304,9 @@ class FakeEngine:
                 assert [(r.output_token_ids, r.finish_reason) for r in group.results] == best
         for request, (tokens, reason) in self.expected.items():
             output = request.output_token_ids
+            if request.params.tracks_logprobs:
+                first = len(request.prompt_token_ids)
+                assert request.logprobs == [f"{request.arrival}:{first + i}" for i in range(len(output))]
             assert output == tokens[: len(output)]
             if request.finish_reason in ("stop", "length"):
                 assert (output, request.finish_reason) == (tokens, reason)

@@ -130,7 +130,7 @@ def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
         total += count * kernel.bytes_moved(
             [1] * batch,
             [seen] * batch,
-            heads=cfg.heads // cfg.kv_heads * kv_heads,
+            heads=-(-cfg.heads // prepared.shape.kv_heads) * kv_heads,
             kv_heads=kv_heads,
             head_dim=cfg.head_dim,
             block_size=block_size,
@@ -141,7 +141,7 @@ def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
 
 def _kv_heads(prepared: Prepared) -> int:
     """KV heads on one device."""
-    return prepared.cfg.kv_heads // num_shards("kv_heads", prepared.mesh)
+    return prepared.shape.kv_heads // num_shards("kv_heads", prepared.mesh)
 
 
 def _label(parameter: hlo.Instruction) -> str:

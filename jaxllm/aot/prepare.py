@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxllm.aot.chips import Target, devices
 from jaxllm.checkpoint.config import read_config, resolve_dtype
+from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import check_mesh
 from jaxllm.engine.build import model_shape, size_engine, with_max_len
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
@@ -115,6 +116,7 @@ def prepare(
     spec = read_config(find_model(model), resolve_dtype(dtype, target.chip.platform))
     grid = make_mesh(target, mesh or f"tensor={target.count}")
     cfg, abstract = spec.cfg, transformer.abstract(spec.module.Model, spec.cfg)
+    expand_model(abstract, grid)
     graph, state = nnx.split(abstract)
     check_mesh(state, grid)
     shape = model_shape(cfg, graph, state, grid)

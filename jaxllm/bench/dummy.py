@@ -12,13 +12,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.checkpoint.config import ModelSpec, read_config, resolve_dtype
 from jaxllm.checkpoint.loader import abstract_params
-from jaxllm.checkpoint.placement import check_mesh
+from jaxllm.checkpoint.mesh_form import expand_model
+from jaxllm.checkpoint.placement import named, sharding_before
 from jaxllm.engine.config import machine_bytes
 from jaxllm.engine.device.memory import device_memory, leaf_bytes
 from jaxllm.errors import OutOfMemoryError
+from jaxllm.models import transformer
 from jaxllm.models.transformer import Params
 from jaxllm.sharding.mesh import platform_of
-from jaxllm.sharding.rules import sharding
 
 STD = 0.02  # as models are usually initialised: activations stay finite in any dtype
 
@@ -40,10 +41,10 @@ def dummy_model(path: Path, dtype: str, mesh: Mesh) -> tuple[Any, Params]:
 def random_params(spec: ModelSpec, mesh: Mesh) -> Params:
     """Parameters split over `mesh`: matrices are uniform with standard deviation `STD`, vectors (such as scales of
     norms) have the constructor's values."""
-    abstract = abstract_params(spec)
-    check_mesh(abstract, mesh)
-    variables, treedef = jax.tree.flatten(abstract, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    shardings = [sharding(variable.axes, mesh) for variable in variables]
+    abstract = transformer.abstract(spec.module.Model, spec.cfg)
+    expand_model(abstract, mesh)
+    shardings = [sharding_before(variable, mesh) for variable in named(nnx.state(abstract, nnx.Param)).values()]
+    variables, treedef = jax.tree.flatten(abstract_params(spec), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     _check_fits([variable.get_value() for variable in variables], shardings, mesh)
 
     @jax.jit(out_shardings=shardings)

@@ -10,7 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import product
 from os import cpu_count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxllm.checkpoint.config import ModelSpec
-from jaxllm.checkpoint.placement import check_mesh, named, some_of
+from jaxllm.checkpoint.placement import canonical, check_mesh, expansion_of, named, some_of
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, find_tensors, read
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
@@ -65,7 +65,7 @@ def abstract_params(spec: ModelSpec) -> Params:
 
 
 def load_params(model_dir: Path, spec: ModelSpec, params: Params, mesh: Mesh) -> Params:
-    """Reads a safetensors checkpoint into arrays like the abstract `params`, split over `mesh`.
+    """Reads a safetensors checkpoint into arrays like the abstract `params`, split over `mesh` (see `expand_model`).
 
     The host holds two parameters at most, besides those that live there. A mesh (`MeshError`) and tensors
     (`ModelFormatError`) that don't fit the model are found before data is read, non-finite values then.
@@ -83,7 +83,7 @@ def load_params(model_dir: Path, spec: ModelSpec, params: Params, mesh: Mesh) ->
     with bar, ThreadPoolExecutor(min(16, cpu_count() or 1)) as pool:
         previous = None
         for name, var in named(params).items():
-            host = _empty(var.get_value())
+            host = _empty(canonical(var))
             for part in plan[name]:
                 tensor = part.of(stored[part.name])
                 _fill(host, part, tensor, scratch, pool)
@@ -100,7 +100,7 @@ def load_params(model_dir: Path, spec: ModelSpec, params: Params, mesh: Mesh) ->
 
 
 def _plan(spec: ModelSpec, params: Params) -> FillPlan:
-    shapes = {name: var.get_value().shape for name, var in named(params).items()}
+    shapes = {name: canonical(var).shape for name, var in named(params).items()}
     plan: dict[str, list[WeightPart]] = {name: [] for name in shapes}
     for name, weights in _table(spec).items():
         first_row = 0
@@ -208,5 +208,10 @@ def _copy_tiles(source: np.ndarray, target: np.ndarray, tiles: list[tuple[slice,
 
 
 def _shard(host: np.ndarray, var: nnx.Variable, mesh: Mesh) -> jax.Array:
-    sharding = rules.sharding(var.axes, mesh)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    how = expansion_of(var)
+
+    def part(index: Any) -> np.ndarray:
+        return host[index] if how is None else how.shard(host, index)
+
+    shape = host.shape if how is None else how.shape
+    return jax.make_array_from_callback(shape, rules.sharding(var.axes, mesh), part)

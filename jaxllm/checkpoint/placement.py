@@ -1,15 +1,19 @@
-"""The caller's parameters onto a mesh, and the names that parameters go by."""
+"""The caller's parameters onto a mesh and back, and the names that parameters go by."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
 
 from jaxllm.models.transformer import Params
 from jaxllm.sharding import rules
+from jaxllm.sharding.expand import Expansion, canonical_sharding
 
 
 def check_mesh(params: Params, mesh: Mesh) -> None:
@@ -22,12 +26,12 @@ def check_mesh(params: Params, mesh: Mesh) -> None:
 
 
 def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
-    """The caller's parameters, split over `mesh`, in the state that `abstract` describes.
+    """The caller's parameters, split over `mesh`, in the state that `abstract` describes (see `expand_model`).
 
     `params` is an `nnx.State`, or nested dicts and lists with the same paths; where the model has a floating dtype any
-    other is kept. An
-    array that lies as wanted already is shared, not copied, so donating it elsewhere ends both. Raises
-    `ValueError` naming the leaves that don't fit, and `MeshError`.
+    other is kept. An array that lies as wanted already is shared, not copied, so donating it elsewhere ends both. Those
+    that the mesh can't split as they are it expands, one after the other. Raises `ValueError` naming the leaves that
+    don't fit, and `MeshError`.
     """
     check_mesh(abstract, mesh)
     want, got = named(abstract), named(params)
@@ -38,13 +42,60 @@ def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
             "pass nnx.state(model) of a model with the same config, or nested dicts with the same paths"
         )
     for name, var in want.items():
-        _check_leaf(name, got[name], var.get_value())
-    shardings = [rules.sharding(var.axes, mesh) for var in want.values()]
-    arrays = jax.device_put([_value(got[name]) for name in want], shardings)
+        _check_leaf(name, got[name], canonical(var))
+    whole = [name for name, var in want.items() if expansion_of(var) is None]
+    shardings = [rules.sharding(want[name].axes, mesh) for name in whole]
+    arrays = dict(zip(whole, jax.device_put([_value(got[name]) for name in whole], shardings), strict=True))
     placed = jax.tree.map(lambda leaf: leaf, abstract)
-    for var, array in zip(named(placed).values(), arrays, strict=True):
-        var.set_value(array)
+    for name, var in named(placed).items():
+        how = expansion_of(var)
+        var.set_value(arrays[name] if how is None else _expand(_value(got[name]), var, how, mesh))
     return placed
+
+
+def canonical_params(placed: Params, mesh: Mesh) -> Params:
+    """The parameters that `place_params` or `load_params` has put on `mesh` with their canonical shapes; arrays that
+    have those are shared, not copied."""
+    params = jax.tree.map(lambda leaf: leaf, placed)
+    for var in named(params).values():
+        how = expansion_of(var)
+        if how is not None:
+            var.set_value(_contraction(how, sharding_before(var, mesh))(var.get_value()))
+            var.del_metadata("expansion")
+    return params
+
+
+def canonical(variable: nnx.Variable) -> jax.ShapeDtypeStruct:
+    """Shape and dtype that a parameter has outside of the mesh."""
+    value, how = variable.get_value(), expansion_of(variable)
+    return jax.ShapeDtypeStruct(value.shape if how is None else how.canonical, value.dtype)
+
+
+def expansion_of(variable: nnx.Variable) -> Expansion | None:
+    """What makes of a parameter what its mesh holds; None if that is the same."""
+    return variable.get_metadata("expansion", None)
+
+
+def sharding_before(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
+    """How `mesh` splits the canonical array of a parameter."""
+    how = expansion_of(variable)
+    return rules.sharding(variable.axes, mesh) if how is None else canonical_sharding(variable.axes, how, mesh)
+
+
+def _expand(array: Array | np.ndarray, variable: nnx.Variable, how: Expansion, mesh: Mesh) -> Array:
+    """One at a time, so that no more than a device's part of one array lies beside the results."""
+    array = jax.device_put(array, sharding_before(variable, mesh))
+    return jax.block_until_ready(_expansion(how, rules.sharding(variable.axes, mesh))(array))
+
+
+@cache
+def _expansion(how: Expansion, sharding: NamedSharding) -> Callable[[Any], Array]:
+    return jax.jit(how.expand, out_shardings=sharding)
+
+
+@cache
+def _contraction(how: Expansion, sharding: NamedSharding) -> Callable[[Any], Array]:
+    return jax.jit(how.contract, out_shardings=sharding)
 
 
 def _check_leaf(name: str, leaf: Any, want: jax.ShapeDtypeStruct) -> None:

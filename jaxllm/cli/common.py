@@ -31,6 +31,7 @@ _ENGINE_OPTIONS = (
     "gpu_memory_utilization",
     "preemption",
     "swap_space",
+    "record",
 )
 CACHE_BYTES = 2 * 2**30
 EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (2, 130, 141)  # the last two as a shell reports the signals
@@ -57,6 +58,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu-memory-utilization", type=float, metavar="X", help="share of each device's memory (default: 0.92)")
     add("--preemption", choices=PREEMPTIONS, help="how sequences are preempted when KV blocks run out (default: auto)")
     add("--swap-space", type=float, metavar="GIB", help="host memory for swapped KV blocks (default: 4)")
+    add("--record", metavar="FILE", help="write what is asked of the device to a new file, for jaxllm replay")
     add("--no-prefix-caching", action="store_true", help="compute every prompt in full")
 
 

@@ -11,6 +11,7 @@ COMMANDS = {  # modules of this folder
     "chat": "holds a conversation in the terminal",
     "generate": "completes prompts, or a file of requests",
     "bench": "measures the engine",
+    "replay": "repeats on the device what an engine has recorded, for bug reports",
     "convert": "converts pickled weights and slow tokenizers",
     "aot": "compiles for TPUs and GPUs without having one, and reports what a model needs there",
 }

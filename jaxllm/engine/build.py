@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,15 +10,17 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.checkpoint.placement import check_mesh
+from jaxllm.engine import recording
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.executor import Executor
-from jaxllm.engine.device.runner import Runner
+from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.model_source import cache_specs, model_source
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
+from jaxllm.sharding.expand import padded, repeated
 from jaxllm.sharding.mesh import make_mesh, platform_of
 from jaxllm.sharding.rules import sharding
 
@@ -43,6 +46,7 @@ def build_engine(
     preemption: str = "auto",
     swap_space: float | None = None,
     seed: int = 0,
+    record: str | Path | None = None,
 ) -> Engine:
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments."""
     if tensor_parallel_size is not None:
@@ -52,6 +56,7 @@ def build_engine(
     mesh = make_mesh(mesh)
     platform = platform_of(mesh)
     source = model_source(model, dtype, platform, tokenizer)
+    source.expand(mesh)
     graph, state = nnx.split(source.model)
     check_mesh(state, mesh)
     has_params = not callable(source.params)
@@ -78,12 +83,14 @@ def build_engine(
     explicit_len = max_model_len is not None
     config = size_engine(shape, wanted, mesh, num_blocks, device, explicit_len=explicit_len, has_params=has_params)
     shape = with_max_len(shape, source.model, config.max_model_len)
-    executor = Executor(shape, config, mesh)  # compiles while the parameters load
-    runner = Runner(executor, config, shape.vocab)
+    executor: CommandExecutor = Executor(shape, config, mesh)  # compiles while the parameters load
     try:
-        runner.set_params(state if has_params else source.place(state, mesh))
+        if record is not None:
+            executor = recording.record(executor, source, config, record)
+        runner = Runner(executor, config, shape.vocab)
+        runner.set_params(state if has_params else source.place(state, mesh), source.name)
     except BaseException:
-        runner.close()
+        executor.close()
         raise
     return Engine(runner, vocab=source.cfg.vocab, eos_ids=source.eos_ids, tokenizer=source.tokenizer)
 
@@ -103,14 +110,17 @@ def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> Mod
 
     state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     leaves, treedef = jax.tree.flatten(state)
+    kv_heads = repeated(cfg.kv_heads, mesh)
+    group = -(-cfg.heads // kv_heads)  # query heads of each
     return ModelShape(
         graph=graph,
         treedef=treedef,
         leaves=tuple(leaves),
-        caches=cache_specs(nnx.merge(graph, state), cfg),
+        caches=cache_specs(nnx.merge(graph, state), cfg, mesh),
         vocab=cfg.vocab,
+        logits_width=padded(cfg.vocab, mesh),
         dtype=cfg.dtype,
-        token_widths=(cfg.embed, 2 * cfg.mlp, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim),
+        token_widths=(cfg.embed, 2 * cfg.mlp, (group + 2) * kv_heads * cfg.head_dim),
     )
 
 

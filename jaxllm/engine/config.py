@@ -48,6 +48,10 @@ class EngineConfig:
             raise ValueError(f"preemption={self.preemption!r} must be one of {', '.join(PREEMPTIONS)}")
         if self.swap_space is not None:
             check_float("swap_space", self.swap_space, 0.0, 2.0**20)
+        for window, num_pages, is_state in self.groups:
+            check_int("window", 1 if window is None else window, 1, 2**24)
+            check_int("num_pages", num_pages, 1, 2**16)
+            check_int("is_state", int(is_state), 0, 1)
         check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_model_len > self.longest_len():
             raise ValueError(

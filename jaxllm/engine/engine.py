@@ -6,19 +6,20 @@ from collections import abc
 from collections.abc import Callable
 from typing import Any
 
+from jaxllm.engine.beam.candidates import BeamRow
 from jaxllm.engine.beam.group import read_rows
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.runner import Forward, Handle, Result, Runner
 from jaxllm.engine.failure import describe
 from jaxllm.engine.grammar_rows import GrammarRows
-from jaxllm.engine.logprobs import pack_logprobs
+from jaxllm.engine.logprobs import PackedLogprobs, pack_logprobs
 from jaxllm.engine.output import Request
 from jaxllm.engine.prepare import Intake, PreparedRequest
 from jaxllm.engine.requests import OpenRequests
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.scheduler import Scheduler
-from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.schedule.sequence import End, Sequence
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
@@ -226,13 +227,16 @@ class Engine:
     def _end_blocked(self, sequence: Sequence) -> Sequence:
         """Ends a request whose grammar allows no token; returns it, or who stands for it."""
         matcher, sequence = sequence.matcher, sequence.group.head(sequence)
-        is_whole = matcher.error is None and matcher.may_end
-        if not is_whole:
-            sequence.error = matcher.error or "no token of the model's is allowed by its grammar"
-        self.scheduler.finish(sequence, "stop" if is_whole else "error")
+        assert matcher is not None  # it follows a grammar
+        end = End("stop")
+        if matcher.error is not None or not matcher.may_end:
+            end = End("error", error=matcher.error or "no token of the model's is allowed by its grammar")
+        self.scheduler.finish(sequence, end)
         return sequence
 
-    def _read(self, plan: Plan, result: Result) -> tuple[list[Any] | None, list[Any] | None]:
+    def _read(
+        self, plan: Plan, result: Result
+    ) -> tuple[list[PackedLogprobs | None] | None, list[BeamRow | None] | None]:
         """Gives requests the log-probabilities of their prompts; returns what is to be kept of each sample's token,
         and how each beam may go on."""
         for span, rows in result.prompt_logprobs:
@@ -269,14 +273,14 @@ class Engine:
         self._in_flight, self._has_state = None, False
         self._num_failed_steps += 1
         cause = describe(error, self.runner)
-        unfinished = [one for request in self.requests for one in request.sequences if one.finish_reason is None]
+        unfinished = [one for request in self.requests for one in request.sequences if one.end is None]
         ended = self.scheduler.restart(unfinished, plan.rows, cause)
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             self._num_failed_steps = 0
             for sequence in unfinished:
-                if sequence.finish_reason is None:
-                    sequence.error = f"the last {MAX_FAILED_STEPS} steps failed: {cause}"
-                    self.scheduler.finish(sequence, "error")
+                if sequence.end is None:
+                    error_text = f"the last {MAX_FAILED_STEPS} steps failed: {cause}"
+                    self.scheduler.finish(sequence, End("error", error=error_text))
                     ended.append(sequence)
         self._build_state()
         return ended

@@ -6,6 +6,7 @@ import numpy as np
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.grammar.compiler import GrammarCompiler
+from jaxllm.grammar.matcher import Matcher
 
 
 class GrammarRows:
@@ -14,6 +15,7 @@ class GrammarRows:
     def __init__(self, plan: Plan):
         samples = zip(plan.samples, plan.epochs, strict=True)
         self._rows = [(row, *sample) for row, sample in enumerate(samples) if sample[0].matcher is not None]
+        self._drafts = plan.drafts
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -21,7 +23,7 @@ class GrammarRows:
     @property
     def await_commit(self) -> bool:
         """Whether the masks can't be filled before the step that is in flight is committed."""
-        return any(sequence.num_in_flight > 1 for _, sequence, _ in self._rows)
+        return any(sequence.num_in_flight > 1 and sequence.propose is None for _, sequence, _ in self._rows)
 
     def fill(self, compiler: GrammarCompiler, masks: np.ndarray) -> list[Sequence]:
         """Writes the masks of the rows into `masks`, int32 `[samples, words]`; returns the sequences that can't go on.
@@ -29,8 +31,15 @@ class GrammarRows:
         rows = [(row, sequence) for row, sequence, epoch in self._rows if sequence.epoch == epoch]
         if not rows:
             return []
-        for _, sequence in rows:
+        matchers: dict[int, Matcher] = {}
+        for row, sequence in rows:
+            if row in self._drafts:  # it is drawn after a token more than the row before
+                matchers[row] = matchers[row - 1].after(self._drafts[row])
+                continue
+            assert sequence.matcher is not None  # it follows a grammar
             sequence.matcher.follow(sequence.output_token_ids)
-        compiler.fill([(sequence.matcher, row) for row, sequence in rows], masks)
+            matchers[row] = sequence.matcher
+        compiler.fill([(matcher, row) for row, matcher in matchers.items()], masks)
         allowed = np.asarray(masks.any(axis=1))  # a beam without a token just ends, if others go on
-        return [sequence for row, sequence in rows if sequence.matcher.error or not (allowed[row] or sequence.is_beam)]
+        own = [(row, sequence) for row, sequence in rows if row not in self._drafts]
+        return [one for row, one in own if matchers[row].error or not (allowed[row] or one.is_beam)]

@@ -14,14 +14,18 @@ from jaxtyping import Array
 
 from jaxllm.checkpoint.config import read_config, resolve_dtype
 from jaxllm.checkpoint.loader import load_params
+from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.default_model import DEFAULT_MODEL
+from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.transformer import Params
+from jaxllm.sharding.expand import padded, repeated
 from jaxllm.text.tokenizer import Tokenizer, wrap
 
+EMBEDDED = "embedded"  # the name of the model in the package
 _SIZES = ("vocab", "embed", "num_layers", "heads", "kv_heads", "head_dim", "mlp", "max_len")  # read by the engine
 
 
@@ -33,6 +37,29 @@ class ModelSource(NamedTuple):
     params: Any  # the caller's pytree, or a function (abstract params, mesh) -> Params that loads them
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
+    directory: Path | None = None  # that it is read from
+
+    @property
+    def name(self) -> str:
+        """Where it can be found again: its directory, or `EMBEDDED`; "" for an object of the caller's."""
+        if self.directory is None:
+            return ""
+        return EMBEDDED if self.directory == DEFAULT_MODEL else str(self.directory.resolve())
+
+    def expand(self, mesh: Mesh) -> None:
+        """Gives `model` the shapes that `mesh` can split. Raises `MeshError` if it can't, or the model's own code is
+        made for those that it has."""
+        if not expand_model(self.model, mesh):
+            return
+        name, cfg = type(self.model).__qualname__, self.cfg
+        try:
+            _kv_dtype(*nnx.split(self.model), cfg, name, mesh)
+        except ValueError as error:
+            raise MeshError(
+                f"{name} can't be served on a mesh of {dict(mesh.shape)}, where its {cfg.kv_heads} KV heads are "
+                f"repeated or its vocabulary of {cfg.vocab} is padded: {error}. Give its parameters their logical "
+                "axes, or take as many devices as divide both"
+            ) from error
 
     def place(self, abstract: Params, mesh: Mesh) -> Params:
         """The parameters on `mesh`, in the state that `abstract` describes."""
@@ -47,7 +74,8 @@ def model_source(model: Any, dtype: str, platform: str, tokenizer: Any) -> Model
         spec = read_config(directory, resolve_dtype(dtype, platform))
         abstract = transformer.abstract(spec.module.Model, spec.cfg)
         tokenizer = tokenizer or Tokenizer.from_dir(directory)
-        return ModelSource(spec.cfg, abstract, partial(load_params, directory, spec), spec.eos_token_ids, tokenizer)
+        load = partial(load_params, directory, spec)
+        return ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, directory)
     if dtype != "auto":
         raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
     eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -113,11 +141,19 @@ def _check_interface(model: nnx.Module, name: str) -> None:
             raise TypeError(f"{name}.{method} can't be called as {method}({', '.join(arguments)}): {error}") from error
 
 
-def cache_specs(model: Any, cfg: Any) -> tuple[tuple[CacheSpec, ...], ...]:
-    """What each layer of a model caches: keys and values of all tokens, if the model does not say."""
-    if not hasattr(model, "cache_specs"):
-        return ((CacheSpec.keys_and_values(cfg.kv_heads, cfg.head_dim),),) * cfg.num_layers
-    return tuple(tuple(of_layer) for of_layer in model.cache_specs())
+def cache_specs(model: Any, cfg: Any, mesh: Mesh | None) -> tuple[tuple[CacheSpec, ...], ...]:
+    """What each layer of a model caches on a mesh: keys and values of all tokens, if the model does not say."""
+    specs = [(CacheSpec.keys_and_values(cfg.kv_heads, cfg.head_dim),)] * cfg.num_layers
+    if hasattr(model, "cache_specs"):
+        specs = model.cache_specs()
+    return tuple(tuple(_expanded(spec, mesh) for spec in of_layer) for of_layer in specs)
+
+
+def _expanded(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
+    if spec.is_state or mesh is None:
+        return spec
+    kv_heads, head_dim = spec.shape
+    return dataclasses.replace(spec, shape=(repeated(kv_heads, mesh), head_dim))
 
 
 class _Watcher:
@@ -134,19 +170,22 @@ class _Watcher:
         return jax.lax.scan(step, start, inputs)[1], self
 
 
-def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str) -> Any:
-    """Traces the module for a token as the engine will, checks what comes out, and returns the dtype of its keys."""
+def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str, mesh: Mesh | None = None) -> Any:
+    """Traces the module for a token as the engine will, checks what comes out, and returns the dtype of its keys.
+    `mesh` is that for which the model was expanded, if it was."""
     keys: list[Array] = []
     wanted: list[tuple[int, ...]] = []  # shapes of the keys, of one token each
+    widths = {cfg.vocab} if mesh is None else {cfg.vocab, padded(cfg.vocab, mesh)}  # of the logits
 
     def forward(params: Params, token: Array) -> tuple[Array, Array]:
         module = nnx.merge(graph, params)
         ctx = StepContext.of(token)
-        watchers = [[_Watcher(keys) for _ in of_layer] for of_layer in cache_specs(module, cfg)]
+        specs = cache_specs(module, cfg, mesh)
+        watchers = [[_Watcher(keys) for _ in of_layer] for of_layer in specs]
         hidden, caches = module(token, ctx, [each[0] if len(each) == 1 else each for each in watchers])
         if len(caches) != len(watchers):
             raise ValueError(f"it returned {len(caches)} caches for {len(watchers)} layers")
-        wanted.extend(spec.shape for of_layer in cache_specs(module, cfg) for spec in of_layer if not spec.is_state)
+        wanted.extend(spec.shape for of_layer in specs for spec in of_layer if not spec.is_state)
         return hidden, module.logits(hidden, ctx)
 
     try:
@@ -164,7 +203,7 @@ def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str) -> Any:
             f"{sorted({(1, *shape) for shape in wanted})}"
         )
     dtype = keys[0].dtype if keys else hidden.dtype
-    if (hidden.shape, hidden.dtype) != ((1, cfg.embed), dtype) or logits.shape != (1, cfg.vocab):
+    if (hidden.shape, hidden.dtype) != ((1, cfg.embed), dtype) or logits.shape not in {(1, width) for width in widths}:
         raise ValueError(
             f"{name} makes of one token hidden states {hidden.shape} {hidden.dtype} and logits {logits.shape}; "
             f"expected [1, {cfg.embed}] {dtype}, the dtype of its keys, and [1, {cfg.vocab}]"

@@ -140,6 +140,14 @@ class Request:
         progress.num_decoded += len(ids)
         return self._detokenizer(progress).push(ids)
 
+    def find_stop(self, sequence: Sequence) -> str | None:
+        """Decodes as `decode` does. A sequence that has come to a stop string loses the tokens after it."""
+        stop = self.decode(sequence)
+        if stop is not None:
+            num_tokens = self._detokenizer(self._progress[sequence.sample_index]).num_tokens
+            del sequence.output_token_ids[num_tokens:], sequence.logprobs[num_tokens:]
+        return stop
+
     def _detokenizer(self, progress: Progress) -> Detokenizer:
         if progress.detokenizer is None:
             progress.detokenizer = Detokenizer(self.tokenizer, self.params, self.prompt_token_ids)

@@ -10,6 +10,7 @@ from jaxllm.engine.beam.group import BeamSearchGroup
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.state import NUM_STOP_IDS
 from jaxllm.engine.intake import check_request
+from jaxllm.engine.output import Request
 from jaxllm.engine.schedule import sequence as schedule
 from jaxllm.grammar.compiler import Grammar, GrammarCompiler
 from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -71,7 +72,7 @@ class Intake:
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
             raise ValueError(f"stop strings can't be found, as the tokenizer fails on the prompt: {error}") from error
 
-    def sequences(self, prepared: PreparedRequest, request: Any, priority: int) -> schedule.SequenceGroup:
+    def sequences(self, prepared: PreparedRequest, request: Request, priority: int) -> schedule.SequenceGroup:
         """The samples or beams of `request`, which are told to the scheduler together."""
         params = prepared.params
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
@@ -79,12 +80,14 @@ class Intake:
             self._sequence(prepared, request, index, seed, priority)
             for index in range(params.beam_width or params.num_samples)
         ]
+        for sequence in sequences:
+            sequence.request = request
         if params.beam_width is not None:
             return BeamSearchGroup(sequences, prepared.text)
         return schedule.Samples(sequences)
 
     def _sequence(
-        self, prepared: PreparedRequest, request: Any, index: int, seed: int, priority: int
+        self, prepared: PreparedRequest, request: Request, index: int, seed: int, priority: int
     ) -> schedule.Sequence:
         params, grammar = prepared.params, prepared.grammar
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
@@ -102,8 +105,6 @@ class Intake:
             eos_ids=eos_ids,
             priority=priority,
             bad_words=prepared.bad_words,
-            request=request,
             reports_tokens=request.stream or request.watches_text,
-            host_dependent=params.beam_width is not None,
             matcher=None if grammar is None else grammar.matcher(),
         )

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 
 from jaxllm.engine.output import Request
-from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.schedule.sequence import End, Sequence
 from jaxllm.outputs import FinishReason, RequestOutput
 
 log = logging.getLogger(__name__)
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 class OpenRequests:
     """Requests by id, from when they are accepted until their last output is made. `finish` ends a sequence."""
 
-    def __init__(self, finish: Callable[[Sequence, FinishReason], None]):
+    def __init__(self, finish: Callable[[Sequence, End], None]):
         self._finish = finish
         self._requests: dict[str, Request] = {}
 
@@ -37,7 +37,7 @@ class OpenRequests:
         request = self._requests.pop(request_id, None)
         if request is not None:
             for sequence in request.sequences:
-                self._finish(sequence, reason)
+                self._finish(sequence, End(reason))
         return request
 
     def output(self, request: Request) -> RequestOutput:
@@ -55,7 +55,7 @@ class OpenRequests:
             request = sequence.request
             if request.watches_text:
                 self._watch_text(request, sequence)
-            if request.stream or sequence.finish_reason:
+            if request.stream or sequence.end is not None:
                 changed[request] = None
         updates = []
         for request in changed:
@@ -72,19 +72,19 @@ class OpenRequests:
 
     def _watch_text(self, request: Request, sequence: Sequence) -> None:
         try:
-            stop = request.decode(sequence)
+            stop = request.find_stop(sequence)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
             self._fail(request, error)
             return
         if stop is not None:
-            self._finish(sequence, "stop")
-            # Also if its length ended it just now, or its grammar, which was asked for one token more.
-            sequence.finish_reason, sequence.stop_reason, sequence.error = "stop", stop, None
+            end = End("stop", stop)
+            self._finish(sequence, end)
+            sequence.end = end  # also if its length ended it just now, or its grammar, which was asked for a token more
 
     def _fail(self, request: Request, error: Exception) -> None:
         log.error("request %s failed on the host", request.request_id, exc_info=error)
         request.fail(f"decoding its text failed: {error}")
         for sequence in request.sequences:
-            self._finish(sequence, "error")
+            self._finish(sequence, End("error"))
         for sequence in request.shown:
-            sequence.finish_reason = "error"
+            sequence.end = End("error")

@@ -74,7 +74,7 @@ def read_stats(
         num_swapped=preemption.num_swapped,
         num_prompt_tokens=admission.num_prompt_tokens,
         num_cached_tokens=admission.num_cached_tokens,
-        num_not_finite=scheduler.num_not_finite,
+        num_not_finite=scheduler.committer.num_not_finite,
         step_counts=steps.counts.copy(),
         num_step_tokens=steps.num_tokens,
         num_executables=compile_plan.total,

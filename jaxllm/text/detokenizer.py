@@ -28,7 +28,7 @@ class Detokenizer:
         )
         self._hidden = ""  # settled text that may be the beginning of a stop string
         self._num_searched = 0  # leading characters of hidden and held text already searched
-        self._num_tokens = 0
+        self.num_tokens = 0  # taken, while stop strings are watched
         self._finished = not params.detokenize
 
     def push(self, new_token_ids: Sequence[int]) -> str | None:
@@ -45,7 +45,7 @@ class Detokenizer:
             return None
         shown: list[str] = []
         for token in new_token_ids:
-            self._num_tokens += 1
+            self.num_tokens += 1
             self._hidden += self._stream.push(token)
             if self._find_stop():
                 break
@@ -76,7 +76,7 @@ class Detokenizer:
         # Held text counts: once it completes a stop string, the completion ends and no token can change it.
         text = self._hidden + self._stream.held
         searched, self._num_searched = self._num_searched, max(self._num_searched, len(text))
-        if self._num_tokens <= self._params.min_tokens:
+        if self.num_tokens <= self._params.min_tokens:
             return False
         matches = []
         for stop in self._stops:

@@ -1,6 +1,5 @@
 """A user's own module is served as it is, class and attributes included, or refused with the reason."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +7,9 @@ import pytest
 from flax import nnx
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models import qwen3, transformer
 from jaxllm.models.cache import Dense
+from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from tests.tiny import Tiny, clean, greedy, ids, make_llm, prompts_of, tokens
 

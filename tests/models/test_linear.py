@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxllm.checkpoint.mesh_form import expand_model
+from jaxllm.checkpoint.placement import place_params
 from jaxllm.engine.model_source import model_source
 from jaxllm.models import qwen3
 from jaxllm.models.cache import Dense
@@ -16,6 +18,7 @@ from jaxllm.models.context import StepContext
 from jaxllm.models.layers import LayerSpec
 from jaxllm.models.linear import Embedding, Linear, with_forms
 from jaxllm.models.rope import Rope
+from jaxllm.sharding.mesh import make_mesh
 from tests.tiny import Tiny, clean, greedy, ids, make_llm, prompts_of, tokens
 
 PROMPTS = prompts_of([1, 5, 16, 33])
@@ -98,7 +101,7 @@ class QueryAdapters(nnx.Module):
 
     def __call__(self, x, y, ctx):
         a, b = (factor[...][ctx.token_adapters] for factor in (self.a, self.b))
-        delta = jnp.einsum("...d,...dr,...rf->...f", x, a, b).reshape(*x.shape[:-1], *self.outputs)
+        delta = jnp.einsum("...d,...dr,...rf->...f", x, a, b).reshape(self.shape.take(y, "q").shape)
         return y.at[..., self.shape.slice_of("q"), :].add(delta)
 
 
@@ -130,6 +133,15 @@ def served(tiny, **options):
 @pytest.mark.parametrize("change, sizes", [(mix_bits, {}), (quantise_table, {"tie_embeddings": True})])
 def test_quantised_models_are_served(change, sizes):
     served(Changed(change, **sizes))
+
+
+def test_their_heads_are_repeated_and_their_vocabulary_is_padded():
+    def both(model):
+        mix_bits(model)
+        quantise_table(model)
+
+    tiny = Changed(both, tie_embeddings=True, heads=8, vocab=99)
+    served(tiny, mesh="tensor=4")
 
 
 def test_experts_are_served_beside_a_dense_layer_and_shared_among_devices():
@@ -180,6 +192,20 @@ def test_rows_of_one_batch_have_adapters_of_their_own():
             qkv.weight.set_value(qkv.weight[...].at[:, :, qkv.shape.slice_of("q")].add(delta))
         np.testing.assert_allclose(together[row], hidden(alone, batch[row : row + 1])[0], atol=2e-4)
         assert np.abs(together[row] - hidden(plain, batch[row : row + 1])[0]).max() > 0.1
+
+
+def test_adapters_go_with_their_product_onto_a_mesh():
+    mesh, model = make_mesh("tensor=4"), Tiny(heads=8).model
+    for layer in model.layers:
+        layer.attn.qkv.adapter = QueryAdapters(layer.attn.qkv, 3, 2, rngs=nnx.Rngs(params=5))
+    abstract = nnx.eval_shape(lambda: model)
+    assert expand_model(abstract, mesh)
+    graph, shapes = nnx.split(abstract)
+    spread = nnx.merge(graph, place_params(nnx.state(model), shapes, mesh))
+    batch = jnp.asarray(prompts_of([12] * 3))
+    ctx = StepContext.of(batch, adapters=jnp.arange(3))
+    want, got = (np.asarray(m(batch, ctx, [Dense()] * 2)[0]) for m in (model, spread))
+    np.testing.assert_allclose(got, want, atol=2e-4)
 
 
 def test_axes_of_one_name_are_refused():

@@ -75,8 +75,9 @@ def test_the_callers_mesh_and_parameters_are_used_where_they_lie(wide):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("tensor=3", "3 devices, which do not divide the 96 vocab of embed|do not divide the 4 kv_heads"),
-        ("tensor=8", "needs 8 devices, but there are 4"),
+        ("tensor=3", r"3 devices, which do not divide the 4 kv_heads of layers\.0\.attn\.\S+, nor .* have 1, 2, 4"),
+        ("tensor=8", r"8 devices, which do not divide the 4 kv_heads of .*for this model it can have 1, 2, 4$"),
+        ("tensor=16", "needs 16 devices, but there are 8"),
         ("tensor", "expected e.g. 'tensor=4'"),
         ("banana=2", "expected e.g. 'tensor=4'"),
         ("tensor=2,tensor=2", "each once"),

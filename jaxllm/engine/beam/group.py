@@ -8,7 +8,7 @@ all blocks with it (PagedAttention, arXiv 2309.06180, section 4.4).
 import copy
 from collections import abc
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,9 @@ from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.plan import NO_TOKEN, NO_TOKEN_ERRORS
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import GroupStep, Sequence, SequenceGroup, Status
-from jaxllm.outputs import FinishReason
-
-End = tuple[FinishReason, int | str | None]  # why a beam ended, and by which stop token or string
+from jaxllm.engine.schedule.sequence import End, GroupStep, HasEnd, Sequence, SequenceGroup, Status
+from jaxllm.grammar.matcher import Matcher
+from jaxllm.text.detokenizer import Detokenizer
 
 
 class TextError(Exception):
@@ -33,9 +32,9 @@ class Hypothesis(NamedTuple):
     """What a beam has generated. The lists are never changed, so that beams may share them."""
 
     token_ids: list[int]
-    logprobs: list[Any]
-    text: Any = None  # a detokenizer, if stop strings are watched; not changed either
-    matcher: Any = None  # as a sequence's; not changed either
+    logprobs: list[PackedLogprobs]
+    text: Detokenizer | None = None  # if stop strings are watched; not changed either
+    matcher: Matcher | None = None  # as a sequence's; not changed either
 
 
 class BeamState(NamedTuple):
@@ -46,22 +45,20 @@ class BeamState(NamedTuple):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class BeamResult:
+class BeamResult(HasEnd):
     """A hypothesis that a search returns. It reads like a finished `Sequence`."""
 
     sample_index: int
     output_token_ids: list[int]
-    logprobs: list[Any]
+    logprobs: list[PackedLogprobs]
     stop_ids: frozenset[int]
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    error: str | None
+    end: End | None
 
 
 class BeamSearchGroup(SequenceGroup):
     """The beams of one search. `text` is a detokenizer if stop strings are to be found."""
 
-    def __init__(self, sequences: list[Sequence], text: Any = None):
+    def __init__(self, sequences: list[Sequence], text: Detokenizer | None = None):
         super().__init__(sequences)
         first = sequences[0]
         params = first.params
@@ -99,33 +96,32 @@ class BeamSearchGroup(SequenceGroup):
     def split_off(self, sequence: Sequence) -> None:
         raise AssertionError("beams that were accepted fit the pool alone")
 
-    def end(self, sequence: Sequence, reason: FinishReason) -> list[Sequence]:
-        self.results = self.results or self._collect(reason, sequence.error)
+    def finish(self, sequence: Sequence, end: End) -> list[Sequence]:
+        self.results = self.results or self._collect(end)
         return self.sequences
 
-    def _collect(self, reason: FinishReason, error: str | None) -> list[BeamResult]:
-        """The best of the search: what is finished and, if it is given up, what lives, which ends by `reason`."""
+    def _collect(self, end: End) -> list[BeamResult]:
+        """The best of the search: what is finished and, if it is given up, what lives, which comes to this `end`."""
         search, hypotheses = self.state
         ended: list[tuple[Hypothesis, End]] = []
         for entry in search.best(self.sequences[0].params.n):
             if isinstance(entry, Finished):
                 hypothesis, why = entry.payload
-                ended.append((hypothesis, ("length", None) if why == LENGTH else why))
+                why = End("length") if why == LENGTH else why
+                ended.append((hypothesis, why._replace(error=end.error)))
             else:
-                ended.append((hypotheses[entry], (reason, None)))
+                ended.append((hypotheses[entry], end))
         if not ended:
-            ended.append((Hypothesis([], []), (reason, None)))
+            ended.append((Hypothesis([], []), end))
         return [
             BeamResult(
                 sample_index=index,
                 output_token_ids=hypothesis.token_ids,
                 logprobs=hypothesis.logprobs,
                 stop_ids=self.sequences[0].stop_ids,
-                finish_reason=finish_reason,
-                stop_reason=stop_reason,
-                error=error,
+                end=why,
             )
-            for index, (hypothesis, (finish_reason, stop_reason)) in enumerate(ended)
+            for index, (hypothesis, why) in enumerate(ended)
         ]
 
     def commit(self, sequence: Sequence, row: BeamRow, running_set: RunningSet) -> GroupStep:
@@ -141,17 +137,15 @@ class BeamSearchGroup(SequenceGroup):
             if (beam.table.num_keyed + 1) * block_size <= beam.num_computed:
                 prefix_cache.offer(beam, beam.num_computed)
             prefix_cache.end(beam)  # also for what it may not offer, of older parameters
-        head = self.sequences[0]
         try:
             moved = self._advance(running_set.pool)
         except TextError as error:
-            head.error = str(error)
-            return GroupStep([], "error")
+            return GroupStep([], End("error", error=str(error)))
         if not self.state.search.done:
             return GroupStep(moved, None)
         if not self.state.search.finished:
-            head.error = NO_TOKEN_ERRORS[NO_TOKEN]
-        return GroupStep([], "error" if head.error else "stop")
+            return GroupStep([], End("error", error=NO_TOKEN_ERRORS[NO_TOKEN]))
+        return GroupStep([], End("stop"))
 
     def _advance(self, pool: BlockPool) -> list[Sequence]:
         """Takes the candidates of all living beams; returns those whose slots' rows are out of date. Nobody lives on
@@ -179,7 +173,9 @@ class BeamSearchGroup(SequenceGroup):
         for sequence in free:
             sequence.table.release()
             sequence.vacate()
-            sequence.table = BlockTable(pool, keeps_first=sequence.params.reads_history)  # without the keys of what died
+            sequence.table = BlockTable(
+                pool, keeps_first=sequence.params.reads_history
+            )  # without the keys of what died
         for sequence, table in zip(free, forks, strict=False):
             sequence.table, sequence.num_computed = table, num_computed
         self.beams = beams
@@ -221,22 +217,22 @@ class _Extension:
 
     def __init__(self, group: BeamSearchGroup):
         self._beams, self._hypotheses = group.beams, group.state.hypotheses
-        self._texts: dict[tuple[int, int], Any] = {}  # of continuations, while stop strings are watched
-        self._matchers: dict[tuple[int, int], Any] = {}  # likewise, while they follow a grammar
+        self._texts: dict[tuple[int, int], Detokenizer] = {}  # of continuations, while stop strings are watched
+        self._matchers: dict[tuple[int, int], Matcher] = {}  # likewise, while they follow a grammar
 
     def end(self, beam: int, token: int) -> End | None:
         sequence, hypothesis = self._beams[beam], self._hypotheses[beam]
         is_past_min = len(hypothesis.token_ids) + 1 >= sequence.params.min_tokens
         if token in sequence.stop_ids and is_past_min:
-            return "stop", None if token in sequence.eos_ids else token
+            return End("stop", None if token in sequence.eos_ids else token)
         if hypothesis.text is not None:
             self._texts[beam, token] = text = _extended(hypothesis.text, token)
             if text.stop is not None:
-                return "stop", text.stop
+                return End("stop", text.stop)
         if hypothesis.matcher is not None:
             self._matchers[beam, token] = matcher = hypothesis.matcher.after(token)
             if matcher.is_over and matcher.error is None:
-                return "stop", None
+                return End("stop")
         return None
 
     def extend(self, continuation: Continuation) -> Hypothesis:
@@ -246,11 +242,11 @@ class _Extension:
         token_ids, logprobs = hypothesis.token_ids + [continuation.token], hypothesis.logprobs + [logprob]
         return Hypothesis(token_ids, logprobs, self._texts.get(key), self._matchers.get(key))
 
-    def keep(self, continuation: Continuation, reason: Any) -> tuple[Hypothesis, Any]:
+    def keep(self, continuation: Continuation, reason: End | str) -> tuple[Hypothesis, End | str]:
         return self.extend(continuation), reason
 
 
-def _extended(text: Any, token: int) -> Any:
+def _extended(text: Detokenizer, token: int) -> Detokenizer:
     text = text.clone()
     try:
         text.push([token])

@@ -133,6 +133,11 @@ def encode_moves(plan: Plan, num_pages: int, max_num_seqs: int) -> list[Command]
     return commands + [Command("release", (), key) for key in plan.released_copies]
 
 
+def encode_measurement(num_pages: int) -> Command:
+    """Measures with pages as there are; the ids are int32 `[SWAP_SIZES[-1]]`."""
+    return Command("measure_bandwidth", (_pad(range(min(SWAP_SIZES[-1], num_pages)), SWAP_SIZES[-1], num_pages),))
+
+
 def _check(plan: Plan, num_pages: int) -> None:
     """Asserts what every plan promises. A swap-in's block past the pool is one that nobody wants back."""
     returned = [page for swap in plan.swap_ins for page in swap.pages if page < num_pages]

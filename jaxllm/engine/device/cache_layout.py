@@ -64,9 +64,7 @@ class CacheLayout:
         return sum(math.prod(shape) * jnp.dtype(array.dtype).itemsize for shape, array in sizes)
 
 
-def cache_layout(
-    specs: Specs, dtype: Any, mesh: Mesh, *, max_model_len: int, block_size: int
-) -> CacheLayout:
+def cache_layout(specs: Specs, dtype: Any, mesh: Mesh, *, max_model_len: int, block_size: int) -> CacheLayout:
     """Of layers with these caches, whose keys and values are of `dtype`. A window that no sequence outgrows counts as
     none. Raises ValueError for caches of shapes that can't share pages."""
     caches = [spec if spec.is_state else replace(spec, dtype=dtype) for of_layer in specs for spec in of_layer]

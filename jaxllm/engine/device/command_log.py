@@ -1,73 +1,211 @@
-"""Commands in a file, for bug reports and tests: a frame for each call of `apply`, arrays by their bytes."""
+"""Commands in a file, for bug reports and tests: a header, then a frame for each call of `apply`, with arrays by their
+bytes, and one for its results' digests. Nothing in a file is run or unpickled, and nothing is read past its size."""
 
 import json
+import math
+import os
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from io import BufferedIOBase
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array
 
-from jaxllm.engine.device.commands import Command
-from jaxllm.engine.device.runner import CommandExecutor
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device.commands import Command, check
+from jaxllm.engine.schedule.cache_groups import CacheGroup
 
-MAGIC = b"jaxllm commands 1\n"
-_LENGTH = struct.Struct("<I")
-MAX_HEADER_BYTES = 16 << 20
-
-
-class Recorder:
-    """An executor that writes down what it is asked before it is done. Everything else is the other executor's."""
-
-    def __init__(self, executor: CommandExecutor, file: BufferedIOBase):
-        self._executor, self._file = executor, file
-        file.write(MAGIC)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-    def apply(self, commands: Sequence[Command]) -> list[Array]:
-        """See `Executor.apply`."""
-        write_frame(self._file, commands)
-        return self._executor.apply(commands)
+MAGIC = b"jaxllm commands 2\n"
+MAX_DESCRIPTION_BYTES = 4 << 20  # of a frame, beside its arrays
+_FRAME = struct.Struct("<cIIQ")  # kind, checksum of the rest, bytes of the description (JSON), bytes of the arrays
+_HEADER, _COMMANDS, _RESULTS, _FAILURE = b"H", b"C", b"R", b"F"
 
 
-def write_frame(file: BufferedIOBase, commands: Sequence[Command]) -> None:
-    """Appends the commands of one call: a JSON header after its length, then the arrays, int32 in C order."""
-    described = [[command.name, command.key, [list(x.shape) for x in command.arrays]] for command in commands]
-    header = json.dumps(described).encode()
-    file.write(_LENGTH.pack(len(header)) + header)
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What an executor like the recorded one is made of."""
+
+    jaxllm: str  # versions
+    jax: str
+    platform: str
+    model: str  # its directory; "" for a model that the program brought
+    config_digest: str  # of the directory's config.json; "" if there is none
+    params_digest: str  # of the parameters' names, shapes and dtypes
+    dtype: str
+    mesh: str  # as `make_mesh` takes it
+    config: EngineConfig
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, fields: Any) -> "Header":
+        """ValueError for what is no header."""
+        names = cls.__dataclass_fields__.keys()
+        if not isinstance(fields, dict) or fields.keys() != names or not isinstance(fields["config"], dict):
+            raise ValueError(f"the header does not say {', '.join(names)}")
+        texts = {name: value for name, value in fields.items() if name != "config"}
+        if any(not isinstance(value, str) for value in texts.values()):
+            raise ValueError("the header's fields are not all texts")
+        try:
+            groups = tuple(CacheGroup(*group) for group in fields["config"]["groups"])
+            return cls(**texts, config=EngineConfig(**fields["config"] | {"groups": groups}))
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"the header's config is not one of this version: {error}") from error
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Commands of one call of `apply`."""
+
+    commands: list[Command]
+
+
+@dataclass(frozen=True)
+class FailedCall:
+    """The call before raised."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class CallResults:
+    """What came of a call, counted from 0: a digest for each array that the host got."""
+
+    call: int
+    digests: list[str]
+
+
+Frame = Applied | FailedCall | CallResults
+
+
+def digest(result: np.ndarray) -> str:
+    """Of an array's bytes."""
+    return blake2b(result.tobytes(), digest_size=8).hexdigest()
+
+
+def header_frame(header: Header) -> bytes:
+    """What a file begins with."""
+    return MAGIC + _frame(_HEADER, header.to_json())
+
+
+def frame_bytes(frame: Frame) -> bytes:
+    """A frame as it is in a file."""
+    match frame:
+        case Applied(commands):
+            return _applied_bytes(commands)
+        case FailedCall(error):
+            return _frame(_FAILURE, error)
+        case CallResults(call, digests):
+            return _frame(_RESULTS, [call, digests])
+
+
+def _applied_bytes(commands: Sequence[Command]) -> bytes:
+    described = [[c.name, c.key, c.source, [list(x.shape) for x in c.arrays]] for c in commands]
+    arrays = []
     for command in commands:
         for x in command.arrays:
             assert x.dtype == np.int32, "all that the host sends is int32"
-            file.write(x.astype("<i4", copy=False).tobytes())
+            arrays.append(x.astype("<i4", copy=False).tobytes())
+    return _frame(_COMMANDS, described, b"".join(arrays))
 
 
-def read_frames(file: BufferedIOBase) -> Iterator[list[Command]]:
-    """The commands of one call after the other. ValueError if the file is none of these, or is cut off."""
-    if file.read(len(MAGIC)) != MAGIC:
-        raise ValueError("this is no file of recorded commands, or one of another version")
-    while length := file.read(_LENGTH.size):
-        (size,) = _LENGTH.unpack(_whole(length, _LENGTH.size))
-        if size > MAX_HEADER_BYTES:
-            raise ValueError(f"a frame's header has {size} bytes, more than the {MAX_HEADER_BYTES} that are read")
-        described = json.loads(_whole(file.read(size), size))
-        yield [
-            Command(_name(name), tuple(_array(file, shape) for shape in shapes), key) for name, key, shapes in described
-        ]
+def _frame(kind: bytes, described: Any, arrays: bytes = b"") -> bytes:
+    text = json.dumps(described).encode()
+    assert len(text) <= MAX_DESCRIPTION_BYTES
+    checksum = zlib.crc32(arrays, zlib.crc32(text))
+    return _FRAME.pack(kind, checksum, len(text), len(arrays)) + text + arrays
 
 
-def _name(name: Any) -> Any:
-    return tuple(name) if isinstance(name, list) else name
+class CommandLog:
+    """A file of recorded commands, open for reading. ValueError if it is none, is cut off or damaged."""
+
+    def __init__(self, file: BufferedIOBase):
+        self._file, self._size = file, file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ValueError("this is no file of recorded commands, or one of another version")
+        kind, described, arrays = self._read("header")
+        if kind != _HEADER or arrays:
+            raise ValueError("the file does not begin with a header")
+        self.header = Header.of_json(described)
+
+    def frames(self) -> Iterator[Frame]:
+        """One after the other. ValueError at the first that can't be read, when it comes."""
+        number = 0
+        while self._file.tell() < self._size:
+            number += 1
+            kind, described, arrays = self._read(f"frame {number}")
+            try:
+                yield _parse(kind, described, arrays)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise ValueError(f"frame {number} can't be read: {error}") from error
+
+    def _read(self, name: str) -> tuple[bytes, Any, bytes]:
+        """Kind, description and arrays of the next frame."""
+        kind, checksum, text_size, arrays_size = _FRAME.unpack(self._take(_FRAME.size, name))
+        if text_size > MAX_DESCRIPTION_BYTES:
+            raise ValueError(f"{name} is described in {text_size} bytes; at most {MAX_DESCRIPTION_BYTES} are read")
+        text, arrays = self._take(text_size, name), self._take(arrays_size, name)
+        if zlib.crc32(arrays, zlib.crc32(text)) != checksum:
+            raise ValueError(f"{name} is damaged: its checksum is another")
+        try:
+            return kind, json.loads(text), arrays
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} is not described in JSON: {error}") from error
+
+    def _take(self, size: int, name: str) -> bytes:
+        left = self._size - self._file.tell()
+        data = self._file.read(size) if size <= left else b""
+        if len(data) < size:
+            raise ValueError(f"the file ends in the middle of {name}: it wants {size} bytes, and {left} are left")
+        return data
 
 
-def _array(file: BufferedIOBase, shape: list[int]) -> np.ndarray:
-    size = 4 * int(np.prod(shape, dtype=np.int64))
-    return np.frombuffer(_whole(file.read(size), size), "<i4").reshape(shape)
+def _parse(kind: bytes, described: Any, arrays: bytes) -> Frame:
+    if kind == _COMMANDS:
+        return Applied(_parse_commands(described, arrays))
+    if arrays:
+        raise ValueError("there are arrays in it, and only commands have some")
+    if kind == _RESULTS:
+        call, digests = described
+        if not (type(call) is int and isinstance(digests, list) and all(isinstance(one, str) for one in digests)):
+            raise ValueError("its results are no digests")
+        return CallResults(call, digests)
+    if kind != _FAILURE or not isinstance(described, str):
+        raise ValueError(f"its kind {kind!r} is unknown")
+    return FailedCall(described)
 
 
-def _whole(data: bytes, size: int) -> bytes:
-    if len(data) < size:
-        raise ValueError("the file ends in the middle of a frame; was its engine stopped at once?")
-    return data
+def _parse_commands(described: Any, data: bytes) -> list[Command]:
+    commands, at = [], 0
+    for name, key, source, shapes in described:
+        arrays = []
+        for shape in shapes:
+            if not all(type(size) is int and 0 < size < 2**31 for size in shape):
+                raise ValueError(f"{shape} is no shape")
+            count = math.prod(shape)
+            if 4 * count > len(data) - at:
+                raise ValueError("its arrays are cut off")
+            arrays.append(np.frombuffer(data, "<i4", count, at).reshape(shape))
+            at += 4 * count
+        if type(key) is not int or not isinstance(source, str):
+            raise ValueError(f"a command has the key {key!r} and the source {source!r}")
+        commands.append(Command(_parse_name(name), tuple(arrays), key, source))
+        check(commands[-1])
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes of its arrays are nobody's")
+    return commands
+
+
+def _parse_name(name: Any) -> str | tuple[str, int]:
+    """A kind, or a pair of it and a size."""
+    match name:
+        case str():
+            return name
+        case [str(kind), int(size)]:
+            return kind, size
+    raise ValueError(f"{name!r} is no name of a command")

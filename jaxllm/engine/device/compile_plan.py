@@ -63,7 +63,7 @@ class CompilePlan:
 
     def wait(self, names: Sequence[Hashable], tick: Callable[[], None] = lambda: None) -> None:
         """Blocks until all `names` are there, calling `tick` now and then. Raises `EngineDeadError`, its cause the
-        compiler's error, if one of them failed twice."""
+        compiler's error, if one of them failed twice, and `ValueError` if there is none of a name."""
         with self._changed, self._wait_for(names):
             while not all(name in self._done for name in names):
                 self._raise_failures(names)
@@ -95,6 +95,8 @@ class CompilePlan:
 
     def _raise_failures(self, names: Sequence[Hashable]) -> None:
         for name in names:
+            if name not in self.names:
+                raise ValueError(f"there is no executable {name!r}")
             if name in self._failures:
                 error = self._failures[name]
                 raise EngineDeadError(f"compiling {name} failed twice: {error}") from error

@@ -6,9 +6,17 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.block_moves import encode_moves
+from jaxllm.engine.device.block_moves import SWAP_SIZES, encode_measurement, encode_moves
 from jaxllm.engine.device.commands import Command
-from jaxllm.engine.device.packing import ADMIT_SIZES, AdmitLayout, SampleLayout, StepLayout, pick_bucket, table_shapes, token_ladder
+from jaxllm.engine.device.packing import (
+    ADMIT_SIZES,
+    AdmitLayout,
+    SampleLayout,
+    StepLayout,
+    pick_bucket,
+    table_shapes,
+    token_ladder,
+)
 from jaxllm.engine.device.state import rules_layout
 from jaxllm.engine.schedule import sequence as schedule
 from jaxllm.engine.schedule.plan import Plan
@@ -75,6 +83,12 @@ class Encoder:
         far."""
         return np.full((pick_bucket(buckets.samples, plan.num_samples), self._mask_words), -1, np.int32)
 
+    def encode_measurement(self) -> Command | None:
+        """What measures the bandwidth to host memory and back; None until what it runs is compiled."""
+        if not self._are_ready([(name, SWAP_SIZES[-1]) for name in ("swap_out", "swap_in")]):
+            return None
+        return encode_measurement(self.config.num_pages)
+
     def encode_forward(self, plan: Plan, buckets: Buckets) -> list[Command]:
         """All but the sampling, in the smallest of the `buckets` that holds it. Decode rows take their tokens from the
         slots, into which the sampling of the step before puts them."""
@@ -95,7 +109,7 @@ class Encoder:
         if not plan.num_samples:
             return commands
         samples = pick_bucket(buckets.samples, plan.num_samples)
-        alters = masks is not None or plan.full_sampler and any(one.params.alters_logits for one in plan.samples)
+        alters = masks is not None or plan.alters_logits
         packed = self._samples[samples].pack(plan, is_altered=alters)
         if not plan.full_sampler:
             return [*commands, Command(("sample", samples), (packed,))]
@@ -134,11 +148,12 @@ class Encoder:
 def spans_of(plan: Plan) -> list[PromptLogprobSpan]:
     """The prompt tokens that the step's hidden states predict, of sequences that want to know and don't yet."""
     spans, at = [], len(plan.decodes)
-    for sequence, start, stop, _ in plan.chunks:
+    for chunk in plan.chunks:
+        sequence, start, stop, *_ = chunk
         if sequence.wants_prompt_logprobs:
             first = max(start, len(sequence.prompt_logprobs)) + 1
             last = min(stop + 1, len(sequence.prompt_token_ids))
             if first < last:
                 spans.append(PromptLogprobSpan(sequence, sequence.epoch, first, last, at + first - 1 - start))
-        at += stop - start
+        at += chunk.num_tokens
     return spans

@@ -35,6 +35,7 @@ class ModelShape:
     leaves: Sequence[jax.ShapeDtypeStruct]  # with shardings
     caches: tuple[tuple[CacheSpec, ...], ...]  # of each layer
     vocab: int
+    logits_width: int  # of them, and of what pads them on several devices
     token_widths: tuple[int, ...]  # elements of a token: the residual stream, then a layer's intermediate results
     dtype: Any
 
@@ -68,13 +69,18 @@ class ModelShape:
         hidden: Float[Array, "max_tokens embed"],
         tokens: Int[Array, " rows"],
         at: Placement,
-    ) -> Float[Array, "rows vocab"]:
-        """The model's logits after the `tokens` of a step, counted flat, from the leaves `head_indices`."""
+    ) -> Float[Array, "rows logits_width"]:
+        """The model's logits after the `tokens` of a step, counted flat, from the leaves `head_indices`; minus infinity
+        where they are no token's."""
         leaves: list[Any] = list(self.leaves)  # the others stay shapes, which nobody looks at
         for i, leaf in zip(self.head_indices, head, strict=True):
             leaves[i] = leaf
         ctx = StepContext.of(tokens, placement=at)  # the head reads neither rows nor positions
-        return self.model(leaves).logits(hidden.at[tokens].get(mode="clip"), ctx)
+        logits = self.model(leaves).logits(hidden.at[tokens].get(mode="clip"), ctx)
+        if self.logits_width == self.vocab:
+            return logits
+        logits = jnp.pad(logits, ((0, 0), (0, self.logits_width - logits.shape[1])))  # of a head that is not split
+        return jnp.where(jnp.arange(self.logits_width)[None, :] < self.vocab, logits, -jnp.inf)
 
     @property
     def hidden(self) -> jax.ShapeDtypeStruct:
@@ -112,7 +118,9 @@ def step(
 
     model = model_shape.model(leaves)
     ctx = StepContext(positions, row, placement=placement)
-    views = [view_table(batch, *each, rows.length, layout.block_size) for each in zip(rows.block_tables, tables, strict=True)]
+    views = [
+        view_table(batch, *each, rows.length, layout.block_size) for each in zip(rows.block_tables, tables, strict=True)
+    ]
     given_caches = LayerCaches(kv_pools, views, model_shape.caches, caches, placement, layout.block_size)
     hidden, written = model(tokens, ctx, given_caches)
     slots = slots._replace(length=slots.length.at[given.slots].add(given.q_lens, mode="drop"))
@@ -188,15 +196,24 @@ def sample_full_step(
     altered: Float[Array, "samples vocab"],
     packed: Int[Array, " size"],
     *,
+    vocab: int | None = None,
     layout: SampleLayout,
     placement: Placement = UNPLACED,
 ) -> tuple[Int[Array, " slots"], Int[Array, "samples width"], Int[Array, "samples candidates_width"]]:
-    """Likewise, from logits that are there; `altered` are they after `alter_step`, or the same once more. Each row of
-    the result is a token, then its log-probabilities. Beams' candidates are apart, as they are read only if there are
-    beams."""
+    """Likewise, from logits that are there, of `vocab` tokens if they are padded; `altered` are they after
+    `alter_step`, or the same once more. Each row of the result is a token, then its log-probabilities. Beams'
+    candidates are apart, as they are read only if there are beams."""
     given = layout.unpack(packed)
     tokens, rows, candidates = sample_full(
-        logits, given.slots, lengths, table, rules, altered=altered, is_altered=given.is_altered[0], placement=placement
+        logits,
+        given.slots,
+        lengths,
+        table,
+        rules,
+        altered=altered,
+        is_altered=given.is_altered[0],
+        vocab=vocab,
+        placement=placement,
     )
     last_token = last_token.at[given.slots].set(tokens, mode="drop")
     return last_token, jnp.concatenate([tokens[:, None], rows], 1), candidates
@@ -212,7 +229,7 @@ def prompt_logprobs(
 ) -> Int[Array, "rows width"]:
     """Log-probabilities of prompt tokens: of `packed[1]` after the step's tokens at `packed[0]`."""
     logits = model_shape.logits(head, hidden, packed[0], placement)
-    return logprob_rows(logits, packed[1], placement=placement)
+    return logprob_rows(logits, packed[1], vocab=model_shape.vocab, placement=placement)
 
 
 def admit(

@@ -11,8 +11,8 @@ from jaxtyping import Array
 
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import memory
-from jaxllm.engine.device.block_moves import SWAP_SIZES, BlockMoves, host_bytes, measure_bandwidth
-from jaxllm.engine.device.commands import Command
+from jaxllm.engine.device.block_moves import BlockMoves, host_bytes, measure_bandwidth
+from jaxllm.engine.device.commands import Command, kind_of
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
@@ -22,9 +22,11 @@ from jaxllm.pallas_kernels.native import huge_pages
 
 log = logging.getLogger(__name__)
 
+Results = list[Array | np.ndarray]  # of commands, in their order
+
 
 class Executor:
-    """Runs on `mesh`. Compiling starts at once; `set_params` and the command "init" must come before the others."""
+    """Runs on `mesh`. Compiling starts at once; the commands "update_params" and "init" must come before the others."""
 
     def __init__(self, model_shape: ModelShape, config: EngineConfig, mesh: Mesh):
         self.mesh = mesh
@@ -36,56 +38,42 @@ class Executor:
         self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory
         self.moves = BlockMoves(self._executable)
         self.leaves: list[Array] = []
+        self._offered: dict[int, list[Array]] = {}  # parameters by version, for commands to come
         self.state: DeviceState | None = None
         self._head_indices, self._head = model_shape.head_indices, []
-        self._num_pages = config.num_pages
         self._logits: Array | None = None  # of the step's samples
         self._altered: Array | None = None
 
-    def set_params(self, params: Params) -> None:
-        """Uses `params`, which lie where the executables want them, from the next step on. ValueError for a dtype
-        other than that of the parameters before."""
+    def offer_params(self, version: int, params: Params) -> None:
+        """Holds `params`, which lie where the executables want them, for the command that names this version.
+        ValueError for a dtype other than that of the parameters before."""
         want = jax.tree_util.tree_leaves_with_path(self.abstract_params)
         leaves = jax.tree.leaves(params)
         for (path, expected), leaf in zip(want, leaves, strict=True):
             if leaf.dtype != expected.dtype:
                 name = jax.tree_util.keystr(path)
                 raise ValueError(f"parameter {name} is {leaf.dtype}, the engine's is {expected.dtype}; cast it first")
-        self.leaves, self._head = leaves, [leaves[i] for i in self._head_indices]
-        huge_pages.collapse_soon(leaves)
+        self._offered[version] = leaves
 
     def lacks_params(self) -> bool:
         """Whether someone has deleted or donated arrays of the parameters."""
         return any(leaf.is_deleted() for leaf in self.leaves)
 
-    def apply(self, commands: Sequence[Command]) -> list[Array]:
+    def apply(self, commands: Sequence[Command]) -> Results:
         """Puts the commands on the device's queue, in their order, and awaits nothing but room for blocks that are
-        swapped, and executables for them. Returns what they compute for the host, still on its way."""
-        results: list[Array] = []
+        swapped, and executables for them; and what a measurement measures. Returns what they compute for the host,
+        still on its way. ValueError for what is no command."""
+        results: Results = []
         for command in commands:
-            kind = command.name if isinstance(command.name, str) else command.name[0]
-            results += _KINDS[kind](self, command) or ()
+            kind_of(command)
+            results += HANDLERS[command.kind](self, command) or ()
         return results
-
-    def settle(self) -> None:
-        """After a step was collected."""
-        self.moves.settle()
-
-    def measure_bandwidth(self) -> float | None:
-        """Bytes a second to host memory and back; None until what it runs is compiled."""
-        if not all(self.compile_plan.ready((name, SWAP_SIZES[-1])) for name in ("swap_out", "swap_in")):
-            return None
-        size, state = SWAP_SIZES[-1], self._live
-        ids = np.arange(size, dtype=np.int32)
-        ids[self._num_pages :] += self._num_pages  # past the pool
-        pools, bandwidth = measure_bandwidth(state.pools, self._executable, ids)
-        self._set_pools(pools)
-        return bandwidth
 
     def close(self) -> None:
         """Stops compiling and lets go of the device's memory."""
         self.compile_plan.close()
         self.state, self.leaves, self._head, self._logits, self._altered = None, [], [], None, None
+        self._offered.clear()
         self.moves.clear()
 
     @property
@@ -101,6 +89,11 @@ class Executor:
     def _set_pools(self, pools: Sequence[Array]) -> None:
         self.state = self._live._replace(kv_pools=list(pools[:-1]), history=pools[-1])
 
+    def _update_params(self, command: Command) -> None:
+        leaves = self._offered.pop(command.key)
+        self.leaves, self._head = leaves, [leaves[i] for i in self._head_indices]
+        huge_pages.collapse_soon(leaves)
+
     def _init(self, command: Command) -> None:
         self.state = self._logits = self._altered = None  # free the old pool first
         self.moves.clear()
@@ -108,6 +101,16 @@ class Executor:
 
     def _move(self, command: Command) -> None:
         self._set_pools(self.moves.apply(self._live.pools, command))
+
+    def _settle(self, command: Command) -> None:
+        self.moves.settle()
+
+    def _measure_bandwidth(self, command: Command) -> list[np.ndarray]:
+        """Bytes a second, float64 `[1]`."""
+        (ids,) = command.arrays
+        pools, bandwidth = measure_bandwidth(self._live.pools, self._executable, ids)
+        self._set_pools(pools)
+        return [np.array([bandwidth])]
 
     def _admit(self, command: Command) -> None:
         state = self._live
@@ -155,9 +158,12 @@ class Executor:
         return [rows, candidates]
 
 
-_KINDS: dict[str, Callable[[Executor, Command], list[Array] | None]] = {
+HANDLERS: dict[Hashable, Callable[[Executor, Command], Sequence[Array | np.ndarray] | None]] = {  # of `KINDS`
+    "update_params": Executor._update_params,
     "init": Executor._init,
+    "measure_bandwidth": Executor._measure_bandwidth,
     **dict.fromkeys(("swap_out", "swap_in", "copy", "release"), Executor._move),
+    "settle": Executor._settle,
     "admit": Executor._admit,
     "rules": Executor._install_rules,
     "step": Executor._step,

@@ -52,9 +52,11 @@ def alter(
 def mask_logits(
     logits: Float[Array, "samples vocab"], masks: Int[Array, "samples words"]
 ) -> Float[Array, "samples vocab"]:
-    """Minus infinity where the token's bit of the row's mask is 0."""
+    """Minus infinity where the token's bit of the row's mask is 0, or it has none."""
     bits = masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :] & 1
     bits = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]]
+    if bits.shape[1] < logits.shape[1]:  # padded logits
+        bits = jnp.pad(bits, ((0, 0), (0, logits.shape[1] - bits.shape[1])))
     return jnp.where(bits > 0, logits, -jnp.inf)
 
 

@@ -15,14 +15,16 @@ def logprob_rows(
     tokens: Int[Array, " rows"],
     logprob_ids: Int[Array, "rows logprob_ids"] | None = None,
     *,
+    vocab: int | None = None,
     normalizer: Float[Array, " rows"] | None = None,
     placement: Placement = UNPLACED,
 ) -> Int[Array, "rows width"]:
-    """What `pack_logprobs` reads, of the softmax of `logits` as they are; floats as their bits. `normalizer` is the
-    softmax's, if it was computed before; `placement` says where the logits are."""
+    """What `pack_logprobs` reads, of the softmax of `logits` as they are; floats as their bits. `vocab` counts the
+    tokens, if the logits are padded; `normalizer` is the softmax's, if it was computed before; `placement` says where
+    the logits are."""
     if normalizer is None:
         normalizer = sampling.normalize(logits, placement=placement).normalizer
-    count = min(MAX_LOGPROBS, logits.shape[1])
+    count = min(MAX_LOGPROBS, vocab or logits.shape[1])
     best = sampling.best(logits, logits, count, tokens[:, None], placement=placement)
 
     def bits(values: Array) -> Array:

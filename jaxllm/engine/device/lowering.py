@@ -156,7 +156,8 @@ class Lowering:
 
     def lower_sample_full(self, layout: SampleLayout) -> jax.stages.Lowered:
         slots, sampling, rules, _ = self.small_state()
-        fn = partial(executables.sample_full_step, layout=layout, placement=self.placement)
+        vocab = self.model_shape.vocab
+        fn = partial(executables.sample_full_step, vocab=vocab, layout=layout, placement=self.placement)
         jitted = jax.jit(fn, donate_argnums=0, out_shardings=(replicated(self.mesh),) * 3)
         logits, packed = self._logits(layout), self._ints(layout.size)
         return jitted.lower(slots.last_token, slots.length, sampling, rules, logits, logits, packed)
@@ -189,4 +190,4 @@ class Lowering:
         return self._like(shape, jnp.int32)
 
     def _logits(self, layout: SampleLayout) -> jax.ShapeDtypeStruct:
-        return self._like((layout.samples, self.model_shape.vocab), jnp.float32, (None, "vocab"))
+        return self._like((layout.samples, self.model_shape.logits_width), jnp.float32, (None, "vocab"))

@@ -90,7 +90,8 @@ def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
     arrays = shape.cache_layout(config, mesh).arrays
     cell = max(math.prod(local_shape(array.shape, array.axes, mesh)) for array in arrays)
     gathered = tokens * cell * 4  # by the reference, which serves where no kernel does
-    logits = seqs * shape.vocab // num_shards("vocab", mesh) * 4 * 4  # as they come, scaled, filtered, and the noise
+    logits = seqs * shape.logits_width // num_shards("vocab", mesh)
+    logits *= 4 * 4  # as they come, scaled, filtered, and the noise
     return activations + gathered + logits + (64 << 20)
 
 

@@ -103,7 +103,7 @@ class StepLayout:
             f.tokens[:num_decodes] = [_known_token(sequence) for sequence in plan.decodes]
         at = num_decodes
         for row, chunk in enumerate(plan.chunks, start=num_decodes):
-            tokens = chunk.sequence.token_ids(chunk.start, chunk.stop)
+            tokens = [*chunk.sequence.token_ids(chunk.start, chunk.stop), *chunk.drafts]
             f.q_lens[row] = len(tokens)
             f.tokens[at : at + len(tokens)] = tokens
             at += len(tokens)
@@ -144,6 +144,8 @@ class SampleLayout:
         """The packed samples of `plan`. ValueError if they don't fit the bucket."""
         if plan.num_samples > self.samples:
             raise ValueError(f"{plan.num_samples} samples do not fit the bucket of {self.samples}")
+        if plan.drafts:
+            raise ValueError(f"{len(plan.drafts)} drafts are to be verified, and no sampler does; propose none")
         packed, num_decodes = np.zeros(self.size, np.int32), len(plan.decodes)
         f = self.unpack(packed)
         f.slots[:] = self.max_num_seqs

@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -27,13 +27,12 @@ class CommandExecutor(Protocol):
     compile_plan: CompilePlan
     mesh: Mesh
     abstract_params: Params
+    leaves: list[Array]  # of the parameters
     page_bytes: int
 
-    def set_params(self, params: Params) -> None: ...
+    def offer_params(self, version: int, params: Params) -> None: ...
     def lacks_params(self) -> bool: ...
-    def apply(self, commands: Sequence[Command]) -> list[Array]: ...
-    def settle(self) -> None: ...
-    def measure_bandwidth(self) -> float | None: ...
+    def apply(self, commands: Sequence[Command]) -> list[Any]: ...
     def close(self) -> None: ...
 
 
@@ -73,6 +72,8 @@ class Runner:
         self.config, self.executor = config, executor
         self.compile_plan = executor.compile_plan
         self._encoder = Encoder(config, vocab, self.compile_plan.ready)
+        self._params_version = 0
+        self._num_unsettled = 0  # steps to be collected until everything that is swapped is where it should be
         self._collected_at = 0.0  # time.perf_counter of the last
         self._buckets = self._encoder.all  # those of the step that is planned now
         self._usable: dict[bool, Buckets] = {}  # with and without the full sampler
@@ -80,9 +81,13 @@ class Runner:
         weakref.finalize(self, self.compile_plan.abandon)  # nobody waits for the rest
         self.costs = PreemptionCosts(executor.page_bytes)
 
-    def set_params(self, params: Params) -> None:
-        """See `Executor.set_params`."""
-        self.executor.set_params(params)
+    def set_params(self, params: Params, source: str = "") -> None:
+        """Uses `params`, which lie where the executables want them, from the next step on; `source` is as in `Command`.
+        ValueError for a dtype other than that of the parameters before."""
+        version = self._params_version + 1
+        self.executor.offer_params(version, params)
+        self.executor.apply([Command("update_params", key=version, source=source)])
+        self._params_version = version
 
     def lacks_params(self) -> bool:
         """Whether someone has deleted or donated arrays of the parameters."""
@@ -134,6 +139,8 @@ class Runner:
         """Puts the first half of a step on the device's queue, what moves before it first: all but the sampling.
         Awaits nothing. `dispatch_sample` must follow before the next step."""
         now = time.perf_counter()
+        if plan.swap_outs or plan.swap_ins:
+            self._num_unsettled = 2
         return Forward(plan, now, self.executor.apply(self._encoder.encode_forward(plan, self._buckets)))
 
     def dispatch_sample(self, forward: Forward, masks: np.ndarray | None = None) -> Handle:
@@ -170,7 +177,9 @@ class Runner:
                 prompt_logprobs.append((span, rows[at:end]))
                 at = end
         candidates = None if handle.candidates is None else np.asarray(handle.candidates)
-        self.executor.settle()
+        if self._num_unsettled:
+            self._num_unsettled -= 1
+            self.executor.apply([Command("settle")])
         if handle.done:
             self._observe(handle)
         return Result(tokens.tolist(), logprobs, candidates, prompt_logprobs)
@@ -182,6 +191,7 @@ class Runner:
 
     def knows_bandwidth(self) -> bool:
         """Whether copies to the host and back can be weighed; measures them if they can be, once."""
-        if self.costs.copy_bytes_per_s is None:
-            self.costs.copy_bytes_per_s = self.executor.measure_bandwidth()
+        if self.costs.copy_bytes_per_s is None and (measure := self._encoder.encode_measurement()) is not None:
+            (found,) = self.executor.apply([measure])
+            self.costs.copy_bytes_per_s = float(found[0])
         return self.costs.copy_bytes_per_s is not None

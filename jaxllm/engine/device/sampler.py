@@ -45,6 +45,7 @@ def sample_full(
     *,
     altered: Float[Array, "samples vocab"] | None = None,
     is_altered: Int[Array, ""] | int = 1,
+    vocab: int | None = None,
     placement: Placement = UNPLACED,
 ) -> tuple[Int[Array, " samples"], Int[Array, "samples width"], Int[Array, "samples candidates_width"]]:
     """Like `sample`, with everything that a request may ask for: tokens, the rows of `logprob_rows` (zeros if nobody
@@ -52,7 +53,7 @@ def sample_full(
     `NO_TOKEN`.
 
     The tokens are drawn from `altered`, what `logit_rules.alter` made of the logits. If nobody asked for that it is
-    None, or the logits once more with `is_altered` 0.
+    None, or the logits once more with `is_altered` 0. `vocab` counts the tokens, if the logits are padded.
     """
     row, length = of_slots((table, lengths), slots)
     is_beam, logprob_ids = row.is_beam > 0, of_slots(rules.logprob_ids, slots)
@@ -66,7 +67,7 @@ def sample_full(
     tokens = jnp.where(jnp.isfinite(largest), tokens, NOT_FINITE)
     rows = jax.lax.cond(
         jnp.any(row.wants_logprobs > 0),
-        lambda x: logprob_rows(x, tokens, logprob_ids, normalizer=normalizer, placement=placement),
+        lambda x: logprob_rows(x, tokens, logprob_ids, vocab=vocab, normalizer=normalizer, placement=placement),
         lambda x: jnp.zeros((x.shape[0], WIDTH_WITH_IDS), jnp.int32),
         logits,
     )

@@ -160,6 +160,14 @@ class BlockTable:
         self.shares_tail |= is_inside > 0 and len(table) == len(self) and num_computed < self.capacity
         return table
 
+    def shrink(self, num_tokens: int) -> None:
+        """Gives up the blocks that hold none of the first `num_tokens` tokens. They are this table's own."""
+        num_blocks = -(-num_tokens // self.pool.block_size)
+        for each in self.groups:
+            self.pool.release(each.ids[num_blocks - each.start :])
+            del each.ids[num_blocks - each.start :]
+        self.num_blocks = min(self.num_blocks, num_blocks)
+
     def register(self, num_blocks: int) -> None:
         """Makes the first `num_blocks` blocks findable, which are full and have their keys."""
         for each in self.groups:
@@ -236,7 +244,5 @@ def restore(tables: Sequence[BlockTable], places: Sequence[Places], groups: Sequ
     return [
         page
         for place, group in enumerate(groups)
-        for page in (
-            pool.pages(block_of[place]) if place in block_of else nobodys[: pool.groups[group].num_pages]
-        )
+        for page in (pool.pages(block_of[place]) if place in block_of else nobodys[: pool.groups[group].num_pages])
     ]

@@ -1,6 +1,7 @@
 """One step, as the scheduler hands it to the runner and gets it back."""
 
 from array import array
+from collections import abc
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from jaxllm.engine.schedule.sequence import Sequence
 # In place of a token, where a row has none.
 NOT_FINITE = -1  # the model's logits are NaN or infinite
 NO_TOKEN = -2  # bias and masks leave no token
+NOT_ACCEPTED = -3  # it was drawn after a draft that is not the sequence's token, as are those after it
 NO_TOKEN_ERRORS = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
     NO_TOKEN: "allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs together leave no token to "
@@ -19,12 +21,18 @@ NO_TOKEN_ERRORS = {
 
 
 class Chunk(NamedTuple):
-    """Known tokens `start` to `stop` of a sequence, and whether they reach its end, so that it samples."""
+    """Known tokens `start` to `stop` of a sequence, then `drafts`: guesses of those that come next. Tokens are drawn
+    after the last of the known ones, if they reach its end, and after each draft."""
 
     sequence: Sequence
     start: int
     stop: int
-    samples: bool
+    num_samples: int
+    drafts: abc.Sequence[int] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start + len(self.drafts)
 
 
 class Swap(NamedTuple):
@@ -37,7 +45,8 @@ class Swap(NamedTuple):
 @dataclass(slots=True)
 class Plan:
     """One step. Its rows are `decodes` (one token each, the slot's last), then `chunks`; it may have none, and only
-    move or install something. `samples` are the sequences that get a token, each from the logits of some row."""
+    move or install something. `samples` are the sequences that get a token, each from the logits of some row: one whose
+    drafts are verified has several, one after the other."""
 
     # What moves before the step, in this order; the blocks' contents are those that the step before left.
     swap_outs: list[Swap] = field(default_factory=list)
@@ -55,10 +64,12 @@ class Plan:
     num_tokens: int = 0
     num_samples: int = 0
     full_sampler: bool = False
+    alters_logits: bool = False  # perhaps, apart from masks of grammars
     has_beams: bool = False  # perhaps
     rows: list[Sequence] = field(default_factory=list)
     samples: list[Sequence] = field(default_factory=list)
     sample_tokens: list[int] = field(default_factory=list)  # the token, counted flat, whose logits each comes from
+    drafts: dict[int, int] = field(default_factory=dict)  # by sample, of those after a sequence's first: the draft
     epochs: list[int] = field(default_factory=list)  # of each, when planned
 
     def install(self, sequence: Sequence) -> None:
@@ -93,34 +104,47 @@ class Plan:
 
     def extend_chunk(self, index: int, max_tokens: int) -> None:
         """Adds at most `max_tokens` more to a chunk that does not sample."""
-        sequence, start, _, _ = self.chunks[index]
+        sequence, start, *_ = self.chunks[index]
         self.chunks[index] = Chunk(sequence, start, *self._compute(sequence, max_tokens))
 
-    def _compute(self, sequence: Sequence, max_tokens: int) -> tuple[int, bool]:
-        """Where a chunk of the sequence stops, and whether it samples there."""
+    def _compute(self, sequence: Sequence, max_tokens: int) -> tuple[int, int]:
+        """Where a chunk of the sequence stops, and how many samples it has there."""
         start = sequence.num_computed
         stop = min(sequence.num_tokens, start + max_tokens)
-        samples = stop == sequence.num_tokens
+        num_samples = int(stop == sequence.num_tokens)
         self.num_tokens += stop - start
-        self.num_samples += samples
+        self.num_samples += num_samples
         sequence.num_computed = stop
-        return stop, samples
+        return stop, num_samples
 
     def add_fork(self, parent: Sequence, sequence: Sequence) -> None:
         """Lets another sequence sample from the logits of the parent's row."""
         self.forks.append((parent, sequence))
         self.num_samples += 1
 
+    def add_drafts(self, drafts: abc.Mapping[Sequence, abc.Sequence[int]]) -> None:
+        """Lets sequences whose decode was added go on with guesses of the tokens after it. `Scheduler.commit` takes
+        back those that are not accepted."""
+        for sequence, guesses in drafts.items():
+            stop = sequence.num_computed
+            self.chunks.append(Chunk(sequence, stop - 1, stop, 1 + len(guesses), guesses))
+            self.num_tokens += len(guesses)
+            self.num_samples += len(guesses)
+            sequence.num_computed += len(guesses)
+        decodes = [sequence for sequence in self.decodes[self.num_steady :] if sequence not in drafts]
+        self.decodes[self.num_steady :] = decodes
+        self.decode_slots[self.num_steady :] = array("i", [sequence.slot for sequence in decodes])
+
     def seal(self) -> None:
         """Fixes the order of rows and samples, and the samples' epochs: no row is added after this."""
         self.rows = self.decodes + [chunk.sequence for chunk in self.chunks]
         self.samples, self.sample_tokens = list(self.decodes), list(range(len(self.decodes)))
         last = len(self.decodes) - 1
-        for sequence, start, stop, samples in self.chunks:
-            last += stop - start
-            if samples:
-                self.samples.append(sequence)
-                self.sample_tokens.append(last)
+        for chunk in self.chunks:
+            last += chunk.num_tokens
+            self.sample_tokens += range(last + 1 - chunk.num_samples, last + 1)
+            self.samples += [chunk.sequence] * chunk.num_samples
+            self.drafts.update(enumerate(chunk.drafts, start=len(self.samples) - len(chunk.drafts)))
         if self.forks:
             token_of = dict(zip(self.samples, self.sample_tokens, strict=True))
             for parent, sequence in self.forks:

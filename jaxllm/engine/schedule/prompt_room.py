@@ -90,9 +90,7 @@ def num_lacking(sequence: Sequence, max_tokens: int) -> int:
     return num_wanted(sequence, len(table), held, sequence.num_tokens, max_tokens) + table.num_copied
 
 
-def num_wanted(
-    sequence: Sequence, num_blocks: int, held: abc.Sequence[int], num_tokens: int, max_tokens: int
-) -> int:
+def num_wanted(sequence: Sequence, num_blocks: int, held: abc.Sequence[int], num_tokens: int, max_tokens: int) -> int:
     """Pages that a sequence with `num_blocks` blocks, of which it has `held` in each group, needs for its first
     `num_tokens` tokens at once. Of a window, no more than a step reads."""
     block_size = sequence.table.pool.block_size

@@ -41,7 +41,8 @@ class RunningSet:
         self.individuals: dict[Sequence, None] = {}  # the others, as an ordered set; each step looks at them one by one
         self.free_slots = list(range(self.max_num_seqs))
         self.awaits_host = False  # whether a host-dependent sequence was in flight when the plan was begun
-        self.num_full = self.num_beams = self.num_retrying = 0  # need the full sampler; beams; had a failure
+        self.num_full = self.num_altered = 0  # need the full sampler; of those, whose logits are altered
+        self.num_beams = self.num_retrying = 0  # the latter had a failure
 
     def __len__(self) -> int:
         return len(self.batch) + len(self.individuals)
@@ -55,6 +56,7 @@ class RunningSet:
         sequence.slot, sequence.status = self.free_slots.pop(), status
         self.individuals[sequence] = None
         self.num_full += sequence.needs_full_sampler
+        self.num_altered += sequence.params.alters_logits
         self.num_beams += sequence.is_beam
         self.num_retrying += sequence.num_failures > 0
 
@@ -64,6 +66,7 @@ class RunningSet:
             self.leave_batch(sequence)
         del self.individuals[sequence]
         self.num_full -= sequence.needs_full_sampler
+        self.num_altered -= sequence.params.alters_logits
         self.num_beams -= sequence.is_beam
         self.num_retrying -= sequence.num_failures > 0
         self.prefix_cache.end(sequence)
@@ -131,7 +134,7 @@ class RunningSet:
         held: Counter[int] = Counter()
         for sequence in self:
             assert sequence.status in (Status.RUNNING, Status.HELD, Status.DRAINING)
-            assert 0 <= sequence.num_in_flight <= 2
+            assert 0 <= sequence.num_in_flight and (sequence.num_in_flight <= 2 or sequence.propose is not None)
             assert sequence.num_computed <= sequence.num_tokens + sequence.num_in_flight
             num_empty = sequence.table.capacity - sequence.num_computed
             assert 0 <= num_empty <= self.pool.block_size, "blocks are allocated as tokens are computed"
@@ -153,6 +156,7 @@ class RunningSet:
         assert all(sequence.batch is None for sequence in self.individuals)
         self._check_wasted_slots()
         assert self.num_full == sum(r.needs_full_sampler for r in self)
+        assert self.num_altered == sum(r.params.alters_logits for r in self)
         assert self.num_beams == sum(r.is_beam for r in self)
         assert self.num_retrying == sum(r.num_failures > 0 for r in self) <= 1
         self._check_writes()

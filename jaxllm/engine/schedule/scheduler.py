@@ -7,18 +7,22 @@ tokens of the one before are known; docs/step_contract.md says what that means f
 
 from collections import abc
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jaxllm.engine.schedule.admission import Admission
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
-from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_FINITE, Plan
+from jaxllm.engine.schedule.commit import Committer
+from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.sequence import End, Sequence, SequenceGroup, Status
 from jaxllm.engine.schedule.waiting import WaitingQueue
-from jaxllm.outputs import FinishReason
+
+if TYPE_CHECKING:
+    from jaxllm.engine.beam.candidates import BeamRow
+    from jaxllm.engine.logprobs import PackedLogprobs
 
 MAX_FAILURES = 2  # failed steps with a sequence in them after which it is quarantined
 
@@ -44,10 +48,10 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.preemption = Preemption(self.waiting, self.running_set, prefers_swap, max_host_pages)
         self.admission = Admission(self.waiting, self.running_set, self.preemption)
+        self.committer = Committer(self.running_set, self.finish)
         self.num_copied = 0  # pages, because several shared them
         self.num_unfinished_full = 0
-        self.num_not_finite = 0  # sequences that ended for their logits
-        self._moved: list[Sequence] = []  # beams whose slot rows are out of date
+        self._drafting: list[Sequence] = []  # of the plan's decodes, those that may go on with drafts
 
     @property
     def running(self) -> list[Sequence]:
@@ -64,18 +68,18 @@ class Scheduler:
         self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
         self.waiting.add(group, group.live)
 
-    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def finish(self, sequence: Sequence, end: End) -> None:
         """Ends a sequence at once, even in flight: its epoch ends, so that tokens still computed for it are dropped.
         The beams of a search end together."""
         if sequence.status is Status.FINISHED:
             return
         is_parent = sequence.fork_len > 0
-        for other in sequence.group.end(sequence, reason):
-            self._end(other, reason, stop_reason)
+        for other in sequence.group.finish(sequence, end):
+            self._end(other, end)
         if is_parent:  # another one computes what they wait for
             self.waiting.push(sequence.group)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def _end(self, sequence: Sequence, end: End) -> None:
         if sequence.slot >= 0:
             self.running_set.remove(sequence)
         elif sequence in sequence.group.waiting:
@@ -84,7 +88,7 @@ class Scheduler:
             if not sequence.group.waiting:
                 self.running_set.drop_stem(sequence.group)
         self.num_unfinished_full -= sequence.needs_full_sampler
-        sequence.status, sequence.finish_reason, sequence.stop_reason = Status.FINISHED, reason, stop_reason
+        sequence.status, sequence.end = Status.FINISHED, end
 
     def schedule(self, max_tokens: int) -> Plan | None:
         """Plans a step of at most `max_tokens` tokens, decodes first. None if nothing can run now.
@@ -97,28 +101,32 @@ class Scheduler:
         if self.pool.num_free < len(self.running_set) * self.pool.pages_per_block:
             self.preemption.make_room(plan, max_tokens)
         self.admission.fork(plan)
-        if self._moved:
+        if self.committer.moved:
             self._install_moved(plan)
         self._plan_batch(plan, max_tokens)
         prefills = self._plan_individuals(plan, max_tokens)
         self.admission.plan_prefills(plan, prefills, max_tokens)
+        if self._drafting:
+            self._plan_drafts(plan, max_tokens)
         self.num_copied += len(plan.copies)
         if plan.is_empty:
             return None
         self.preemption.report_released(plan)
         plan.full_sampler, plan.has_beams = self.running_set.num_full > 0, self.running_set.num_beams > 0
+        plan.alters_logits = self.running_set.num_altered > 0
         plan.seal()
         if len(self.running_set) <= max_tokens:
             self.running_set.enter_batch(plan.decodes[plan.num_steady :])
         for chunk in plan.chunks:  # the next plan may hit these blocks: this one is dispatched before it
-            self.prefix_cache.offer(chunk.sequence, chunk.stop)
+            if not chunk.drafts:
+                self.prefix_cache.offer(chunk.sequence, chunk.stop)
         return plan
 
     def _install_moved(self, plan: Plan) -> None:
-        for beam in self._moved:
+        for beam in self.committer.moved:
             if beam.status is Status.RUNNING:
                 plan.install(beam)
-        self._moved = []
+        self.committer.moved = []
 
     def _plan_batch(self, plan: Plan, max_tokens: int) -> None:
         """Adds a row for each sequence of the decode batch, and a block for each whose last one is full."""
@@ -150,15 +158,40 @@ class Scheduler:
             if len(decodes) == max_tokens:
                 break
             table = sequence.table
+            may_draft = sequence.propose is not None and not table.shares_tail  # one new block a row beside its tokens'
             if num_computed == table.capacity:
                 if not self._grow(plan, sequence):
                     continue
             elif table.shares_tail and not self._own_tail(plan, sequence):
                 continue
             plan.add_decode(sequence)
+            if may_draft:
+                self._drafting.append(sequence)
         if len(decodes) == max_tokens < len(self.running_set):  # the others come first in the next step
             self.running_set.move_to_end(decodes)
         return prefills
+
+    def _plan_drafts(self, plan: Plan, max_tokens: int) -> None:
+        """Gives drafts what decodes and prompts have left of the step and of the blocks, but one block for each running
+        sequence: nobody is preempted for a guess."""
+        drafts: dict[Sequence, abc.Sequence[int]] = {}
+        num_left = max_tokens - max(plan.num_tokens, plan.num_samples)
+        if self.pool.has_states:
+            num_left = 0  # a state can't take back what is not accepted
+        for sequence in self._drafting:
+            table, num_computed = sequence.table, sequence.num_computed
+            num_spare = max(0, self.pool.num_free // self.pool.pages_per_block - len(self.running_set))
+            room = table.capacity + num_spare * self.pool.block_size - num_computed
+            room = min(room, num_left, sequence.max_total_len - 1 - num_computed)
+            guesses = sequence.propose(sequence, room)[:room] if room > 0 and sequence.propose is not None else ()
+            if guesses:
+                while table.capacity < num_computed + len(guesses):  # what the row before them reads stays
+                    table.append()
+                    plan.add_block(sequence, len(table) - 1)
+                drafts[sequence] = guesses
+                num_left -= len(guesses)
+        plan.add_drafts(drafts)
+        self._drafting = []
 
     def _grow(self, plan: Plan, sequence: Sequence) -> bool:
         """Allocates one more block for the sequence; False if none is free, while a victim drains."""
@@ -184,70 +217,11 @@ class Scheduler:
         self,
         plan: Plan,
         sampled: abc.Sequence[int],
-        logprobs: abc.Sequence[Any] | None = None,
-        candidates: abc.Sequence[Any] | None = None,
+        logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
+        candidates: "abc.Sequence[BeamRow | None] | None" = None,
     ) -> list[Sequence]:
-        """Appends each sample's token, in the plan's order, and ends what is over. Returns the sequences that ended,
-        and those that report each token. A negative token is a key of `NO_TOKEN_ERRORS`. `logprobs` has what else there
-        is to keep of each sample, `candidates` for each beam what it may go on with, and None for others.
-        """
-        updated: list[Sequence] = []
-        for i, (sequence, epoch, token) in enumerate(zip(plan.samples, plan.epochs, sampled, strict=False)):
-            if sequence.epoch != epoch:
-                continue
-            if logprobs is None and sequence.batch is not None and token >= 0 and token not in sequence.stop_ids:
-                sequence.output_token_ids.append(token)  # a steady decode: no other state changes
-                if sequence.reports_tokens:
-                    updated.append(sequence)
-                continue
-            if candidates is not None and candidates[i] is not None and token != NOT_FINITE:
-                updated += self._commit_to_group(sequence, candidates[i])
-                continue
-            self._commit_token(sequence, token, None if logprobs is None else logprobs[i])
-            if sequence.reports_tokens or sequence.finish_reason is not None:
-                updated.append(sequence)
-        return updated
-
-    def _commit_token(self, sequence: Sequence, token: int, logprobs: Any) -> None:
-        if token < 0:
-            sequence.error = NO_TOKEN_ERRORS[token]
-            self.num_not_finite += token == NOT_FINITE
-            self.finish(sequence, "error")
-            return
-        if logprobs is not None:
-            sequence.logprobs.append(logprobs)
-        sequence.output_token_ids.append(token)
-        num_computed = sequence.num_computed
-        if (sequence.table.num_keyed + 1) * self.pool.block_size <= num_computed:
-            self.prefix_cache.offer(sequence, min(num_computed, sequence.num_tokens))
-        if sequence.num_failures and sequence.num_tokens > sequence.retry_len:
-            self._clear(sequence)
-        self._finish_if_over(sequence, token)
-
-    def _commit_to_group(self, sequence: Sequence, row: Any) -> list[Sequence]:
-        """Lets the sequence's group choose its next token. Returns the group's head if its sequences end."""
-        group, head = sequence.group, sequence.group.head(sequence)
-        moved, reason = group.commit(sequence, row, self.running_set)
-        self._moved += moved
-        if reason is not None:
-            self.finish(head, reason)
-            return [head]
-        if head.num_failures and group.live[0].num_tokens > head.retry_len:
-            self._clear(head)
-        return []
-
-    def _clear(self, retried: Sequence) -> None:
-        retried.num_failures = 0
-        self.running_set.num_retrying -= 1
-
-    def _finish_if_over(self, sequence: Sequence, token: int) -> None:
-        if token in sequence.stop_ids and len(sequence.output_token_ids) >= sequence.params.min_tokens:
-            self.finish(sequence, "stop", None if token in sequence.eos_ids else token)
-        elif sequence.matcher is not None and sequence.matcher.ends_after(sequence.output_token_ids):
-            sequence.error = sequence.matcher.error
-            self.finish(sequence, "error" if sequence.error else "stop")
-        elif sequence.num_tokens >= sequence.max_total_len:
-            self.finish(sequence, "length")
+        """See `Committer.commit`."""
+        return self.committer.commit(plan, sampled, logprobs, candidates)
 
     def restart(
         self, unfinished: Iterable[Sequence], failed: Iterable[Sequence] = (), cause: str = ""
@@ -262,7 +236,7 @@ class Scheduler:
         self.preemption.reset()
         self.admission.reset()
         self.waiting.clear()
-        self._moved = []
+        self.committer.moved = []
         self.num_unfinished_full = 0
         for group in dict.fromkeys(sequence.group for sequence in unfinished):
             group.restart()
@@ -274,8 +248,8 @@ class Scheduler:
             sequence.num_failures += 1
             sequence.retry_len = 1 + sequence.num_tokens
             if sequence.num_failures >= MAX_FAILURES:
-                sequence.error = f"the step failed {sequence.num_failures} times with this sequence in it: {cause}"
-                self.finish(sequence, "error")
+                error = f"the step failed {sequence.num_failures} times with this sequence in it: {cause}"
+                self.finish(sequence, End("error", error=error))
                 quarantined.append(sequence)
         return quarantined
 

@@ -2,17 +2,24 @@
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections import abc
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxllm.engine.schedule.block_table import BlockTable, Places
 from jaxllm.outputs import FinishReason
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from jaxllm.engine.beam.candidates import BeamRow
+    from jaxllm.engine.logprobs import PackedLogprobs
+    from jaxllm.engine.output import Request
     from jaxllm.engine.schedule.decode_batch import DecodeBatch
     from jaxllm.engine.schedule.running import RunningSet
+    from jaxllm.grammar.matcher import Matcher
 
 
 class Status(enum.Enum):
@@ -21,6 +28,36 @@ class Status(enum.Enum):
     HELD = enum.auto()  # a beam's slot, which waits for the other beams
     DRAINING = enum.auto()  # a victim: left out of plans until nothing of it is in flight
     FINISHED = enum.auto()
+
+
+Propose = Callable[["Sequence", int], abc.Sequence[int]]  # of a sequence, at most so many of its next tokens
+
+
+class End(NamedTuple):
+    """Why a sequence is over."""
+
+    reason: FinishReason
+    stop_reason: int | str | None = None  # the stop token or string
+    error: str | None = None
+
+
+class HasEnd:
+    """What reads like a sequence that may be over."""
+
+    __slots__ = ()
+    end: End | None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.end is None else self.end.reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        return None if self.end is None else self.end.stop_reason
+
+    @property
+    def error(self) -> str | None:
+        return None if self.end is None else self.end.error
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +71,7 @@ class HostCopy:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Sequence:
+class Sequence(HasEnd):
     """One sequence, a sample or a beam. The scheduler is its only writer; its `check` states the invariants."""
 
     prompt_token_ids: list[int]
@@ -47,26 +84,25 @@ class Sequence:
     eos_ids: frozenset[int] = frozenset()  # those of them that are no stop reason
     sample_index: int = 0
     priority: int = 0  # lower runs first
-    host_dependent: bool = False  # its next step needs the token of this one on the host
-    matcher: Any = None  # where its text is in a grammar, if it has to follow one
+    propose: Propose | None = None  # guesses its next tokens
+    host_dependent: bool = field(init=False)  # its next step needs the token of this one on the host
+    matcher: "Matcher | None" = None  # where its text is in a grammar, if it has to follow one
     group: "SequenceGroup" = None  # which it belongs to; its own if none is given
-    request: Any = None  # of the layer above
+    request: "Request" = field(init=False, repr=False)  # of the layer above, which sets it
 
     output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted: `PackedLogprobs`
-    prompt_logprobs: list[Any] = field(default_factory=list)  # of the tokens after the first, likewise
+    logprobs: "list[PackedLogprobs]" = field(default_factory=list)  # one an output token, if wanted
+    prompt_logprobs: "list[PackedLogprobs]" = field(default_factory=list)  # of the tokens after the first, likewise
     status: Status = Status.WAITING
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
+    end: End | None = None
 
     slot: int = -1
     epoch: int = 0  # grows with each eviction; results of an older epoch are dropped
     table: BlockTable = field(init=False)  # from when the scheduler has it
     fork_len: int = 0  # while siblings wait for it to have computed so many tokens, and go on from there
-    packed_params: Any = None  # the fields of its slot row that never change
+    packed_params: "np.ndarray | None" = None  # the fields of its slot row that never change
     has_rules: bool = False  # its slot's row of the `LogitRules` is installed
-    candidates: Any = None  # of a beam that waits for the other beams' candidates
+    candidates: "BeamRow | None" = None  # of a beam that waits for the other beams' candidates
     num_cached: int = -1  # prompt tokens found in the prefix cache at first admission; -1 before
     num_failures: int = 0  # failed steps it was in since it last got further
     retry_len: int = 0  # tokens to get past before its failures are forgotten
@@ -78,6 +114,7 @@ class Sequence:
     computed_offset: int = 0  # `num_computed`, less the steps of its batch
 
     def __post_init__(self) -> None:
+        self.host_dependent = self.is_beam or self.propose is not None
         if self.group is None:
             self.group = Samples([self])
 
@@ -170,7 +207,7 @@ class GroupStep(NamedTuple):
     """What a group makes of a step."""
 
     moved: list[Sequence]  # whose slots' rows are out of date
-    finish_reason: FinishReason | None  # of all its sequences, if they end with this step
+    end: End | None  # of all its sequences, if they end with this step
 
 
 class SequenceGroup(ABC):
@@ -218,11 +255,11 @@ class SequenceGroup(ABC):
         """Gives a sequence a group of its own, so that the others can run without it."""
 
     @abstractmethod
-    def end(self, sequence: Sequence, reason: FinishReason) -> list[Sequence]:
-        """Who ends when the sequence does, by `reason`."""
+    def finish(self, sequence: Sequence, end: End) -> list[Sequence]:
+        """Who ends when the sequence does."""
 
     @abstractmethod
-    def commit(self, sequence: Sequence, row: Any, running_set: "RunningSet") -> GroupStep:
+    def commit(self, sequence: Sequence, row: "BeamRow", running_set: "RunningSet") -> GroupStep:
         """Takes what a step says of a sequence whose next token the group chooses."""
 
     @abstractmethod
@@ -256,10 +293,10 @@ class Samples(SequenceGroup):
         Samples([sequence])
         self.sequences.remove(sequence)
 
-    def end(self, sequence: Sequence, reason: FinishReason) -> list[Sequence]:
+    def finish(self, sequence: Sequence, end: End) -> list[Sequence]:
         return [sequence]
 
-    def commit(self, sequence: Sequence, row: Any, running_set: "RunningSet") -> GroupStep:
+    def commit(self, sequence: Sequence, row: "BeamRow", running_set: "RunningSet") -> GroupStep:
         raise AssertionError("a sample's next token is the one that was drawn")
 
     def restart(self) -> None:

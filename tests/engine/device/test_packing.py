@@ -1,6 +1,7 @@
 """What the host packs, the device unpacks; and no shape but those of the ladder exists."""
 
 from array import array
+from collections import namedtuple
 from functools import partial
 
 import jax
@@ -10,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.engine.device import packing
+from jaxllm.engine.device.columns import RowLayout, column, install, of_slots
 from jaxllm.engine.device.executables import admit
 from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, SampleLayout, StepLayout, pick_bucket, token_ladder
-from jaxllm.engine.device.state import NUM_STOP_IDS, SAMPLING_LAYOUT, empty_slots
+from jaxllm.engine.device.state import NUM_STOP_IDS, SAMPLING_LAYOUT, SamplingTable, empty_slots
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.plan import Chunk, Plan
@@ -43,7 +46,7 @@ def make_request(slot=0, prompt=(7, 8, 9), output=(), *, seed=0, blocks=(), stop
 
 
 def make_plan(decodes=(), chunks=(), new_blocks=(), forks=()):
-    chunks = [Chunk(request, start, stop, stop == request.num_tokens) for request, start, stop in chunks]
+    chunks = [Chunk(request, start, stop, int(stop == request.num_tokens)) for request, start, stop in chunks]
     plan = Plan(
         decodes=list(decodes),
         decode_slots=array("i", [request.slot for request in decodes]),
@@ -51,7 +54,7 @@ def make_plan(decodes=(), chunks=(), new_blocks=(), forks=()):
         new_blocks=list(new_blocks),
         forks=list(forks),
         num_tokens=len(decodes) + sum(chunk.stop - chunk.start for chunk in chunks),
-        num_samples=len(decodes) + sum(chunk.samples for chunk in chunks) + len(forks),
+        num_samples=len(decodes) + sum(chunk.num_samples for chunk in chunks) + len(forks),
     )
     plan.seal()
     return plan
@@ -175,6 +178,16 @@ def test_too_many_samples_raise():
         SampleLayout(4, MAX_NUM_SEQS).pack(plan)
 
 
+def test_drafts_are_refused_where_nothing_verifies_them():
+    plan, request = Plan(), make_request()
+    plan.add_decode(request)
+    plan.add_drafts({request: [5, 6]})
+    plan.seal()
+    assert StepLayout(4, MAX_NUM_SEQS, BLOCK_SIZE).pack(plan).shape
+    with pytest.raises(ValueError, match="2 drafts are to be verified, and no sampler does"):
+        SampleLayout(4, MAX_NUM_SEQS).pack(plan)
+
+
 def test_each_pack_is_a_fresh_array():
     request = make_request()
     plan, step = make_plan(decodes=[request]), StepLayout(8, 4, BLOCK_SIZE)
@@ -235,6 +248,28 @@ def test_admit_round_trip(given_rows):
         assert sampling.min_len[at] == len(request.prompt_token_ids) + params.min_tokens
         no_ids = [-1] * (NUM_STOP_IDS - len(request.stop_ids))
         assert sampling.stop_ids[at].tolist() == sorted(request.stop_ids) + no_ids
+
+
+def test_one_more_column_costs_one_line(monkeypatch):
+    """It is packed, sent, installed and read like the others."""
+    columns = SamplingTable._field_defaults | {
+        "top_a": column(np.float32, lambda sequence: [sequence.params.top_p, 7.5], 3, fill=-1)
+    }
+    wider = namedtuple("Wider", columns, defaults=columns.values())
+    monkeypatch.setattr(packing, "SAMPLING_LAYOUT", layout := RowLayout(wider))
+    assert layout.size == SAMPLING_LAYOUT.size + 3
+    rows = AdmitLayout(2, MAX_NUM_SEQS, BLOCKS_PER_SEQ)
+
+    @jax.jit
+    def installed(table, packed):
+        row = rows.unpack(packed)
+        return install(table, row.sampling, row.slot), row.block_table
+
+    packed = rows.pack([(make_request(3, top_p=0.25, min_p=0.125, blocks=[4]), 2)])
+    table, block_table = installed(layout.empty(MAX_NUM_SEQS), packed)
+    assert isinstance(table, wider) and block_table[0].tolist() == [4, 0, 0, 0, 0]
+    read = of_slots(table, jnp.array([3, 0]))
+    assert read.top_a.tolist() == [[0.25, 7.5, -1], [-1, -1, -1]] and read.min_p.tolist() == [0.125, 0]
 
 
 def test_min_tokens_beyond_all_lengths_masks_to_the_end():

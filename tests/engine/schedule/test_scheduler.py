@@ -9,7 +9,7 @@ import pytest
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.scheduler import Scheduler
-from jaxllm.engine.schedule.sequence import Sequence, Status
+from jaxllm.engine.schedule.sequence import End, Sequence, Status
 from jaxllm.engine.stats import StepCounter, read_stats
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_engine import FakeEngine, expected, rows
@@ -260,7 +260,7 @@ def test_requests_aborted_while_they_wait_are_let_go():
         scheduler.add(waiting[-1].group)
     kept = [weakref.ref(sequence) for sequence in waiting]
     while waiting:
-        scheduler.finish(waiting.pop(), "abort")
+        scheduler.finish(waiting.pop(), End("abort"))
         assert len(scheduler.waiting._entries) <= 2 * len(waiting)
     gc.collect()
     assert not scheduler.waiting._entries and not scheduler.has_work() and not any(ref() for ref in kept)
@@ -296,7 +296,7 @@ def test_many_that_end_at_once_are_not_searched_for():
         scheduler.add(Compared(params=SamplingParams(), **fields).group)
     assert scheduler.schedule(count).num_samples == count
     for sequence in reversed(scheduler.running):
-        scheduler.finish(sequence, "abort")
+        scheduler.finish(sequence, End("abort"))
     assert not scheduler.has_work()
     assert Compared.comparisons < count
 

@@ -1,5 +1,5 @@
-"""The scheduler under random requests, samples, beams, aborts, failures and updates; `FakeEngine` asserts what must
-hold, and its device shadows the contents of every block through forks, writes, frees, swaps and resumptions."""
+"""The scheduler under random requests, samples, drafts, beams, aborts, failures and updates; `FakeEngine` asserts what
+must hold, and its device shadows the contents of every block through forks, writes, frees, swaps and resumptions."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from jaxllm.engine.schedule.cache_groups import EVERYTHING, CacheGroup
-from tests.fake_engine import PROMPT_TOKENS, FakeEngine, truth
+from tests.fake_engine import PROMPT_TOKENS, Ends, FakeEngine, truth
 
 limits = st.sampled_from([1, 3, 8, 8])  # tokens of a step: few while the engine compiles
 requests = st.fixed_dictionaries(
@@ -15,10 +15,16 @@ requests = st.fixed_dictionaries(
         "max_new": st.integers(1, 12),
         "seed": st.integers(0, 2),
         "priority": st.sampled_from([0, 0, 1]),
-        "host_dependent": st.sampled_from([False, False, True]),
         "eos": st.booleans(),
         "min_tokens": st.sampled_from([0, 0, 3]),
     }
+)
+kinds = st.fixed_dictionaries(
+    {
+        "logprobs": st.sampled_from([None, None, None, 0]),
+        "matcher": st.sampled_from([None, None, None, Ends(5), Ends(9)]),
+    },
+    optional={"host_dependent": st.just(True), "drafts": st.just(True)},
 )
 numbers = st.sampled_from([1, 1, 2, 3, 6])  # of samples
 searches = st.fixed_dictionaries(
@@ -41,29 +47,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         swap_blocks=st.sampled_from([0, 0, 5, 100]),
         groups=st.sampled_from([EVERYTHING, EVERYTHING, *GROUPS]),
+        accepts=st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(any),
     )
-    def start(self, **sizes):
+    def start(self, accepts, **sizes):
         self.engine = FakeEngine(**sizes)
+        self.engine.device.accepts = accepts
 
     def unfinished(self):
         return self.engine.unfinished()
 
-    @rule(given=st.lists(st.tuples(prompts, requests, numbers), min_size=1, max_size=4))
+    @rule(given=st.lists(st.tuples(prompts, requests, kinds, numbers), min_size=1, max_size=4))
     def add(self, given):
-        for prompt, fields, n in given:
-            self.engine.add(prompt[: self.engine.capacity - 1], n=n, **fields)
+        for prompt, fields, kind, n in given:
+            self.engine.add(prompt[: self.engine.capacity - 1], n=n, **fields, **kind)
 
     @rule(prompt=prompts, fields=requests, width=st.integers(1, 4), search=searches)
     def add_beams(self, prompt, fields, width, search):
         self.engine.add_beams(prompt[: self.engine.capacity - 1], width=width, search=search, **fields)
 
     @precondition(lambda self: self.engine.requests)
-    @rule(data=st.data(), more=st.integers(0, 5), fields=requests)
-    def add_related(self, data, more, fields):
+    @rule(data=st.data(), more=st.integers(0, 5), fields=requests, kind=kinds)
+    def add_related(self, data, more, fields, kind):
         """A prompt that repeats another's, and some of what that one generated or is about to generate."""
         other = data.draw(st.sampled_from(self.engine.requests[-3:]))
         prompt = truth(other, min(len(other.prompt_token_ids) + more, self.engine.capacity - 1))
-        self.engine.add(prompt, **fields | {"seed": other.seed})
+        self.engine.add(prompt, **fields | kind | {"seed": other.seed})
 
     @precondition(lambda self: self.unfinished() or self.engine.in_flight)
     @rule(limits=st.lists(limits, min_size=1, max_size=6))

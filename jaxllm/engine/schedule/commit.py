@@ -1,0 +1,116 @@
+"""Takes what a step has drawn into its sequences: tokens are appended, ends found."""
+
+from collections import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_ACCEPTED, NOT_FINITE, Plan
+from jaxllm.engine.schedule.running import RunningSet
+from jaxllm.engine.schedule.sequence import End, Sequence
+
+if TYPE_CHECKING:
+    from jaxllm.engine.beam.candidates import BeamRow
+    from jaxllm.engine.logprobs import PackedLogprobs
+
+
+class Committer:
+    """Commits steps to sequences of `running_set`. `finish` ends one at once."""
+
+    def __init__(self, running_set: RunningSet, finish: Callable[[Sequence, End], None]):
+        self.running_set, self._finish = running_set, finish
+        self.moved: list[Sequence] = []  # beams whose slot rows are out of date
+        self.num_not_finite = 0  # sequences that ended for their logits
+
+    def commit(
+        self,
+        plan: Plan,
+        sampled: abc.Sequence[int],
+        logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
+        candidates: "abc.Sequence[BeamRow | None] | None" = None,
+    ) -> list[Sequence]:
+        """Appends the samples' tokens, in the plan's order, and ends what is over. Returns the sequences that ended,
+        and those that report each token.
+
+        A sequence whose drafts were verified has several samples. It takes the list of those before the first that is
+        `NOT_ACCEPTED`, which may be empty, up to its end. Other negative tokens are keys of `NO_TOKEN_ERRORS`.
+        `logprobs` has what else there is to keep of each sample, `candidates` for each beam what it may go on with, and
+        None for others.
+        """
+        updated: list[Sequence] = []
+        after = 0  # those that were taken together
+        for i, (sequence, epoch, token) in enumerate(zip(plan.samples, plan.epochs, sampled, strict=False)):
+            if sequence.epoch != epoch:
+                continue
+            if logprobs is None and sequence.batch is not None and token >= 0 and token not in sequence.stop_ids:
+                sequence.output_token_ids.append(token)  # a steady decode: no other state changes
+                if sequence.reports_tokens:
+                    updated.append(sequence)
+                continue
+            if candidates is not None and (row := candidates[i]) is not None and token != NOT_FINITE:
+                updated += self._commit_to_group(sequence, row)
+                continue
+            if i < after:
+                continue
+            after = i + 1
+            while after in plan.drafts:
+                after += 1
+            self._commit_tokens(sequence, sampled[i:after], None if logprobs is None else logprobs[i:after])
+            if sequence.reports_tokens or sequence.end is not None:
+                updated.append(sequence)
+        return updated
+
+    def _commit_tokens(
+        self, sequence: Sequence, tokens: abc.Sequence[int], logprobs: "abc.Sequence[PackedLogprobs | None] | None"
+    ) -> None:
+        """Appends a sequence's tokens of one step, as far as they were accepted, up to its end."""
+        if NOT_ACCEPTED in tokens:
+            tokens, num_drawn = tokens[: tokens.index(NOT_ACCEPTED)], len(tokens)
+            sequence.num_computed -= num_drawn - len(tokens)
+            sequence.table.shrink(sequence.num_computed)
+        end: End | None = None
+        for i, token in enumerate(tokens):
+            if token < 0:
+                self.num_not_finite += token == NOT_FINITE
+                self._finish(sequence, End("error", error=NO_TOKEN_ERRORS[token]))  # its blocks are offered to nobody
+                return
+            if logprobs is not None and (kept := logprobs[i]) is not None:
+                sequence.logprobs.append(kept)
+            sequence.output_token_ids.append(token)
+            end = _end_after(sequence, token)
+            if end is not None:
+                break
+        running_set, num_computed = self.running_set, sequence.num_computed
+        if (sequence.table.num_keyed + 1) * running_set.pool.block_size <= num_computed:
+            running_set.prefix_cache.offer(sequence, min(num_computed, sequence.num_tokens))
+        if sequence.num_failures and sequence.num_tokens > sequence.retry_len:
+            self._clear(sequence)
+        if end is not None:
+            self._finish(sequence, end)
+
+    def _commit_to_group(self, sequence: Sequence, row: "BeamRow") -> list[Sequence]:
+        """Lets the sequence's group choose its next token. Returns the group's head if its sequences end."""
+        group, head = sequence.group, sequence.group.head(sequence)
+        moved, end = group.commit(sequence, row, self.running_set)
+        self.moved += moved
+        if end is not None:
+            self._finish(head, end)
+            return [head]
+        if head.num_failures and group.live[0].num_tokens > head.retry_len:
+            self._clear(head)
+        return []
+
+    def _clear(self, retried: Sequence) -> None:
+        retried.num_failures = 0
+        self.running_set.num_retrying -= 1
+
+
+def _end_after(sequence: Sequence, token: int) -> End | None:
+    """Why the sequence ends with `token`, the last of its output; None if it goes on."""
+    if token in sequence.stop_ids and len(sequence.output_token_ids) >= sequence.params.min_tokens:
+        return End("stop", None if token in sequence.eos_ids else token)
+    if sequence.matcher is not None and sequence.matcher.ends_after(sequence.output_token_ids):
+        error = sequence.matcher.error
+        return End("error" if error else "stop", error=error)
+    if sequence.num_tokens >= sequence.max_total_len:
+        return End("length")
+    return None
