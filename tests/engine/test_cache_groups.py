@@ -142,6 +142,7 @@ def test_preempted_sequences_go_on(tiny, llm, way):
             pool.release(blocks)
         engine.set_preemption("auto")
     clean(llm)
-    assert llm.stats().num_preemptions > before
+    keeps_all = any(group.window is None for group in pool.groups)  # others never grow beyond their windows
+    assert llm.stats().num_preemptions > before or not keeps_all
     for prompt, output in zip(prompts, outputs, strict=True):
         tiny.assert_greedy(prompt, output)

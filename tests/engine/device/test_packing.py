@@ -258,12 +258,12 @@ def test_one_more_column_costs_one_line(monkeypatch):
     wider = namedtuple("Wider", columns, defaults=columns.values())
     monkeypatch.setattr(packing, "SAMPLING_LAYOUT", layout := RowLayout(wider))
     assert layout.size == SAMPLING_LAYOUT.size + 3
-    rows = AdmitLayout(2, MAX_NUM_SEQS, BLOCKS_PER_SEQ)
+    rows = AdmitLayout(2, MAX_NUM_SEQS, TABLES)
 
     @jax.jit
     def installed(table, packed):
         row = rows.unpack(packed)
-        return install(table, row.sampling, row.slot), row.block_table
+        return install(table, row.sampling, row.slot), row.block_tables[0][:, 0]
 
     packed = rows.pack([(make_request(3, top_p=0.25, min_p=0.125, blocks=[4]), 2)])
     table, block_table = installed(layout.empty(MAX_NUM_SEQS), packed)
