@@ -1,37 +1,48 @@
-"""A device made of numpy arrays, whose blocks show which tokens were written to them: a shadow of the real one."""
+"""An executor made of numpy arrays, whose blocks show which tokens were written to them: a shadow of the real one."""
 
 import math
 import zlib
-from collections import abc
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxllm.engine.beam.candidates import BeamRow
+from benchmarks.fake_executor import FakeExecutor
+from jaxllm.engine.beam.candidates import CANDIDATES_WIDTH, NUM_CANDIDATES
 from jaxllm.engine.beam.search import Candidates
-from jaxllm.engine.schedule.plan import NOT_ACCEPTED, Chunk, Plan
-from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device.commands import Command
+from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, SampleInput, StepLayout
+from jaxllm.engine.device.state import SamplingTable
+from jaxllm.engine.logprobs import WIDTH_WITH_IDS
+from jaxllm.engine.schedule.plan import NOT_ACCEPTED
 
 EOS = 0
 PROMPT_TOKENS = (1, 2)  # few, so that prefixes collide
 VOCAB = (EOS, *PROMPT_TOKENS, 3)
 
 
-def sampled(request: Sequence, position: int) -> int:
-    """The token that the model gives at `position`: a function of the request alone, like a seeded draw."""
-    draw = zlib.crc32(b"%d,%d,%d" % (request.seed, request.sample_index, position)) % 10
-    masked = position < len(request.prompt_token_ids) + request.params.min_tokens
-    return EOS if draw == 0 and not masked else PROMPT_TOKENS[draw % 2]
+def sampled(seed: int, sample_index: int, position: int, min_len: int) -> int:
+    """The token that the model gives at `position`: a function of the sequence alone, like a seeded draw."""
+    draw = zlib.crc32(b"%d,%d,%d" % (seed, sample_index, position)) % 10
+    return EOS if draw == 0 and position >= min_len else PROMPT_TOKENS[draw % 2]
 
 
-def candidates(request: Sequence, tokens: list[int]) -> Candidates:
+def candidates(seed: int, tokens: list[int], min_len: int) -> Candidates:
     """What a beam with these tokens, the prompt's among them, may go on with."""
-    weights = [zlib.crc32(b"%d,%d," % (request.seed, token) + bytes(tokens)) % 97 + 1 for token in VOCAB]
-    if len(tokens) < len(request.prompt_token_ids) + request.params.min_tokens:
+    weights = [zlib.crc32(b"%d,%d," % (seed, token) + bytes(tokens)) % 97 + 1 for token in VOCAB]
+    if len(tokens) < min_len:
         weights[EOS] = 0
     order = sorted((token for token in VOCAB if weights[token]), key=lambda token: -weights[token])
     scores = np.array([math.log(weights[token] / sum(weights)) for token in order], np.float32)
     return Candidates(np.array(order, np.int32), scores, scores, np.arange(1, len(order) + 1, dtype=np.int32))
+
+
+def packed_candidates(found: Candidates) -> np.ndarray:
+    """As a step's result has them."""
+    columns = []
+    for values, padding in zip(found, (0, -np.inf, 0.0, 0), strict=True):
+        columns.append(np.pad(values, (0, NUM_CANDIDATES - len(values)), constant_values=padding).view(np.int32))
+    return np.concatenate(columns)
 
 
 def digests(tokens: list[int]) -> list[int]:
@@ -42,125 +53,169 @@ def digests(tokens: list[int]) -> list[int]:
     return found[1:]
 
 
-@dataclass
-class Slot:
-    request: Sequence
-    block_table: list[int]
-    length: int  # tokens in the pool
-    last_token: int
+class ShadowExecutor(FakeExecutor):
+    """Applies commands at once, writes before reads as the kernel does. A cell holds a digest of the tokens up to its
+    own, computed from the cell before it, the version of the parameters, and its token. `on_admit` is told which slots
+    have new rows."""
 
-
-class Device:
-    """Runs plans at once, writes before reads as the kernel does. A cell holds a digest of the tokens up to its own,
-    computed from the cell before it, and the version of the parameters."""
-
-    def __init__(self, num_blocks: int, block_size: int, version: int = 0):
-        self.block_size, self.version = block_size, version
-        self.cells = np.full((num_blocks, block_size, 2), -1, np.int64)
-        self.accepts: abc.Sequence[int] = (3,)  # tokens of each row with drafts, at most and in turn
+    def __init__(self, config: EngineConfig, *, block_bytes: int):
+        super().__init__(config, self._draw, block_bytes=block_bytes)
+        self.version = 0
+        self.accepts: Sequence[int] = (3,)  # tokens of each row with drafts, at most and in turn
         self.num_verified = 0  # rows with drafts
-        self.slots: dict[int, Slot] = {}
-        self.host: dict[int, np.ndarray] = {}
+        self.on_admit: Callable[[Sequence[int]], None] = lambda slots: None
+        self.host: dict[int, list[np.ndarray]] = {}
 
-    def read(self, slot: Slot) -> np.ndarray:
-        """[tokens, 2]"""
-        return self.cells[slot.block_table].reshape(-1, 2)[: slot.length]
+    def apply_one(self, command: Command) -> Sequence[np.ndarray]:
+        return getattr(self, f"_{command.kind}")(command) or ()
 
-    def holds(self, slot: Slot, tokens: list[int]) -> bool:
-        return self.read(slot)[:, 0].tolist() == digests(tokens[: slot.length])
+    def read(self, slot: int) -> np.ndarray:
+        """[tokens, 3]"""
+        return self.cells[self.tables[slot]].reshape(-1, 3)[: self.lengths[slot]]
 
-    def run(self, plan: Plan, fresh: list[Sequence]) -> tuple[list[int], list[BeamRow | None]]:
-        """Returns the token of each sample, and the candidates of beams. `fresh` are requests that have nothing but
-        what they find in the prefix cache."""
-        self._move(plan)
-        forked = {request for _, request in plan.forks}
-        for request, length in plan.admitted:
-            known = request.prompt_token_ids + request.output_token_ids
-            slot = self.slots[request.slot] = Slot(request, list(request.table.ids), length, known[-1])
-            assert request in forked or self.holds(slot, known), "what it starts with is there before the step"
-            if request in fresh:
-                assert (self.read(slot)[:, 1] == self.version).all(), "a prefix hit is of these parameters"
-        for slot, index, block in plan.new_blocks:
-            self.slots[slot].block_table[index : index + 1] = [block]
-        self._write(plan)
-        verified = {chunk.sequence: self._verify(chunk) for chunk in plan.chunks if chunk.drafts}
-        for request in plan.rows:
-            assert self.holds(self.slots[request.slot], request.prompt_token_ids + self._output(request))
-        return self._sample(plan, verified)
+    def holds(self, slot: int, tokens: list[int]) -> bool:
+        """Whether the slot's blocks have what these tokens give, as far as it is long."""
+        return self.read(slot)[:, 0].tolist() == digests(tokens[: self.lengths[slot]])
 
-    def _move(self, plan: Plan) -> None:
-        for key, blocks in plan.swap_outs:
-            assert key not in self.host
-            self.host[key] = self.cells[blocks]
-        returned = [block for swap in plan.swap_ins for block in swap.blocks]
-        for key, blocks in plan.swap_ins:
-            for block, contents in zip(blocks, self.host.pop(key), strict=True):
-                if block < len(self.cells):
-                    self.cells[block] = contents
-        sources, targets = [copy.source for copy in plan.copies], [copy.target for copy in plan.copies]
-        assert not set(sources) & set(returned) and len(set(targets)) == len(targets)
+    def _init(self, command: Command) -> None:
+        config = self.config
+        self.cells = np.full((config.num_blocks, config.block_size, 3), -1, np.int64)
+        self.tables = np.zeros((config.max_num_seqs, config.blocks_per_seq), np.int32)
+        self.lengths, self.last_tokens = np.zeros((2, config.max_num_seqs), np.int32)
+        self.sampling: dict[int, SamplingTable] = {}
+        self.host.clear()
+        self.logits_of: list[tuple[int, int]] = []  # slot and length of each of the last step's tokens
+
+    def _update_params(self, command: Command) -> None:
+        self.version = command.key
+
+    def _measure_bandwidth(self, command: Command) -> list[np.ndarray]:
+        return [np.array([1e9])]
+
+    def _settle(self, command: Command) -> None:
+        """Everything is where it should be."""
+
+    def _rules(self, command: Command) -> None:
+        """Nobody has any."""
+
+    def _swap_out(self, command: Command) -> None:
+        assert command.key not in self.host
+        self.host[command.key] = [self.cells[np.minimum(ids, len(self.cells) - 1)] for ids in command.arrays]
+
+    def _swap_in(self, command: Command) -> None:
+        for ids, contents in zip(command.arrays, self.host.pop(command.key), strict=True):
+            is_block = ids < len(self.cells)
+            self.cells[ids[is_block]] = contents[is_block]
+
+    def _copy(self, command: Command) -> None:
+        (packed,) = command.arrays
+        sources, targets = packed[:, packed[1] < len(self.cells)]
+        assert len({*targets.tolist()}) == len(targets)
         self.cells[targets] = self.cells[sources]
-        for key in plan.released_copies:
-            del self.host[key]
 
-    def _write(self, plan: Plan) -> None:
-        written = set()
-        given = [(request, None) for request in plan.decodes] + [(chunk.sequence, chunk) for chunk in plan.chunks]
-        for request, chunk in given:
-            slot = self.slots[request.slot]
-            block_table = slot.block_table[: len(request.table)]  # behind it are blocks that only drafts had
-            assert slot.request is request and block_table == request.table.ids
-            assert chunk is None or slot.length == chunk.start
-            if chunk is not None:
-                tokens = [*request.token_ids(chunk.start, chunk.stop), *chunk.drafts]
-            elif request.is_beam and request.output_token_ids:
-                tokens = request.output_token_ids[-1:]
-            else:
-                tokens = [slot.last_token]
-            for token in tokens:
-                before = self.read(slot)[-1, 0] if slot.length else 0
-                index, cell = divmod(slot.length, self.block_size)
-                place = slot.block_table[index], cell
-                assert place not in written
-                written.add(place)
-                self.cells[place] = zlib.crc32(b"%d" % token, int(before)) + 1, self.version
-                slot.length += 1
+    def _release(self, command: Command) -> None:
+        del self.host[command.key]
 
-    def _output(self, request: Sequence) -> list[int]:
-        """All tokens that the request can have by now, those that the host does not know yet included."""
-        if request.is_beam:
-            return request.output_token_ids
-        first = len(request.prompt_token_ids)
-        return [sampled(request, position) for position in range(first, request.num_tokens + request.num_in_flight)]
+    def _admit(self, command: Command) -> None:
+        _, rows = command.name
+        layout = AdmitLayout(rows, self.config.max_num_seqs, self.config.blocks_per_seq)
+        row = layout.unpack(command.arrays[0])
+        slots = [int(slot) for slot in row.slot if slot < self.config.max_num_seqs]
+        for i, slot in enumerate(slots):
+            self.tables[slot], self.lengths[slot] = row.block_table[i], row.length[i]
+            self.last_tokens[slot] = row.last_token[i]
+            self.sampling[slot] = SamplingTable(*(column[i] for column in row.sampling))
+        self.on_admit(slots)
 
-    def _verify(self, chunk: Chunk) -> list[int]:
-        """Draws a token after the last known one and after each draft. Accepts those that come after right drafts
-        alone, or fewer: the slot's length grows by as many."""
-        slot, num_drafts = self.slots[chunk.sequence.slot], len(chunk.drafts)
-        drawn = [sampled(chunk.sequence, position) for position in range(chunk.stop, chunk.stop + num_drafts + 1)]
-        num_right = next((i for i, draft in enumerate(chunk.drafts) if draft != drawn[i]), num_drafts)
-        num_accepted = min(1 + num_right, self.accepts[self.num_verified % len(self.accepts)])
-        self.num_verified += 1
-        slot.length += num_accepted - (1 + num_drafts)
+    def _step(self, command: Command) -> list[np.ndarray]:
+        _, tokens = command.name
+        given = StepLayout(tokens, self.config.max_num_seqs, self.config.block_size).unpack(command.arrays[0])
+        for slot, index, block in given.new_blocks.T:
+            if slot < self.config.max_num_seqs:
+                self.tables[slot, index] = block
+        at, written = 0, set()
+        self.logits_of = []
+        for slot, q_len in zip(given.slots[: given.counts[1]], given.q_lens, strict=False):
+            for token in given.tokens[at : at + q_len]:
+                self._write(int(slot), int(self.last_tokens[slot] if token == FROM_SLOT else token), written)
+            at += q_len
+        assert at == given.counts[2]
+        return [given.counts]
+
+    def _write(self, slot: int, token: int, written: set[tuple[int, int]]) -> None:
+        length = self.lengths[slot]
+        before = self.read(slot)[-1, 0] if length else 0
+        index, cell = divmod(length, self.config.block_size)
+        place = int(self.tables[slot, index]), int(cell)
+        assert place not in written
+        written.add(place)
+        self.cells[place] = zlib.crc32(b"%d" % token, int(before)) + 1, self.version, token
+        self.lengths[slot] += 1
+        self.logits_of.append((slot, length + 1))
+
+    def _sample(self, command: Command) -> list[np.ndarray]:
+        return [self._draw(self.samples_of(command))]
+
+    def _logits(self, command: Command) -> None:
+        """As they are."""
+
+    def _alter(self, command: Command) -> None:
+        """Nobody asks for it."""
+
+    def _sample_full(self, command: Command) -> list[np.ndarray]:
+        """The log-probabilities say of which sequence and position each token is."""
+        given = self.samples_of(command)
+        rows = np.zeros((len(given.slots), 1 + WIDTH_WITH_IDS), np.int32)
+        found = np.zeros((len(given.slots), CANDIDATES_WIDTH), np.int32)
+        for i, (token, slot) in enumerate(zip(given.tokens, given.slots.tolist(), strict=True)):
+            if slot < self.config.max_num_seqs:
+                row = self.sampling[slot]
+                rows[i, 1:3] = np.float32(_seed(row)).view(np.int32), self.logits_of[token][1]
+                if row.is_beam:
+                    tokens = self.read(slot)[:, 2].tolist()
+                    found[i] = packed_candidates(candidates(_seed(row), tokens, int(row.min_len)))
+        rows[:, 0] = self._draw(given)
+        return [rows, found]
+
+    def _draw(self, given: SampleInput) -> np.ndarray:
+        drawn, i = np.zeros(len(given.slots), np.int32), 0
+        while i < len(drawn):
+            slot, end = given.slots[i], i + 1
+            if slot < self.config.max_num_seqs:
+                while end < len(drawn) and given.slots[end] == slot:
+                    end += 1
+                self._check_logits(slot, given.tokens[i])
+                drawn[i:end] = self._draw_some(slot, end - i)
+            i = end
+        return drawn
+
+    def _check_logits(self, slot: int, token: int) -> None:
+        """The slot goes on from this token of the step, though it may be another slot's."""
+        other, length = self.logits_of[token]
+        assert self.lengths[other] == self.lengths[slot] >= length, "the logits are of another position"
+        assert self.read(other)[length - 1, 0] == self.read(slot)[length - 1, 0], "the logits are of other tokens"
+
+    def _draw_some(self, slot: int, count: int) -> list[int]:
+        """A token after the last known one, and after each of the drafts behind it. Accepts those that come after right
+        drafts alone, or fewer: the slot's length grows by as many."""
+        row, num_drafts = self.sampling[slot], count - 1
+        first = int(self.lengths[slot]) - num_drafts
+        drafts = self.read(slot)[first:, 2].tolist()
+        drawn = [
+            sampled(_seed(row), int(row.sample_index), position, int(row.min_len))
+            for position in range(first, first + count)
+        ]
+        num_accepted = 1
+        if drafts:
+            num_right = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), num_drafts)
+            num_accepted = min(1 + num_right, self.accepts[self.num_verified % len(self.accepts)])
+            self.num_verified += 1
+            self.lengths[slot] = first - 1 + num_accepted
         if num_accepted:
-            slot.last_token = drawn[num_accepted - 1]
-        return drawn[:num_accepted] + [NOT_ACCEPTED] * (1 + num_drafts - num_accepted)
+            self.last_tokens[slot] = drawn[num_accepted - 1]
+        return drawn[:num_accepted] + [NOT_ACCEPTED] * (count - num_accepted)
 
-    def _sample(self, plan: Plan, verified: dict[Sequence, list[int]]) -> tuple[list[int], list[BeamRow | None]]:
-        tokens, rows = [], []
-        ends = np.cumsum([1] * len(plan.decodes) + [chunk.num_tokens for chunk in plan.chunks]).tolist()
-        for request, token in zip(plan.samples, plan.sample_tokens, strict=True):
-            slot, known = self.slots[request.slot], request.prompt_token_ids + self._output(request)
-            assert slot.request is request and self.holds(slot, known)
-            if request in verified:
-                drawn = verified[request]
-                assert token == ends[plan.rows.index(request)] - len(drawn), "a sample for each of its tokens"
-                tokens.append(drawn.pop(0))
-                rows.append(None)
-                continue
-            other = self.slots[plan.rows[ends.index(token + 1)].slot]
-            assert other.length == slot.length and self.holds(other, known), "the logits are of other tokens"
-            slot.last_token = sampled(request, slot.length)
-            tokens.append(slot.last_token)
-            rows.append(BeamRow(candidates(request, known), None) if request.is_beam else None)
-        return tokens, rows
+
+def _seed(row: SamplingTable) -> int:
+    high, low = row.seed.tolist()
+    return high << 32 | low
