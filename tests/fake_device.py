@@ -1,38 +1,48 @@
-"""A device made of numpy arrays, whose blocks show which tokens were written to them: a shadow of the real one."""
+"""An executor made of numpy arrays, whose blocks show which tokens were written to them: a shadow of the real one."""
 
 import math
 import zlib
-from collections import abc
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxllm.engine.beam.candidates import BeamRow
+from benchmarks.fake_executor import FakeExecutor
+from jaxllm.engine.beam.candidates import CANDIDATES_WIDTH, NUM_CANDIDATES
 from jaxllm.engine.beam.search import Candidates
-from jaxllm.engine.schedule.cache_groups import EVERYTHING
-from jaxllm.engine.schedule.plan import NOT_ACCEPTED, Chunk, Plan
-from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device.commands import Command
+from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, SampleInput, StepLayout, table_shapes
+from jaxllm.engine.device.state import SamplingTable
+from jaxllm.engine.logprobs import WIDTH_WITH_IDS
+from jaxllm.engine.schedule.plan import NOT_ACCEPTED
 
 EOS = 0
 PROMPT_TOKENS = (1, 2)  # few, so that prefixes collide
 VOCAB = (EOS, *PROMPT_TOKENS, 3)
 
 
-def sampled(request: Sequence, position: int) -> int:
-    """The token that the model gives at `position`: a function of the request alone, like a seeded draw."""
-    draw = zlib.crc32(b"%d,%d,%d" % (request.seed, request.sample_index, position)) % 10
-    masked = position < len(request.prompt_token_ids) + request.params.min_tokens
-    return EOS if draw == 0 and not masked else PROMPT_TOKENS[draw % 2]
+def sampled(seed: int, sample_index: int, position: int, min_len: int) -> int:
+    """The token that the model gives at `position`: a function of the sequence alone, like a seeded draw."""
+    draw = zlib.crc32(b"%d,%d,%d" % (seed, sample_index, position)) % 10
+    return EOS if draw == 0 and position >= min_len else PROMPT_TOKENS[draw % 2]
 
 
-def candidates(request: Sequence, tokens: list[int]) -> Candidates:
+def candidates(seed: int, tokens: list[int], min_len: int) -> Candidates:
     """What a beam with these tokens, the prompt's among them, may go on with."""
-    weights = [zlib.crc32(b"%d,%d," % (request.seed, token) + bytes(tokens)) % 97 + 1 for token in VOCAB]
-    if len(tokens) < len(request.prompt_token_ids) + request.params.min_tokens:
+    weights = [zlib.crc32(b"%d,%d," % (seed, token) + bytes(tokens)) % 97 + 1 for token in VOCAB]
+    if len(tokens) < min_len:
         weights[EOS] = 0
     order = sorted((token for token in VOCAB if weights[token]), key=lambda token: -weights[token])
     scores = np.array([math.log(weights[token] / sum(weights)) for token in order], np.float32)
     return Candidates(np.array(order, np.int32), scores, scores, np.arange(1, len(order) + 1, dtype=np.int32))
+
+
+def packed_candidates(found: Candidates) -> np.ndarray:
+    """As a step's result has them."""
+    columns = []
+    for values, padding in zip(found, (0, -np.inf, 0.0, 0), strict=True):
+        columns.append(np.pad(values, (0, NUM_CANDIDATES - len(values)), constant_values=padding).view(np.int32))
+    return np.concatenate(columns)
 
 
 def digests(tokens: list[int]) -> list[int]:
@@ -43,154 +53,201 @@ def digests(tokens: list[int]) -> list[int]:
     return found[1:]
 
 
-def _tables(request: Sequence) -> list[dict[int, tuple[int, ...]]]:
-    table = request.table
-    return [dict(enumerate(table.pages_of(each), start=each.start)) for each in table.groups]
+class ShadowExecutor(FakeExecutor):
+    """Applies commands at once, writes before reads as the kernel does. A cell holds a digest of the tokens up to its
+    own, computed from the cell before it, and the version of the parameters. `on_admit` is told which slots have new
+    rows, and says in `tokens` what they hold."""
 
-
-@dataclass
-class Slot:
-    request: Sequence
-    tables: list[dict[int, tuple[int, ...]]]  # of each group: a block's pages by its index
-    length: int  # tokens in the pool
-    last_token: int
-
-
-class Device:
-    """Runs plans at once, writes before reads as the kernel does. A cell holds a digest of the tokens up to its own,
-    computed from the cell before it, and the version of the parameters. Of a state, a block has one cell."""
-
-    def __init__(self, num_blocks: int, block_size: int, groups=EVERYTHING, version: int = 0):
-        self.block_size, self.groups, self.version = block_size, groups, version
-        num_pages = num_blocks * sum(group.num_pages for group in groups)
-        self.cells = np.full((num_pages, block_size, 2), -1, np.int64)
-        self.accepts: abc.Sequence[int] = (3,)  # tokens of each row with drafts, at most and in turn
+    def __init__(self, config: EngineConfig, *, page_bytes: int):
+        super().__init__(config, self._draw, page_bytes=page_bytes)
+        self.version = 0
+        self.accepts: Sequence[int] = (3,)  # tokens of each row with drafts, at most and in turn
         self.num_verified = 0  # rows with drafts
-        self.slots: dict[int, Slot] = {}
-        self.host: dict[int, np.ndarray] = {}
+        self.on_admit: Callable[[Sequence[int]], None] = lambda slots: None
+        self.host: dict[int, list[np.ndarray]] = {}
 
-    def read(self, slot: Slot, group: int, start: int) -> np.ndarray:
-        """What all pages of a group say of the tokens from `start` on, `[pages, tokens, 2]`."""
-        table = slot.tables[group]
-        places = [divmod(position, self.block_size) for position in range(start, slot.length)]
-        if self.groups[group].is_state:
+    def apply_one(self, command: Command) -> Sequence[np.ndarray]:
+        return getattr(self, f"_{command.kind}")(command) or ()
+
+    def pages(self, slot: int, group: int, index: int) -> list[int]:
+        """Of a block of the slot."""
+        return self.tables[group][slot, :, index % self.shapes[group].width].tolist()
+
+    def read(self, slot: int, group: int, start: int) -> np.ndarray:
+        """What all pages of a group say of the tokens from `start` on, `[pages, tokens, 2]`. Of a state, that is what
+        the last of them has left."""
+        places = [divmod(position, self.config.block_size) for position in range(start, self.lengths[slot])]
+        if self.shapes[group].group.is_state:
             places = [(index, 0) for index, _ in places[-1:]]
-        pages = np.array([table[index] for index, _ in places], int).reshape(len(places), self.groups[group].num_pages)
-        return self.cells[pages.T, [cell for _, cell in places]]
+        pages = np.array([self.pages(slot, group, index) for index, _ in places], int)
+        return self.cells[
+            pages.reshape(len(places), self.shapes[group].group.num_pages).T, [cell for _, cell in places]
+        ]
 
-    def holds(self, slot: Slot, tokens: list[int], position: int | None = None) -> bool:
-        """Whether all is there that a token at `position`, the next unless given, and those after it read."""
-        position, wanted = slot.length if position is None else position, digests(tokens[: slot.length])
-        for group, (window, _, is_state) in enumerate(self.groups):
-            start = 0 if window is None else max(0, position - window + 1)
-            known = wanted[start:] if not is_state else wanted[start:][-1:]
-            if not (self.read(slot, group, start)[..., 0] == known).all():
+    def holds(self, slot: int, tokens: list[int], position: int | None = None) -> bool:
+        """Whether all is there that these tokens give and that one at `position`, the next unless given, and those
+        after it read."""
+        position = int(self.lengths[slot]) if position is None else position
+        wanted = digests(tokens[: self.lengths[slot]])
+        for number, (group, _, _) in enumerate(self.shapes):
+            start = 0 if group.window is None else max(0, position - group.window + 1)
+            known = wanted[start:][-1:] if group.is_state else wanted[start:]
+            if not (self.read(slot, number, start)[..., 0] == known).all():
                 return False
         return True
 
-    def run(self, plan: Plan, fresh: list[Sequence]) -> tuple[list[int], list[BeamRow | None]]:
-        """Returns the token of each sample, and the candidates of beams. `fresh` are requests that have nothing but
-        what they find in the prefix cache."""
-        self._move(plan)
-        forked = {request for _, request in plan.forks}
-        for request, length in plan.admitted:
-            known = request.prompt_token_ids + request.output_token_ids
-            slot = self.slots[request.slot] = Slot(request, _tables(request), length, known[-1])
-            assert request in forked or self.holds(slot, known), "what it starts with is there before the step"
-            if request in fresh:
-                starts = [0 if g.window is None else max(0, length - g.window + 1) for g in self.groups]
-                found = [self.read(slot, group, start)[..., 1] for group, start in enumerate(starts)]
-                assert all((at == self.version).all() for at in found), "a prefix hit is of these parameters"
-        for slot, index, *pages in plan.new_blocks:
-            for table, group in zip(self.slots[slot].tables, self.groups, strict=True):
-                table[index], pages = tuple(pages[: group.num_pages]), pages[group.num_pages :]
-        before = {request: self.slots[request.slot].length for request in plan.rows}
-        self._write(plan)
-        verified = {chunk.sequence: self._verify(chunk) for chunk in plan.chunks if chunk.drafts}
-        for request in plan.rows:
-            slot = self.slots[request.slot]
-            assert self.holds(slot, request.prompt_token_ids + self._output(request), before[request])
-        return self._sample(plan, verified)
+    def _init(self, command: Command) -> None:
+        config = self.config
+        self.shapes = table_shapes(config)
+        self.cells = np.full((config.num_pages, config.block_size, 2), -1, np.int64)
+        self.tables = [np.zeros((config.max_num_seqs, *table.shape), np.int32) for table in self.shapes]
+        self.tokens: dict[int, list[int]] = {}  # of each slot, as it has them in its blocks
+        self.lengths, self.last_tokens = np.zeros((2, config.max_num_seqs), np.int32)
+        self.sampling: dict[int, SamplingTable] = {}
+        self.host.clear()
+        self.logits_of: list[tuple[int, int]] = []  # slot and length of each of the last step's tokens
 
-    def _move(self, plan: Plan) -> None:
-        for key, pages in plan.swap_outs:
-            assert key not in self.host
-            self.host[key] = self.cells[pages]
-        returned = [page for swap in plan.swap_ins for page in swap.pages]
-        for key, pages in plan.swap_ins:
-            for page, contents in zip(pages, self.host.pop(key), strict=True):
-                if page < len(self.cells):
-                    self.cells[page] = contents
-        sources, targets = [copy.source for copy in plan.copies], [copy.target for copy in plan.copies]
-        assert not set(sources) & set(returned) and len(set(targets)) == len(targets)
+    def _update_params(self, command: Command) -> None:
+        self.version = command.key
+
+    def _measure_bandwidth(self, command: Command) -> list[np.ndarray]:
+        return [np.array([1e9])]
+
+    def _settle(self, command: Command) -> None:
+        """Everything is where it should be."""
+
+    def _rules(self, command: Command) -> None:
+        """Nobody has any."""
+
+    def _swap_out(self, command: Command) -> None:
+        assert command.key not in self.host
+        self.host[command.key] = [self.cells[np.minimum(ids, len(self.cells) - 1)] for ids in command.arrays]
+
+    def _swap_in(self, command: Command) -> None:
+        for ids, contents in zip(command.arrays, self.host.pop(command.key), strict=True):
+            is_page = ids < len(self.cells)
+            self.cells[ids[is_page]] = contents[is_page]
+
+    def _copy(self, command: Command) -> None:
+        (packed,) = command.arrays
+        sources, targets = packed[:, packed[1] < len(self.cells)]
+        assert len({*targets.tolist()}) == len(targets)
         self.cells[targets] = self.cells[sources]
-        for key in plan.released_copies:
-            del self.host[key]
 
-    def _write(self, plan: Plan) -> None:
-        written = set()
-        given = [(request, None) for request in plan.decodes] + [(chunk.sequence, chunk) for chunk in plan.chunks]
-        for request, chunk in given:
-            slot = self.slots[request.slot]
-            assert slot.request is request
-            for table, wanted in zip(slot.tables, _tables(request), strict=True):
-                assert table | wanted == table
-            assert chunk is None or slot.length == chunk.start
-            if chunk is not None:
-                tokens = [*request.token_ids(chunk.start, chunk.stop), *chunk.drafts]
-            elif request.is_beam and request.output_token_ids:
-                tokens = request.output_token_ids[-1:]
-            else:
-                tokens = [slot.last_token]
-            for token in tokens:
-                for group, table in enumerate(slot.tables):
-                    index, cell = divmod(slot.length, self.block_size)
-                    is_state, before = self.groups[group].is_state, [0] * len(table[index])
-                    if slot.length:
-                        before = self.read(slot, group, slot.length - 1)[:, 0, 0]
-                    for page, digest in zip(table[index], before, strict=True):
-                        place = page, cell
-                        assert place not in written
-                        written.add(place)
-                        contents = zlib.crc32(b"%d" % token, int(digest)) + 1, self.version
-                        self.cells[page, 0 if is_state else cell] = contents
-                slot.length += 1
+    def _release(self, command: Command) -> None:
+        del self.host[command.key]
 
-    def _output(self, request: Sequence) -> list[int]:
-        """All tokens that the request can have by now, those that the host does not know yet included."""
-        if request.is_beam:
-            return request.output_token_ids
-        first = len(request.prompt_token_ids)
-        return [sampled(request, position) for position in range(first, request.num_tokens + request.num_in_flight)]
+    def _admit(self, command: Command) -> None:
+        _, rows = command.name
+        layout = AdmitLayout(rows, self.config.max_num_seqs, tuple(table.shape for table in self.shapes))
+        row = layout.unpack(command.arrays[0])
+        slots = [int(slot) for slot in row.slot if slot < self.config.max_num_seqs]
+        for i, slot in enumerate(slots):
+            for table, given in zip(self.tables, row.block_tables, strict=True):
+                table[slot] = given[i]
+            self.lengths[slot] = row.length[i]
+            self.last_tokens[slot] = row.last_token[i]
+            self.sampling[slot] = SamplingTable(*(column[i] for column in row.sampling))
+        self.on_admit(slots)
 
-    def _verify(self, chunk: Chunk) -> list[int]:
-        """Draws a token after the last known one and after each draft. Accepts those that come after right drafts
-        alone, or fewer: the slot's length grows by as many."""
-        slot, num_drafts = self.slots[chunk.sequence.slot], len(chunk.drafts)
-        drawn = [sampled(chunk.sequence, position) for position in range(chunk.stop, chunk.stop + num_drafts + 1)]
-        num_right = next((i for i, draft in enumerate(chunk.drafts) if draft != drawn[i]), num_drafts)
-        num_accepted = min(1 + num_right, self.accepts[self.num_verified % len(self.accepts)])
-        self.num_verified += 1
-        slot.length += num_accepted - (1 + num_drafts)
+    def _step(self, command: Command) -> list[np.ndarray]:
+        _, tokens = command.name
+        config = self.config
+        layout = StepLayout(tokens, config.max_num_seqs, config.block_size, config.pages_per_block)
+        given = layout.unpack(command.arrays[0])
+        for slot, index, *pages in given.new_blocks.T:
+            for table, (group, width, _) in zip(self.tables, self.shapes, strict=True):
+                if slot < config.max_num_seqs:
+                    table[slot, :, index % width] = pages[: group.num_pages]
+                pages = pages[group.num_pages :]
+        at, written = 0, set()
+        self.logits_of = []
+        for slot, q_len in zip(given.slots[: given.counts[1]], given.q_lens, strict=False):
+            for token in given.tokens[at : at + q_len]:
+                self._write(int(slot), int(self.last_tokens[slot] if token == FROM_SLOT else token), written)
+            at += q_len
+        assert at == given.counts[2]
+        return [given.counts]
+
+    def _write(self, slot: int, token: int, written: set[tuple[int, int]]) -> None:
+        length = int(self.lengths[slot])
+        index, cell = divmod(length, self.config.block_size)
+        for number, (group, _, _) in enumerate(self.shapes):
+            pages = self.pages(slot, number, index)
+            before = self.read(slot, number, length - 1)[:, 0, 0] if length else [0] * len(pages)
+            for page, digest in zip(pages, before, strict=True):
+                assert (page, cell) not in written
+                written.add((page, cell))
+                contents = zlib.crc32(b"%d" % token, int(digest)) + 1, self.version
+                self.cells[page, 0 if group.is_state else cell] = contents
+        self.lengths[slot] += 1
+        self.tokens[slot] = [*self.tokens[slot][:length], token]
+        self.logits_of.append((slot, length + 1))
+
+    def _sample(self, command: Command) -> list[np.ndarray]:
+        return [self._draw(self.samples_of(command))]
+
+    def _logits(self, command: Command) -> None:
+        """As they are."""
+
+    def _alter(self, command: Command) -> None:
+        """Nobody asks for it."""
+
+    def _sample_full(self, command: Command) -> list[np.ndarray]:
+        """The log-probabilities say of which sequence and position each token is."""
+        given = self.samples_of(command)
+        rows = np.zeros((len(given.slots), 1 + WIDTH_WITH_IDS), np.int32)
+        found = np.zeros((len(given.slots), CANDIDATES_WIDTH), np.int32)
+        for i, (token, slot) in enumerate(zip(given.tokens, given.slots.tolist(), strict=True)):
+            if slot < self.config.max_num_seqs:
+                row = self.sampling[slot]
+                rows[i, 1:3] = np.float32(_seed(row)).view(np.int32), self.logits_of[token][1]
+                if row.is_beam:
+                    tokens = self.tokens[slot][: self.lengths[slot]]
+                    found[i] = packed_candidates(candidates(_seed(row), tokens, int(row.min_len)))
+        rows[:, 0] = self._draw(given)
+        return [rows, found]
+
+    def _draw(self, given: SampleInput) -> np.ndarray:
+        drawn, i = np.zeros(len(given.slots), np.int32), 0
+        while i < len(drawn):
+            slot, end = given.slots[i], i + 1
+            if slot < self.config.max_num_seqs:
+                while end < len(drawn) and given.slots[end] == slot:
+                    end += 1
+                self._check_logits(slot, given.tokens[i])
+                drawn[i:end] = self._draw_some(slot, end - i)
+            i = end
+        return drawn
+
+    def _check_logits(self, slot: int, token: int) -> None:
+        """The slot goes on from this token of the step, though it may be another slot's."""
+        other, length = self.logits_of[token]
+        assert self.lengths[other] == self.lengths[slot] >= length, "the logits are of another position"
+        ours, theirs = (self.read(each, 0, length - 1)[0, 0, 0] for each in (slot, other))
+        assert ours == theirs, "the logits are of other tokens"
+
+    def _draw_some(self, slot: int, count: int) -> list[int]:
+        """A token after the last known one, and after each of the drafts behind it. Accepts those that come after right
+        drafts alone, or fewer: the slot's length grows by as many."""
+        row, num_drafts = self.sampling[slot], count - 1
+        first = int(self.lengths[slot]) - num_drafts
+        drafts = self.tokens[slot][first : self.lengths[slot]]
+        drawn = [
+            sampled(_seed(row), int(row.sample_index), position, int(row.min_len))
+            for position in range(first, first + count)
+        ]
+        num_accepted = 1
+        if drafts:
+            num_right = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), num_drafts)
+            num_accepted = min(1 + num_right, self.accepts[self.num_verified % len(self.accepts)])
+            self.num_verified += 1
+            self.lengths[slot] = first - 1 + num_accepted
         if num_accepted:
-            slot.last_token = drawn[num_accepted - 1]
-        return drawn[:num_accepted] + [NOT_ACCEPTED] * (1 + num_drafts - num_accepted)
+            self.last_tokens[slot] = drawn[num_accepted - 1]
+        return drawn[:num_accepted] + [NOT_ACCEPTED] * (count - num_accepted)
 
-    def _sample(self, plan: Plan, verified: dict[Sequence, list[int]]) -> tuple[list[int], list[BeamRow | None]]:
-        tokens, rows = [], []
-        ends = np.cumsum([1] * len(plan.decodes) + [chunk.num_tokens for chunk in plan.chunks]).tolist()
-        for request, token in zip(plan.samples, plan.sample_tokens, strict=True):
-            slot, known = self.slots[request.slot], request.prompt_token_ids + self._output(request)
-            assert slot.request is request and self.holds(slot, known)
-            if request in verified:
-                drawn = verified[request]
-                assert token == ends[plan.rows.index(request)] - len(drawn), "a sample for each of its tokens"
-                tokens.append(drawn.pop(0))
-                rows.append(None)
-                continue
-            other = self.slots[plan.rows[ends.index(token + 1)].slot]
-            assert other.length == slot.length and self.holds(other, known), "the logits are of other tokens"
-            slot.last_token = sampled(request, slot.length)
-            tokens.append(slot.last_token)
-            rows.append(BeamRow(candidates(request, known), None) if request.is_beam else None)
-        return tokens, rows
+
+def _seed(row: SamplingTable) -> int:
+    high, low = row.seed.tolist()
+    return high << 32 | low

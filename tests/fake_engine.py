@@ -1,38 +1,73 @@
-"""An engine around a device made of numpy arrays: driven as `Engine` drives the real one, it notices any wrong cell
-or row."""
+"""The real engine on an executor made of numpy arrays: it notices any wrong cell or row."""
 
 import zlib
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from jaxllm.engine.beam.group import BeamSearchGroup
 from jaxllm.engine.beam.search import LENGTH, BeamSearch
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device.commands import Command
+from jaxllm.engine.device.encoder import Buckets, Encoder
+from jaxllm.engine.device.packing import SampleLayout
+from jaxllm.engine.device.runner import Forward, Handle, Result, Runner
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.prepare import Intake
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.cache_groups import EVERYTHING
-from jaxllm.engine.schedule.scheduler import Plan, Scheduler
-from jaxllm.engine.schedule.sequence import End, Samples, Sequence, Status
+from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.sequence import End, Sequence, SequenceGroup, Status
+from jaxllm.grammar.compiler import GrammarCompiler
 from jaxllm.sampling_params import SamplingParams
-from tests.fake_device import EOS, PROMPT_TOKENS, Device, candidates, sampled
+from tests.fake_device import EOS, PROMPT_TOKENS, ShadowExecutor, candidates, sampled
 
-__all__ = ["EOS", "PROMPT_TOKENS", "FakeEngine", "expected", "expected_beams", "rows", "truth"]
+__all__ = ["EOS", "PROMPT_TOKENS", "Ends", "FakeEngine", "expected", "expected_beams", "rows", "truth"]
+
+GIB = 2**30
+SIZE_OF_VOCAB = 512  # more than are drawn: tests commit others
+
+
+def min_len(sequence: Sequence) -> int:
+    """Tokens before which it can't end."""
+    return len(sequence.prompt_token_ids) + sequence.params.min_tokens
 
 
 def truth(request: Sequence, num_tokens: int) -> list[int]:
     """The first `num_tokens` tokens of a request that nothing ends."""
     prompt = request.prompt_token_ids
-    return prompt[:num_tokens] + [sampled(request, i) for i in range(len(prompt), num_tokens)]
+    drawn = [sampled(request.seed, request.sample_index, i, min_len(request)) for i in range(len(prompt), num_tokens)]
+    return prompt[:num_tokens] + drawn
 
 
 class Ends:
-    """A matcher of texts that end with the sum of their tokens at `least` or more."""
+    """A matcher of texts that end with the sum of their tokens at `least` or more. It allows each token."""
 
     error = None
 
     def __init__(self, least: int):
         self.least = least
 
+    def follow(self, token_ids: list[int]) -> None:
+        """Its state is the tokens that it is asked about."""
+
+    def after(self, token: int) -> "Ends":
+        return self
+
     def ends_after(self, token_ids: list[int]) -> bool:
         return sum(token_ids) >= self.least
+
+
+class NoMasks(GrammarCompiler):
+    """Leaves all masks as they are: they allow everything."""
+
+    def fill(self, rows: Any, masks: Any) -> None:
+        """Of `Ends`."""
+
+
+class Injected(RuntimeError):
+    """What a step is made to fail with."""
 
 
 def expected(request: Sequence) -> tuple[list[int], str]:
@@ -73,7 +108,7 @@ def expected_beams(group: BeamSearchGroup) -> list[tuple[list[int], str]]:
         return [*beams[continuation.beam], continuation.token]
 
     while not search.done:
-        rows = [candidates(first, first.prompt_token_ids + beam) for beam in beams]
+        rows = [candidates(first.seed, first.prompt_token_ids + beam, min_len(first)) for beam in beams]
         beams = [[*beams[c.beam], c.token] for c in search.advance(rows, ends, keep)]
     return [(f.payload, "length" if f.reason == LENGTH else "stop") for f in search.finished[: params.n]]
 
@@ -82,8 +117,59 @@ def rows(plan: Plan | None) -> list[Sequence]:
     return [] if plan is None else plan.rows
 
 
-class FakeEngine:
-    """`Engine.step` with a `Device`, and assertions about every plan."""
+class DraftEncoder(Encoder):
+    """Encodes samples of drafts as well, which have several for a slot: the `ShadowExecutor` verifies them."""
+
+    def __init__(self, config: EngineConfig, *arguments: Any):
+        super().__init__(config, *arguments)
+        self.all = Buckets(self.all.tokens, self.all.tokens)
+        self._samples = {n: SampleLayout(n, config.max_num_seqs) for n in self.all.samples}
+
+    def encode_sample(self, plan: Plan, buckets: Buckets, masks: Any = None) -> list[Command]:
+        drafts, plan.drafts = plan.drafts, {}
+        try:
+            return super().encode_sample(plan, buckets, masks)
+        finally:
+            plan.drafts = drafts
+
+
+class LimitedRunner(Runner):
+    """A runner whose steps may have to be small, as while executables compile. `on_forward` looks at what a step's
+    forward pass has left."""
+
+    limit = 0
+    on_forward: Callable[[Plan], None]
+
+    def __init__(self, executor: ShadowExecutor, config: EngineConfig):
+        super().__init__(executor, config, SIZE_OF_VOCAB)
+        self._encoder = DraftEncoder(config, SIZE_OF_VOCAB, self.compile_plan.ready)
+
+    def max_tokens(self, full_sampler: bool) -> int:
+        return min(self.limit, super().max_tokens(full_sampler))
+
+    def dispatch_forward(self, plan: Plan) -> Forward:
+        forward = super().dispatch_forward(plan)
+        self.on_forward(plan)
+        return forward
+
+
+class NotingIntake(Intake):
+    """Keeps the group that it made last; its sequences have `fields` that no request can ask for."""
+
+    made: SequenceGroup
+    fields: dict[str, Any] = {}
+
+    def sequences(self, *arguments: Any) -> SequenceGroup:
+        self.made = super().sequences(*arguments)
+        for sequence in self.made.sequences:
+            for name, value in self.fields.items():
+                setattr(sequence, name, value)
+            sequence.host_dependent |= sequence.propose is not None
+        return self.made
+
+
+class FakeEngine(Engine):
+    """An engine with a `ShadowExecutor`, and assertions about every plan and what the executor makes of it."""
 
     def __init__(
         self,
@@ -96,41 +182,50 @@ class FakeEngine:
         swap_blocks=0,
         groups=EVERYTHING,
     ):
-        self.pool = BlockPool(num_blocks, block_size, groups)
-        self.scheduler = Scheduler(
-            self.pool,
+        config = EngineConfig(
+            max_model_len=2,
             max_num_seqs=max_num_seqs,
-            prefix_caching=prefix_caching,
-            max_host_pages=swap_blocks,
-            prefers_swap=lambda num_pages, num_tokens: True,
+            max_num_batched_tokens=64,  # and less, by the runner's limit
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=prefix_caching,
+            preemption="swap",
+            swap_space=float(swap_blocks),
+            groups=groups,
         )
-        self.device = Device(num_blocks, block_size, groups)
-        self.num_blocks = num_blocks
-        self.updated: list[Sequence] = []  # by the last commit
-        self.max_tokens = max_tokens
-        sizes = dict(block_size=block_size, num_blocks=num_blocks, groups=groups)
-        config = EngineConfig(max_model_len=2, max_num_seqs=1, max_num_batched_tokens=1, **sizes)
         self.capacity = min(config.longest_len(), 60)
-        self.in_flight: tuple | None = None  # plan, tokens, log-probabilities, candidates
-        self.requests: list[Sequence] = []
+        config = replace(config, max_model_len=self.capacity)
+        self.executor = ShadowExecutor(config, page_bytes=GIB)
+        self.executor.on_admit = self._check_admitted
+        runner = LimitedRunner(self.executor, config)
+        runner.on_forward = self._check_forward
+        super().__init__(runner, vocab=SIZE_OF_VOCAB, eos_ids=[EOS])
+        self.intake = NotingIntake(config, vocab=SIZE_OF_VOCAB, eos_ids=[EOS], tokenizer=None)
+        self.intake.grammars = NoMasks(None, SIZE_OF_VOCAB, [EOS])
+        self.max_tokens = max_tokens
+        self.planned: Plan | None = None
+        self._fresh: list[Sequence] = []  # have nothing but what they find in the prefix cache
+        self.sequences: list[Sequence] = []
+        self.updated: list[Sequence] = []  # by the last commit
         self.expected: dict[Sequence, tuple[list[int], str]] = {}
         self.expected_beams: dict[BeamSearchGroup, list[tuple[list[int], str]]] = {}
         self.poison: set[Sequence] = set()  # a step with one of them fails
         self.failures: Counter[Sequence] = Counter()
 
-    def _request(self, prompt, max_new, *, seed=0, eos=False, stop_ids=(), params=None, **fields) -> Sequence:
-        request = Sequence(
-            prompt_token_ids=list(prompt),
-            params=params or SamplingParams(max_tokens=None),
-            seed=seed,
-            arrival=len(self.requests),
-            max_total_len=min(len(prompt) + max_new, self.capacity),
-            stop_ids=frozenset([EOS] if eos else stop_ids),
-            eos_ids=frozenset([EOS]),
-            **fields,
-        )
-        self.requests.append(request)
-        return request
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.pool
+
+    @property
+    def in_flight(self) -> Handle | None:
+        return self._in_flight
+
+    def _submit(self, prompt, params: SamplingParams, priority: int, fields: dict[str, Any]) -> SequenceGroup:
+        self.intake.fields = fields
+        super().add(prompt, params, request_id=f"r{len(self.sequences)}", priority=priority)
+        self.sequences += self.intake.made.sequences
+        self.scheduler.check()
+        return self.intake.made
 
     def add(
         self,
@@ -138,102 +233,86 @@ class FakeEngine:
         max_new=4,
         *,
         n=1,
+        seed=0,
+        eos=False,
+        stop_ids=(),
+        min_tokens=0,
+        logprobs=None,
+        cache_salt=None,
         drafts=False,
         host_dependent=False,
-        min_tokens=0,
-        cache_salt=None,
-        logprobs=None,
+        priority=0,
         **fields,
     ) -> Sequence:
-        """Adds `n` samples; returns the first."""
-        params = SamplingParams(min_tokens=min_tokens, max_tokens=None, cache_salt=cache_salt, logprobs=logprobs)
+        """Adds `n` samples; returns the first. `fields` are of `Sequence`."""
+        params = SamplingParams(
+            n=n,
+            seed=seed,
+            max_tokens=max_new,
+            min_tokens=min(min_tokens, max_new),
+            logprobs=logprobs,
+            cache_salt=cache_salt,
+        )
         if drafts or host_dependent:
-            fields["propose"] = propose if drafts else lambda request, num_tokens: []
-        members = [self._request(prompt, max_new, params=params, sample_index=i, **fields) for i in range(n)]
-        group = Samples(members)
-        for request in members:
-            self.expected[request] = expected(request)
-        self.scheduler.add(group)
-        self.scheduler.check()
-        return members[0]
+            fields["propose"] = propose if drafts else lambda sequence, num_tokens: []
+        group = self._submit(prompt, params, priority, _fields(eos, stop_ids) | fields)
+        for sequence in group.sequences:
+            self.expected[sequence] = expected(sequence)
+        return group.sequences[0]
 
-    def add_beams(self, prompt, max_new=4, *, width=2, min_tokens=0, search=(), **fields) -> BeamSearchGroup | None:
-        """None if they could need more than there is: the real engine refuses them likewise."""
-        most_len, block_size = min(len(prompt) + max_new, self.capacity), self.pool.block_size
-        shared = len(prompt) // block_size
-        num_blocks = shared + width * (-(-(most_len - 1) // block_size) - shared)
-        if width > self.scheduler.running_set.max_num_seqs or num_blocks > self.num_blocks:
+    def add_beams(
+        self, prompt, max_new=4, *, width=2, seed=0, eos=False, min_tokens=0, priority=0, search=()
+    ) -> BeamSearchGroup | None:
+        """None if they could need more than there is, which the engine refuses."""
+        params = SamplingParams(
+            beam_width=width,
+            n=width,
+            seed=seed,
+            max_tokens=max_new,
+            min_tokens=min(min_tokens, max_new),
+            **dict(search),
+        )
+        try:
+            group = self._submit(prompt, params, priority, _fields(eos, ()))
+        except ValueError:
             return None
-        params = SamplingParams(beam_width=width, n=width, min_tokens=min_tokens, max_tokens=None, **dict(search))
-        members = [self._request(prompt, max_new, params=params, **fields) for _ in range(width)]
-        group = BeamSearchGroup(members)
         self.expected_beams[group] = expected_beams(group)
-        self.scheduler.add(group)
-        self.scheduler.check()
         return group
 
-    def abort(self, request: Sequence) -> None:
-        self.scheduler.finish(request, End("abort"))
+    def abort(self, sequence: Sequence) -> None:
+        """Ends one sample, or a beam search."""
+        self.scheduler.finish(sequence, End("abort"))
+        self.requests.updates([sequence.group.head(sequence)])
         self.scheduler.check()
 
     def unfinished(self) -> list[Sequence]:
         """Beams end with the first of their group."""
-        heads = [(r.group.head(r), r) for r in self.requests]
-        return [request for head, request in heads if head.finish_reason is None]
+        heads = [(r.group.head(r), r) for r in self.sequences]
+        return [sequence for head, sequence in heads if head.finish_reason is None]
 
     def update_params(self) -> None:
-        self.device.version += 1
-        self.pool.forget_keys()
+        super().update_params({})
 
     def sampling_in_flight(self) -> list[Sequence]:
-        """Requests whose next token the device has computed and the host does not know."""
+        """Sequences whose next token the device has computed and the host does not know."""
         if self.in_flight is None:
             return []
-        plan = self.in_flight[0]
+        plan = self.in_flight.plan
         pairs = zip(plan.samples, plan.epochs, strict=True)
-        return [request for request, epoch in pairs if request.epoch == epoch]
+        return [sequence for sequence, epoch in pairs if sequence.epoch == epoch]
 
     def step(self, *, fail: str | None = None, max_tokens: int | None = None) -> Plan | None:
         """Dispatches a step, then commits the one before. `fail`, "dispatch" or "collect", says which raises."""
-        scheduler, max_tokens = self.scheduler, max_tokens or self.max_tokens
-        epochs = {request: request.epoch for request in self.sampling_in_flight()}
-        queued = scheduler.waiting.queued()
-        waiting = [group.waiting[0] for group in queued]
-        stems = scheduler.running_set.stems
-        fresh = [group.waiting[0] for group in queued if group.host_copy is None and group not in stems]
-        plan = scheduler.schedule(max_tokens)
-        assert all(request.epoch == epoch for request, epoch in epochs.items()), "evicted before it was drained"
-        done, self.in_flight = self.in_flight, None
-        assert plan or done or not scheduler.has_work(), "stuck: nothing planned, nothing to wait for"
-        failed = None
-        if plan is not None:
-            self._check_plan(plan, max_tokens, epochs, waiting)
-            if fail == "dispatch":
-                failed = plan
-            else:
-                tokens, beams = self.device.run(plan, fresh)
-                self.in_flight = plan, tokens, self._logprobs(plan), beams
-        if done is not None:
-            if fail == "collect" or not self.poison.isdisjoint(done[0].rows):
-                failed = done[0]
-            else:
-                self.updated = scheduler.commit(*done)
-        if failed is not None:
-            self._recover(failed)
+        self.planned, self.runner.limit = None, max_tokens or self.max_tokens
+        done = self.in_flight
+        if done is not None and (fail == "collect" or not self.poison.isdisjoint(done.plan.rows)):
+            for result in (done.tokens, *done.done):
+                if result is not None:
+                    result.error = Injected("collect")
+        self._fails_dispatch = fail == "dispatch"
+        super().step()
         self.check()
-        return plan
-
-    def _logprobs(self, plan: Plan) -> list[str | None] | None:
-        """What is to be kept of each sample's token: of which request it is, and where."""
-        if not plan.full_sampler:
-            return None
-        places = Counter({request: request.num_tokens + request.num_in_flight for request in plan.samples})
-        places.subtract(plan.samples)
-        kept = []
-        for request in plan.samples:
-            kept.append(f"{request.arrival}:{places[request]}" if request.params.tracks_logprobs else None)
-            places[request] += 1
-        return kept
+        return self.planned
 
     def run(self) -> None:
         """Steps until all is done. A request alone needs two steps a token at most; preemption costs some more."""
@@ -242,20 +321,88 @@ class FakeEngine:
             if self.in_flight is None and not self.scheduler.has_work():
                 break
             self.step()
-        assert not self.scheduler.has_work(), "no end in sight"
-        assert not self.device.host or self.scheduler.preemption._released_copies, "host memory is kept for nobody"
+        assert not self.has_work(), "no end in sight"
+        assert not self.executor.host or self.scheduler.preemption._released_copies, "host memory is kept for nobody"
         assert self.pool.num_used == 0 and not self.unfinished()
 
-    def _recover(self, failed: Plan) -> None:
-        blamed = {r.group.head(r) for r in failed.rows}
-        self.failures.update(request for request in blamed if request.status is not Status.FINISHED)
-        quarantined = self.scheduler.restart(self.unfinished(), failed.rows)
-        assert all(self.failures[request] >= 2 for request in quarantined)
-        assert all(request.finish_reason == "error" and request.error for request in quarantined)
-        self.in_flight = None
-        accepts = self.device.accepts
-        self.device = Device(self.num_blocks, self.pool.block_size, self.pool.groups, self.device.version)
-        self.device.accepts = accepts
+    def _schedule(self) -> Plan | None:
+        scheduler = self.scheduler
+        epochs = {sequence: sequence.epoch for sequence in self.sampling_in_flight()}
+        queued = scheduler.waiting.queued()
+        waiting = [group.waiting[0] for group in queued]
+        stems = scheduler.running_set.stems
+        self._fresh = [group.waiting[0] for group in queued if group.host_copy is None and group not in stems]
+        plan = self.planned = super()._schedule()
+        assert all(sequence.epoch == epoch for sequence, epoch in epochs.items()), "evicted before it was drained"
+        assert plan or self.in_flight or not scheduler.has_work(), "stuck: nothing planned, nothing to wait for"
+        if plan is not None:
+            self._check_plan(plan, self.runner.limit, epochs, waiting)
+        return plan
+
+    def _check_admitted(self, slots: list[int]) -> None:
+        forked = {sequence for _, sequence in self.planned.forks}
+        admitted = {sequence.slot: sequence for sequence, _ in self.planned.admitted}
+        for slot in slots:
+            sequence = admitted[slot]
+            known = sequence.prompt_token_ids + sequence.output_token_ids
+            self.executor.tokens[slot] = self._output_of(sequence)[: self.executor.lengths[slot]]
+            assert sequence in forked or self.executor.holds(slot, known), (
+                "what it starts with is there before the step"
+            )
+            if sequence in self._fresh:
+                length = int(self.executor.lengths[slot])
+                for number, (group, _, _) in enumerate(self.executor.shapes):
+                    start = 0 if group.window is None else max(0, length - group.window + 1)
+                    versions = self.executor.read(slot, number, start)[..., 1]
+                    assert (versions == self.executor.version).all(), "a prefix hit is of these parameters"
+
+    def _check_forward(self, plan: Plan) -> None:
+        drafts = {chunk.sequence: [*chunk.drafts] for chunk in plan.chunks if chunk.drafts}
+        starts = {sequence: sequence.num_computed - 1 for sequence in plan.decodes}
+        starts |= {chunk.sequence: chunk.start for chunk in plan.chunks}
+        for sequence in dict.fromkeys([*plan.rows, *plan.samples]):
+            slot, known = sequence.slot, self._output_of(sequence)
+            if sequence in drafts:
+                known = sequence.token_ids(0, sequence.num_tokens) + drafts[sequence]
+            for number, of_group in enumerate(sequence.table.groups):
+                for index, pages in enumerate(sequence.table.pages_of(of_group), start=of_group.start):
+                    assert self.executor.pages(slot, number, index) == list(pages)
+            assert self.executor.lengths[slot] == sequence.num_computed
+            assert self.executor.holds(slot, known, starts.get(sequence))
+        if self._fails_dispatch:
+            raise Injected("dispatch")
+
+    def _commit(self, plan: Plan, result: Result) -> list[Sequence]:
+        self.updated = super()._commit(plan, result)
+        return self.updated
+
+    def answer(self, tokens: list[int]) -> list[Sequence]:
+        """Ends the step in flight with these tokens instead of those that were drawn."""
+        handle, self._in_flight = self._in_flight, None
+        updated = self._commit(handle.plan, self.runner.collect(handle)._replace(tokens=tokens))
+        self.scheduler.check()
+        return updated
+
+    def _output_of(self, sequence: Sequence) -> list[int]:
+        """All its tokens, with those that the host does not know yet."""
+        return sequence.prompt_token_ids + self._output(sequence)
+
+    def _output(self, sequence: Sequence) -> list[int]:
+        """All tokens that it can have by now, those that the host does not know yet included. (A draft is no such.)"""
+        if sequence.is_beam:
+            return sequence.output_token_ids
+        return truth(sequence, sequence.num_tokens + sequence.num_in_flight)[len(sequence.prompt_token_ids) :]
+
+    def _recover(self, plan: Plan, error: Exception) -> list[Sequence]:
+        if not isinstance(error, Injected):
+            raise error
+        blamed = {sequence.group.head(sequence) for sequence in plan.rows}
+        self.failures.update(sequence for sequence in blamed if sequence.status is not Status.FINISHED)
+        ended = super()._recover(plan, error)
+        quarantined = [sequence for sequence in ended if "times with this sequence" in sequence.error]
+        assert all(self.failures[sequence] >= 2 for sequence in quarantined)
+        assert all(sequence.finish_reason == "error" for sequence in ended)
+        return ended
 
     def _check_plan(self, plan: Plan, max_tokens: int, in_flight: dict[Sequence, int], waiting: list[Sequence]) -> None:
         scheduler, block_size = self.scheduler, self.pool.block_size
@@ -305,10 +452,17 @@ class FakeEngine:
         for request, (tokens, reason) in self.expected.items():
             output = request.output_token_ids
             if request.params.tracks_logprobs:
-                first = len(request.prompt_token_ids)
-                assert request.logprobs == [f"{request.arrival}:{first + i}" for i in range(len(output))]
+                positions = range(len(request.prompt_token_ids), request.num_tokens)
+                assert [one.rank for one in request.logprobs] == list(positions)
+                assert all(one.logprobs[0] == request.seed for one in request.logprobs)
             assert output == tokens[: len(output)]
             if request.finish_reason in ("stop", "length"):
                 assert (output, request.finish_reason) == (tokens, reason)
             else:
                 assert len(output) < len(tokens)
+
+
+def _fields(eos: bool, stop_ids: Any) -> dict[str, Any]:
+    """Of a sequence: what ends it, and that each of its tokens is an update."""
+    stop_ids = frozenset([EOS] if eos else stop_ids)
+    return {"stop_ids": stop_ids, "eos_ids": frozenset([EOS]), "reports_tokens": True}

@@ -1,26 +1,31 @@
 """How well KV memory is used: the share that holds no token, and the blocks saved because sequences share them.
 
-The measurements of the PagedAttention paper (arXiv 2309.06180, figures 2 and 15) with this engine's own scheduler and
-block pool. Lengths decide all but what beams share: so the engine runs on a device that makes up its tokens, and beams
-on the embedded model. Each measure is a ratio of sums over a run's steps (see `PagedUsage`).
+The measurements of the PagedAttention paper (arXiv 2309.06180, figures 2 and 15) with this engine. Lengths decide all
+but what beams share: so the engine runs on an executor that makes up its tokens, and beams on the embedded model. Each
+measure is a ratio of sums over a run's steps (see `PagedUsage`).
 """
 
 import datetime
 import platform
 import random
 from collections import abc, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
+from benchmarks.fake_executor import fake_engine
 from benchmarks.paper import contiguous, trace
 from benchmarks.paper.trace import Trace, TraceRequest
 from jaxllm.bench import report as about
-from jaxllm.engine.schedule.block_pool import BlockPool
+from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device.packing import SampleInput
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.scheduler import Scheduler
-from jaxllm.engine.schedule.sequence import Samples, Sequence
 from jaxllm.sampling_params import SamplingParams
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens
@@ -29,6 +34,7 @@ WIDTHS = (2, 4, 6)  # samples, or beams
 POOL_SLOTS = 60_160  # tokens; the paper's OPT-175B has 60.1K
 MAX_NUM_SEQS = 256
 MAX_NUM_BATCHED_TOKENS = 2048
+VOCAB = 2**30  # so many tokens that no two prompts meet
 LOAD = 0.7  # of the pool or of the seats, by sequences that share nothing: little has to be preempted
 # Published in the paper, in percent: memory without a token (figure 2), savings of 2 and of 6 sequences (section 6.3).
 PAPER_WASTED = {"max": 79.6, "pow2": 73.2, "oracle": 61.8, "blocks": 3.7}
@@ -62,6 +68,23 @@ class PagedUsage:
         self.wasted_slots += scheduler.running_set.num_wasted_slots
         self.alone_blocks += sum(pool.refs)
 
+    @contextmanager
+    def looking(self, scheduler: Scheduler, when: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Looks at each step when it has been planned, if it is to be looked at."""
+        schedule = scheduler.schedule
+
+        def schedule_and_look(max_tokens: int) -> Plan | None:
+            plan = schedule(max_tokens)
+            if when():
+                self.look(scheduler)
+            return plan
+
+        scheduler.schedule = schedule_and_look
+        try:
+            yield
+        finally:
+            del scheduler.schedule
+
     @property
     def wasted(self) -> float:
         """The share of the held memory that holds no token."""
@@ -90,51 +113,51 @@ def simulate(
     max_num_seqs: int = MAX_NUM_SEQS,
     every: int | None = None,
 ) -> SimulatedRun:
-    """Runs requests for `n` samples, each of its `output_len` tokens, through the scheduler as `Engine.step` does.
+    """Runs requests for `n` samples, each of its `output_len` tokens, through the engine.
 
     Prompts and samples are random, so that the prefix cache finds only what a preempted sequence, or an earlier sample
     of the same prompt, has left there. One step in `every` is looked at; None: in all if blocks are large, in fewer
     the more there are to count.
     """
     every = every or 32 // block_size | 1  # odd, so that it meets blocks of any size at each stage
-    scheduler = Scheduler(BlockPool(num_blocks, block_size), max_num_seqs=max_num_seqs)
     rng = random.Random("tokens")
+    engine = _open_engine(num_blocks, block_size, max_num_seqs, rng)
     waiting = deque(zip(arrivals, items, strict=True))
-    usage, in_flight, step, num_sequences = PagedUsage(), None, 0, 0
-    while waiting or in_flight or scheduler.has_work():
-        while waiting and waiting[0][0] <= step:
-            scheduler.add(_group(waiting.popleft()[1], n, num_sequences, rng))
-            num_sequences += n
-        plan = scheduler.schedule(MAX_NUM_BATCHED_TOKENS)
-        if step % every == 0 or not usage.held_blocks:
-            usage.look(scheduler)
-        done, in_flight = in_flight, plan
-        if done is not None:
-            scheduler.commit(done, [_token(rng) for _ in done.samples])
-        step += 1
-    return SimulatedRun(usage, step, scheduler.preemption.num_recomputed)
+    usage, step, num_requests = PagedUsage(), 0, 0
+    with usage.looking(engine.scheduler, lambda: step % every == 0 or not usage.held_blocks):
+        while waiting or engine.has_work():
+            while waiting and waiting[0][0] <= step:
+                _add(engine, waiting.popleft()[1], n, num_requests, rng)
+                num_requests += 1
+            engine.step()
+            step += 1
+    engine.close()
+    return SimulatedRun(usage, step, engine.scheduler.preemption.num_recomputed)
 
 
-def _group(item: TraceRequest, n: int, arrival: int, rng: random.Random) -> Samples:
-    params = SamplingParams(n=n, max_tokens=item.output_len, ignore_eos=True, detokenize=False)
-    prompt = [_token(rng) for _ in range(item.prompt_len)]
-    return Samples(
-        [
-            Sequence(
-                prompt_token_ids=prompt,
-                params=params,
-                arrival=arrival + i,
-                seed=0,
-                sample_index=i,
-                max_total_len=item.prompt_len + item.output_len,
-            )
-            for i in range(n)
-        ]
+def _open_engine(num_blocks: int, block_size: int, max_num_seqs: int, rng: random.Random) -> Engine:
+    config = EngineConfig(
+        max_model_len=num_blocks * block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, max_num_seqs),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        preemption="recompute",
     )
+
+    def draw(given: SampleInput) -> np.ndarray:
+        return np.array([_token(rng) for _ in given.slots], np.int32)
+
+    return fake_engine(config, VOCAB, draw)
+
+
+def _add(engine: Engine, item: TraceRequest, n: int, index: int, rng: random.Random) -> None:
+    params = SamplingParams(n=n, max_tokens=item.output_len, ignore_eos=True, detokenize=False)
+    engine.add([_token(rng) for _ in range(item.prompt_len)], params, request_id=f"memory-{index}")
 
 
 def _token(rng: random.Random) -> int:
-    return rng.getrandbits(31)
+    return rng.randrange(VOCAB)
 
 
 def run(*, requests: int, beam_requests: int, seed: int, max_len: int) -> dict[str, Any]:

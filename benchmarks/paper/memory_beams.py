@@ -5,8 +5,7 @@ Its prompts are what it was trained on: pieces of the standard library's source.
 
 import random
 import sysconfig
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,30 +67,13 @@ def search(llm: Any, prompts: Sequence[list[int]], output_lens: Sequence[int], w
     for i, (prompt, length) in enumerate(zip(prompts, output_lens, strict=True)):
         params = SamplingParams(beam_width=width, max_tokens=length, ignore_eos=True, detokenize=False)
         engine.add(prompt, params, request_id=f"beams-{width}-{i}")
-    with _looking(engine.scheduler, usage):
+    with usage.looking(engine.scheduler):
         while engine.has_work():
             for output in engine.step():
                 if output.error is not None:
                     raise JaxLLMError(f"a beam search failed: {output.error}")
             steps += 1
     return SimulatedRun(usage, steps, llm.stats().num_preemptions - before)
-
-
-@contextmanager
-def _looking(scheduler: Any, usage: PagedUsage) -> Iterator[None]:
-    """Looks at each step when it has been planned."""
-    schedule = scheduler.schedule
-
-    def schedule_and_look(max_tokens: int) -> Any:
-        plan = schedule(max_tokens)
-        usage.look(scheduler)
-        return plan
-
-    scheduler.schedule = schedule_and_look
-    try:
-        yield
-    finally:
-        del scheduler.schedule
 
 
 def source_prompts(tokenizer: Any, lengths: Sequence[int], seed: int, folder: Path | None = None) -> list[list[int]]:

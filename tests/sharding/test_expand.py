@@ -139,7 +139,7 @@ def test_the_pool_and_its_bounds_count_what_the_mesh_holds():
         expand_model(model, mesh)
         shape = model_shape(tiny.cfg, *nnx.split(model), mesh)
         assert (shape.vocab, shape.logits_width) == (97, padded(97, mesh))
-        blocks[name] = memory.block_bytes(shape, 4, mesh) - 4 * 4  # of KV, on each device
+        blocks[name] = memory.block_bytes(shape, sizes, mesh) - 4 * 4  # of KV, on each device
         state[name] = host_bytes(Lowering(shape, sizes, mesh).state().pools) - 4 * 4  # swapped, of all devices
     assert blocks["tensor=1"] == 2 * blocks["tensor=2"] == 2 * blocks["tensor=8"]
     assert state["tensor=8"] == 4 * state["tensor=2"] == 4 * state["tensor=1"]

@@ -66,11 +66,12 @@ class RowLayout:
         return row
 
     def unpack(self, packed: Int[Array | np.ndarray, "rows size"]) -> Any:
-        """The table's fields of packed rows, `[rows, ...]` each."""
+        """The table's fields of packed rows, a numpy array (as views) or a traced one: `[rows, ...]` each."""
         fields, at = [], 0
         for dtype, _, shape, _ in self._columns:
             cells = packed[:, at : at + prod(shape)].reshape(-1, *shape)
-            fields.append(jax.lax.bitcast_convert_type(cells, dtype))
+            is_on_host = isinstance(cells, np.ndarray)
+            fields.append(cells.view(dtype) if is_on_host else jax.lax.bitcast_convert_type(cells, dtype))
             at += prod(shape)
         return self.table(*fields)
 

@@ -13,7 +13,7 @@ from jaxllm.engine.config import MEM_FRACTION_VARIABLES, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.memory import DeviceMemory
 from jaxllm.errors import OutOfMemoryError
-from jaxllm.models import llama, transformer
+from jaxllm.models import gemma3, llama, transformer
 from jaxllm.models.layers import LayerSpec, Rope
 from jaxllm.sharding.mesh import make_mesh
 from tests.tiny import greedy, ids, make_llm
@@ -46,7 +46,7 @@ def shape_of(mesh):
 
 def test_an_8b_model_on_one_and_on_four_devices():
     one, four = make_mesh(None), make_mesh("tensor=4")
-    assert memory.block_bytes(shape_of(one), 32, one) == 32 * (
+    assert memory.block_bytes(shape_of(one), CONFIG, one) == 32 * (
         131072 + 4
     )  # bytes a token: 2 x 32 layers x 8 x 128 x 2, and its id
     assert memory.leaf_bytes(shape_of(one).leaves) == pytest.approx(16.06e9, rel=0.001)
@@ -179,7 +179,7 @@ def test_rounding_leaves_a_sequence_that_fits_and_stays_within_memory(tiny):
     mesh = make_mesh(None)
     shape = model_shape(tiny.cfg, *nnx.split(tiny.model), mesh)
     config = replace(CONFIG, max_model_len=1000, max_num_seqs=4, block_size=10)  # 100 blocks a sequence
-    block = memory.block_bytes(shape, 10, mesh)
+    block = memory.block_bytes(shape, config, mesh)
     found = {fit: memory.num_blocks(shape, config, fit * block + block // 2, mesh) for fit in (50, 99, 101, 399, 400)}
     assert found == {50: 50, 99: 96, 101: 100, 399: 384, 400: 400}
 
@@ -190,3 +190,54 @@ def test_a_context_that_fits_is_served_whole(tiny):
         assert llm.engine.config.max_model_len == 96
     with LLM(tiny.model, max_model_len=67, **sizes) as llm:
         assert llm.engine.config.num_blocks == 67
+
+
+def gemma3_4b() -> gemma3.Config:
+    """Of the published config.json: five layers with a window, then one without, of 34."""
+    hf = dict(
+        vocab_size=262208,
+        hidden_size=2560,
+        num_hidden_layers=34,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        intermediate_size=10240,
+        max_position_embeddings=131072,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        query_pre_attn_scalar=256,
+        rms_norm_eps=1e-6,
+        hidden_activation="gelu_pytorch_tanh",
+        sliding_window=1024,
+        sliding_window_pattern=6,
+        dtype=jnp.bfloat16,
+    )
+    dtype = hf.pop("dtype")
+    return gemma3.Config.from_hf(hf, dtype=dtype)
+
+
+def sequences_that_fit(config, num_pages, num_tokens) -> int:
+    """How many sequences of so many tokens a pool of pages holds at once, beside a step's chunk of one of them."""
+    num_blocks = -(-num_tokens // config.block_size)
+    held = config.count_pages(num_blocks)
+    chunk = config.count_pages(num_blocks, config.max_num_batched_tokens) - held
+    return (num_pages - chunk) // held
+
+
+def test_windows_leave_room_for_four_times_as_many_long_sequences():
+    """Gemma 3 4B's pool, in bytes that are the same for both, and never fewer sequences of any length."""
+    mesh, cfg = make_mesh(None), gemma3_4b()
+    shape = model_shape(cfg, *nnx.split(transformer.abstract(gemma3.Model, cfg)), mesh)
+    everything = replace(
+        shape, caches=tuple(tuple(replace(spec, window=None) for spec in of_layer) for of_layer in shape.caches)
+    )
+    wanted, before = (replace(CONFIG, groups=each.cache_layout(CONFIG, mesh).groups) for each in (shape, everything))
+    assert [tuple(group) for group in wanted.groups] == [(None, 5, False), (1024, 29, False)]
+    found = {}
+    for num_tokens in (512, 2048, 8192, 32768, 131072):
+        pages = [(60 << 30) // each.cache_layout(CONFIG, mesh).page_bytes(mesh) for each in (everything, shape)]
+        pairs = zip((before, wanted), pages, strict=True)
+        found[num_tokens] = [sequences_that_fit(config, num_pages, num_tokens) for config, num_pages in pairs]
+    assert all(after >= former for former, after in found.values()), found
+    assert found[32768][1] >= 4 * found[32768][0], found

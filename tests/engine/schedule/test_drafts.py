@@ -26,13 +26,9 @@ def drafting(engine, prompt=(1, 2, 1), max_new=12, *, num_drafts=2, **fields) ->
 
 def answer(engine, tokens: list[int]) -> list[Sequence]:
     """The device gives these tokens for the step in flight, whatever it has drawn. Returns those that are updated."""
-    plan, _, *others = engine.in_flight
-    assert len(plan.samples) == len(tokens)
-    engine.in_flight = None
+    assert len(engine.in_flight.plan.samples) == len(tokens)
     engine.expected.clear()
-    updated = engine.scheduler.commit(plan, tokens, *others)
-    engine.scheduler.check()
-    return updated
+    return engine.answer(tokens)
 
 
 def test_a_row_of_drafts_has_a_sample_for_each_of_its_tokens():
@@ -55,16 +51,14 @@ def test_lengths_advance_by_what_was_accepted(num_accepted):
     """On the host and on the device; and blocks that only drafts had are given back."""
     engine = FakeEngine(block_size=1)
     request = drafting(engine)
-    engine.device.accepts = [num_accepted]
+    engine.executor.accepts = [num_accepted]
     engine.step()
     assert request.num_computed == len(request.table.ids) == 6
     engine.step()
     assert len(request.output_token_ids) == 1 + num_accepted
-    assert (
-        request.num_computed == len(request.table.ids) == 3 + num_accepted == engine.device.slots[request.slot].length
-    )
+    assert request.num_computed == len(request.table.ids) == 3 + num_accepted == engine.executor.lengths[request.slot]
     assert request.num_in_flight == 0
-    engine.device.accepts = [3]
+    engine.executor.accepts = [3]
     engine.run()
     assert request.finish_reason == "length"
 
@@ -155,7 +149,7 @@ def test_log_probabilities_are_those_of_accepted_tokens():
     engine = FakeEngine()
     request = drafting(engine, logprobs=0)
     for accepts in (2, 0, 1, 3):
-        engine.device.accepts = [accepts]
+        engine.executor.accepts = [accepts]
         engine.step()
         engine.step()  # which compares them
     assert len(request.logprobs) == len(request.output_token_ids) == 7
@@ -181,11 +175,11 @@ def test_drafts_in_flight_are_dropped_with_their_epoch(event):
 def test_a_victim_is_drained_and_comes_back_with_its_drafts(swap_blocks):
     engine = FakeEngine(num_blocks=12, swap_blocks=swap_blocks, prefix_caching=False)
     requests = [engine.add([1, 2, i], 12, drafts=True, seed=i) for i in (1, 2, 1, 2)]
-    engine.device.accepts = [3, 1, 0, 2]
+    engine.executor.accepts = [3, 1, 0, 2]
     engine.run()  # whose device knows what each block holds
     preemption = engine.scheduler.preemption
     assert (preemption.num_swapped > 0) == (swap_blocks > 0)
-    assert preemption.num_swapped + preemption.num_recomputed > 0 and engine.device.num_verified > 6
+    assert preemption.num_swapped + preemption.num_recomputed > 0 and engine.executor.num_verified > 6
     assert all(request.finish_reason == "length" for request in requests)
 
 
@@ -214,7 +208,7 @@ def test_decodes_and_prompts_come_before_drafts():
 @pytest.mark.parametrize("accepts", [[3], [1, 2], [0, 3, 1]])
 def test_generated_blocks_are_hit_if_their_tokens_were_accepted(accepts):
     engine = FakeEngine(num_blocks=32)
-    engine.device.accepts = accepts
+    engine.executor.accepts = accepts
     request = engine.add([1, 2, 1], 8, drafts=True, seed=1)  # of whose drafts some are wrong
     engine.run()
     follower = engine.add(truth(request, 11), 2)
@@ -224,7 +218,7 @@ def test_generated_blocks_are_hit_if_their_tokens_were_accepted(accepts):
 
 def test_beams_samples_and_grammars_beside_drafts():
     engine = FakeEngine(num_blocks=40, max_num_seqs=8, max_tokens=16)
-    engine.device.accepts = [2, 0, 3]
+    engine.executor.accepts = [2, 0, 3]
     group = engine.add_beams([1, 2, 2], 8, width=2)
     requests = [
         engine.add([1, 2], 9, drafts=True),
@@ -234,4 +228,4 @@ def test_beams_samples_and_grammars_beside_drafts():
     ]
     engine.run()
     assert group.sequences[0].finish_reason is not None and all(request.finish_reason for request in requests)
-    assert engine.device.num_verified >= 6
+    assert engine.executor.num_verified >= 6

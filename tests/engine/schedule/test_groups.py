@@ -133,7 +133,7 @@ def test_abort_of_what_is_swapped_out_gives_host_memory_back():
     engine.abort(young)
     assert engine.scheduler.preemption.num_host_pages == 0
     plan = engine.step()
-    assert len(plan.released_copies) == 1 and not engine.device.host
+    assert len(plan.released_copies) == 1 and not engine.executor.host
     engine.run()
     assert old.finish_reason == "length"
 

@@ -211,8 +211,7 @@ def test_logits_that_are_not_finite_end_only_their_request():
     engine = FakeEngine()
     a, b = engine.add([1], 5), engine.add([2], 5)
     engine.step()
-    plan, tokens, *others = engine.in_flight
-    engine.in_flight = plan, [-1, tokens[1]], *others
+    engine.in_flight.tokens.value[0] = -1
     engine.run()
     assert (a.finish_reason, a.output_token_ids) == ("error", []) and "not finite" in a.error
     assert b.finish_reason == "length"

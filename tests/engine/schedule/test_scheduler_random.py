@@ -51,7 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, accepts, **sizes):
         self.engine = FakeEngine(**sizes)
-        self.engine.device.accepts = accepts
+        self.engine.executor.accepts = accepts
 
     def unfinished(self):
         return self.engine.unfinished()
@@ -65,11 +65,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_beams(self, prompt, fields, width, search):
         self.engine.add_beams(prompt[: self.engine.capacity - 1], width=width, search=search, **fields)
 
-    @precondition(lambda self: self.engine.requests)
+    @precondition(lambda self: self.engine.sequences)
     @rule(data=st.data(), more=st.integers(0, 5), fields=requests, kind=kinds)
     def add_related(self, data, more, fields, kind):
         """A prompt that repeats another's, and some of what that one generated or is about to generate."""
-        other = data.draw(st.sampled_from(self.engine.requests[-3:]))
+        other = data.draw(st.sampled_from(self.engine.sequences[-3:]))
         prompt = truth(other, min(len(other.prompt_token_ids) + more, self.engine.capacity - 1))
         self.engine.add(prompt, **fields | kind | {"seed": other.seed})
 
