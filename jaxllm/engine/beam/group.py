@@ -151,7 +151,7 @@ class BeamSearchGroup(SequenceGroup):
         """Takes the candidates of all living beams; returns those whose slots' rows are out of date. Nobody lives on
         if the search is done. Raises TextError before anything has changed."""
         search, step = copy.copy(self.state.search), _Extension(self)
-        continuations = search.advance([beam.candidates.candidates for beam in self.beams], step.end, step.keep)
+        continuations = search.advance([_row(beam).candidates for beam in self.beams], step.end, step.keep)
         self.state = BeamState(search, [step.extend(continuation) for continuation in continuations])
         return [] if search.done else self._place(continuations, pool)
 
@@ -236,7 +236,7 @@ class _Extension:
         return None
 
     def extend(self, continuation: Continuation) -> Hypothesis:
-        hypothesis, row = self._hypotheses[continuation.beam], self._beams[continuation.beam].candidates
+        hypothesis, row = self._hypotheses[continuation.beam], _row(self._beams[continuation.beam])
         logprob = row.packed_logprobs(continuation.logprob, continuation.rank)
         key = continuation.beam, continuation.token
         token_ids, logprobs = hypothesis.token_ids + [continuation.token], hypothesis.logprobs + [logprob]
@@ -244,6 +244,11 @@ class _Extension:
 
     def keep(self, continuation: Continuation, reason: End | str) -> tuple[Hypothesis, End | str]:
         return self.extend(continuation), reason
+
+
+def _row(beam: Sequence) -> BeamRow:
+    assert beam.candidates is not None, "all beams have theirs when the search goes on"
+    return beam.candidates
 
 
 def _extended(text: Detokenizer, token: int) -> Detokenizer:

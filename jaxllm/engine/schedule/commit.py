@@ -18,6 +18,7 @@ class Committer:
 
     def __init__(self, running_set: RunningSet, finish: Callable[[Sequence, End], None]):
         self.running_set, self._finish = running_set, finish
+        self._block_size = running_set.pool.block_size
         self.moved: list[Sequence] = []  # beams whose slot rows are out of date
         self.num_not_finite = 0  # sequences that ended for their logits
 
@@ -37,12 +38,14 @@ class Committer:
         None for others.
         """
         updated: list[Sequence] = []
-        after = 0  # those that were taken together
+        after = 0  # samples that were taken as a list
         for i, (sequence, epoch, token) in enumerate(zip(plan.samples, plan.epochs, sampled, strict=False)):
             if sequence.epoch != epoch:
                 continue
-            if logprobs is None and sequence.batch is not None and token >= 0 and token not in sequence.stop_ids:
+            if sequence.batch is not None and token >= 0 and token not in sequence.stop_ids:
                 sequence.output_token_ids.append(token)  # a steady decode: no other state changes
+                if logprobs is not None and (kept := logprobs[i]) is not None:
+                    sequence.logprobs.append(kept)
                 if sequence.reports_tokens:
                     updated.append(sequence)
                 continue
@@ -51,39 +54,45 @@ class Committer:
                 continue
             if i < after:
                 continue
-            after = i + 1
-            while after in plan.drafts:
-                after += 1
-            self._commit_tokens(sequence, sampled[i:after], None if logprobs is None else logprobs[i:after])
+            if i + 1 in plan.drafts:
+                after = self._commit_list(plan, i, sampled, logprobs)
+            else:
+                self._commit_token(sequence, token, None if logprobs is None else logprobs[i])
             if sequence.reports_tokens or sequence.end is not None:
                 updated.append(sequence)
         return updated
 
-    def _commit_tokens(
-        self, sequence: Sequence, tokens: abc.Sequence[int], logprobs: "abc.Sequence[PackedLogprobs | None] | None"
-    ) -> None:
-        """Appends a sequence's tokens of one step, as far as they were accepted, up to its end."""
-        if NOT_ACCEPTED in tokens:
-            tokens, num_drawn = tokens[: tokens.index(NOT_ACCEPTED)], len(tokens)
-            sequence.num_computed -= num_drawn - len(tokens)
-            sequence.table.shrink(sequence.num_computed)
-        end: End | None = None
-        for i, token in enumerate(tokens):
-            if token < 0:
-                self.num_not_finite += token == NOT_FINITE
-                self._finish(sequence, End("error", error=NO_TOKEN_ERRORS[token]))  # its blocks are offered to nobody
-                return
-            if logprobs is not None and (kept := logprobs[i]) is not None:
-                sequence.logprobs.append(kept)
-            sequence.output_token_ids.append(token)
-            end = _end_after(sequence, token)
-            if end is not None:
+    def _commit_list(
+        self, plan: Plan, start: int, sampled: abc.Sequence[int], logprobs: "abc.Sequence[PackedLogprobs | None] | None"
+    ) -> int:
+        """Takes the samples of a sequence with drafts, which begin at `start`, as far as they were accepted and up to
+        its end. Returns where they end."""
+        sequence, stop = plan.samples[start], start + 1
+        while stop in plan.drafts:
+            stop += 1
+        num_accepted = next((i for i in range(stop - start) if sampled[start + i] == NOT_ACCEPTED), stop - start)
+        sequence.num_computed -= stop - start - num_accepted
+        sequence.table.shrink(sequence.num_computed)
+        for i in range(start, start + num_accepted):
+            self._commit_token(sequence, sampled[i], None if logprobs is None else logprobs[i])
+            if sequence.end is not None:
                 break
-        running_set, num_computed = self.running_set, sequence.num_computed
-        if (sequence.table.num_keyed + 1) * running_set.pool.block_size <= num_computed:
-            running_set.prefix_cache.offer(sequence, min(num_computed, sequence.num_tokens))
+        return stop
+
+    def _commit_token(self, sequence: Sequence, token: int, kept: "PackedLogprobs | None") -> None:
+        if token < 0:
+            self.num_not_finite += token == NOT_FINITE
+            self._finish(sequence, End("error", error=NO_TOKEN_ERRORS[token]))
+            return
+        if kept is not None:
+            sequence.logprobs.append(kept)
+        sequence.output_token_ids.append(token)
+        num_computed = sequence.num_computed
+        if (sequence.table.num_keyed + 1) * self._block_size <= num_computed:
+            self.running_set.prefix_cache.offer(sequence, min(num_computed, sequence.num_tokens))
         if sequence.num_failures and sequence.num_tokens > sequence.retry_len:
             self._clear(sequence)
+        end = _end_after(sequence, token)
         if end is not None:
             self._finish(sequence, end)
 
