@@ -95,12 +95,12 @@ def pick_batch(prepared: Prepared, context: int, wanted: int | None = None) -> i
     """`wanted`, or the largest step's bucket up to `MOST_SEQS` whose sequences of `context` tokens the pool holds.
     Raises `ValueError` if it can't hold them."""
     config = prepared.config
-    each = -(-context // config.block_size)
-    fit = min(config.num_blocks // each, config.max_num_seqs) if 1 <= context <= config.max_model_len else 0
+    each = max(1, config.count_pages(-(-context // config.block_size)))
+    fit = min(config.num_pages // each, config.max_num_seqs) if 1 <= context <= config.max_model_len else 0
     if fit < (wanted or 1):
         raise ValueError(
             f"{wanted or 1} sequences of {context} tokens need {(wanted or 1) * each} blocks, but there are "
-            f"{config.num_blocks}, for {config.max_num_seqs} sequences of at most {config.max_model_len} tokens each; "
+            f"{config.num_pages}, for {config.max_num_seqs} sequences of at most {config.max_model_len} tokens each; "
             "give a smaller batch or context"
         )
     return wanted or max(tokens for tokens in prepared.layouts if tokens <= min(fit, MOST_SEQS))
@@ -130,7 +130,7 @@ def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
         total += count * kernel.bytes_moved(
             [1] * batch,
             [seen] * batch,
-            heads=-(-cfg.heads // prepared.shape.kv_heads) * kv_heads,
+            heads=-(-cfg.heads // _pool_heads(prepared)) * kv_heads,
             kv_heads=kv_heads,
             head_dim=cfg.head_dim,
             block_size=block_size,
@@ -141,7 +141,12 @@ def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
 
 def _kv_heads(prepared: Prepared) -> int:
     """KV heads on one device."""
-    return prepared.shape.kv_heads // num_shards("kv_heads", prepared.mesh)
+    return _pool_heads(prepared) // num_shards("kv_heads", prepared.mesh)
+
+
+def _pool_heads(prepared: Prepared) -> int:
+    """KV heads that the pool has of a token, on all devices."""
+    return prepared.shape.caches[0][0].shape[0]
 
 
 def _label(parameter: hlo.Instruction) -> str:

@@ -73,9 +73,8 @@ class Prepared:
     @cached_property
     def layouts(self) -> dict[int, StepLayout]:
         """The layout of every step, by its tokens."""
-        config = self.config
-        ladder = token_ladder(config.max_num_batched_tokens)
-        return {tokens: StepLayout(tokens, config.max_num_seqs, config.block_size) for tokens in ladder}
+        ladder = token_ladder(self.config.max_num_batched_tokens)
+        return {tokens: self.lowering.step_layout(tokens) for tokens in ladder}
 
     def jobs(self) -> dict[Hashable, Any]:
         """Name -> lowering of every executable that the engine would compile."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,10 @@ from jaxllm.models.transformer import Params
 from jaxllm.sharding.mesh import platform_of
 
 
-def record(executor: CommandExecutor, source: ModelSource, config: EngineConfig, path: str | Path) -> Recorder:
+def record(executor: CommandExecutor, source: ModelSource, config: EngineConfig, path: str | Path) -> CommandExecutor:
     """`executor`, whose commands go to a new file. ValueError if there is one already."""
-    return Recorder(executor, create(path), header_of(source, config, executor.mesh, executor.abstract_params))
+    header = header_of(source, config, executor.mesh, executor.abstract_params)
+    return cast(CommandExecutor, Recorder(executor, create(path), header))  # with all that the executor has
 
 
 def header_of(source: ModelSource, config: EngineConfig, mesh: Mesh, params: Params) -> Header:

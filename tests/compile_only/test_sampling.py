@@ -41,7 +41,7 @@ def arguments(mesh, rows: int, vocab: int):
     def place(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
 
-    slots = jax.eval_shape(partial(empty_slots, rows, 8))
+    slots = jax.eval_shape(partial(empty_slots, rows, ((1, 8),)))
     tables = jax.eval_shape(lambda: (SAMPLING_LAYOUT.empty(rows), rules_layout(vocab).empty(rows)))
     packed = jax.ShapeDtypeStruct((2 * rows + 1,), jnp.int32)
     logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32, sharding=sharding((None, "vocab"), mesh))

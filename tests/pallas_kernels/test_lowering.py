@@ -23,7 +23,7 @@ from jaxllm.engine.device.executables import (
     step,
 )
 from jaxllm.engine.device.lowering import Lowering
-from jaxllm.engine.device.packing import AdmitLayout, SampleLayout, StepLayout
+from jaxllm.engine.device.packing import AdmitLayout, SampleLayout, StepLayout, table_shapes
 from jaxllm.engine.device.state import rules_layout
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels import native
@@ -54,8 +54,10 @@ def test_executables_lower(tiny, monkeypatch, platform):
         assert "stablehlo" in text
         return text
 
-    layout, rows, samples = StepLayout(8, 4, 4), AdmitLayout(16, 4, CONFIG.blocks_per_seq), SampleLayout(4, 4)
-    fn = partial(step, model_shape=shape, layout=layout, placement=Placement(mesh))
+    tables, caches = table_shapes(CONFIG), shape.cache_layout(CONFIG, mesh)
+    rows = AdmitLayout(16, 4, tuple(table.shape for table in tables))
+    layout, samples = StepLayout(8, 4, 4), SampleLayout(4, 4)
+    fn = partial(step, model_shape=shape, layout=layout, tables=tables, caches=caches, placement=Placement(mesh))
     text = lower(fn, leaves, pools, history, slots, hidden, ints(layout.size))
     assert "stablehlo.scatter" in text and "stablehlo.while" in text
     lower(partial(admit, layout=rows), slots, sampling, ints(16, rows.size))

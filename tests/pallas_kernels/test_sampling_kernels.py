@@ -292,7 +292,7 @@ def test_no_lowered_sampler_sorts(monkeypatch, platform):
     kernel = "gpu" if platform == "cuda" else "reference"
     for name, chosen in ("NORMALIZE", "reference"), ("DRAW", kernel), ("BEST", kernel):
         monkeypatch.setattr(api, name, dataclasses.replace(getattr(api, name), preferred={"cpu": (chosen,)}))
-    slots = jax.eval_shape(partial(empty_slots, 4, 8))
+    slots = jax.eval_shape(partial(empty_slots, 4, ((1, 8),)))
     table, rules = jax.eval_shape(lambda: (SAMPLING_LAYOUT.empty(4), rules_layout(5000).empty(4)))
     logits, ints = jax.ShapeDtypeStruct((4, 5000), jnp.float32), slots.length
 

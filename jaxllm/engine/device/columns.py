@@ -20,7 +20,7 @@ class Column(NamedTuple):
 
     dtype: Any  # of four bytes
     of: Callable[[Sequence], Any]  # a sequence's value; of a list, what is missing is `fill`
-    shape: tuple[int | str, ...]  # of a slot's value; a name stands for one of the table's sizes
+    shape: tuple[Any, ...]  # of a slot's value; a name stands for one of the table's sizes
     fill: Any  # of empty slots
 
 

@@ -52,7 +52,8 @@ class Header:
             raise ValueError("the header's fields are not all texts")
         try:
             groups = tuple(CacheGroup(*group) for group in fields["config"]["groups"])
-            return cls(**texts, config=EngineConfig(**fields["config"] | {"groups": groups}))
+            sizes: dict[str, Any] = {**fields["config"], "groups": groups}
+            return cls(**texts, config=EngineConfig(**sizes))
         except (TypeError, KeyError) as error:
             raise ValueError(f"the header's config is not one of this version: {error}") from error
 

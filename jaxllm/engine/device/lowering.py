@@ -61,7 +61,7 @@ class Lowering:
         jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {"init": self.lower_init}
         jobs["admit", 1] = admits["admit", 1]
         for tokens in token_ladder(self.config.max_num_batched_tokens):
-            jobs["step", tokens] = partial(self.lower_step, self._step_layout(tokens))
+            jobs["step", tokens] = partial(self.lower_step, self.step_layout(tokens))
             jobs |= self._samplers(SampleLayout(pick_bucket(token_ladder(most), min(tokens, most)), most))
             jobs |= {"rules": self.lower_rules, "prompt_logprobs": self.lower_prompt_logprobs} | admits
             jobs |= {name: job for name, job in moves.items() if name[0] == "copy"}
@@ -76,7 +76,8 @@ class Lowering:
         }
         return {(name, layout.samples): partial(lower, layout) for name, lower in lowerings.items()}
 
-    def _step_layout(self, tokens: int) -> StepLayout:
+    def step_layout(self, tokens: int) -> StepLayout:
+        """Of a step of so many tokens."""
         config = self.config
         return StepLayout(tokens, config.max_num_seqs, config.block_size, config.pages_per_block)
 

@@ -77,8 +77,12 @@ class LogitRules(NamedTuple):
 
     has_mask: Int[Array, " slots"] = column(np.int32, lambda s: s.params.allowed_token_ids is not None)  # 1 or 0
     mask: Int[Array, "slots mask_words"] = column(np.int32, _mask, "mask_words")  # a bit for each token that may be
-    bias_ids: Int[Array, "slots biases"] = column(np.int32, lambda s: [*s.params.logit_bias], MAX_LOGIT_BIAS, fill=-1)
-    bias: Float[Array, "slots biases"] = column(np.float32, lambda s: [*s.params.logit_bias.values()], MAX_LOGIT_BIAS)
+    bias_ids: Int[Array, "slots biases"] = column(
+        np.int32, lambda s: [*(s.params.logit_bias or ())], MAX_LOGIT_BIAS, fill=-1
+    )
+    bias: Float[Array, "slots biases"] = column(
+        np.float32, lambda s: [*(s.params.logit_bias or {}).values()], MAX_LOGIT_BIAS
+    )
     bad_words: Int[Array, "slots bad_words word_len"] = column(
         np.int32, _bad_words, NUM_BAD_WORDS, BAD_WORD_LEN, fill=-1
     )

@@ -23,7 +23,7 @@ from jaxllm.grammar.matcher import mask_words
 from jaxllm.sampling_params import BAD_WORD_LEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 SLOTS, VOCAB, DRAWS, BLOCK_SIZE = 5, 24, 4000, 4
-RULES, ADMIT = rules_layout(VOCAB), AdmitLayout(SLOTS, SLOTS, 1)
+RULES, ADMIT = rules_layout(VOCAB), AdmitLayout(SLOTS, SLOTS, ((1, 1),))
 quick = settings(max_examples=50, deadline=None)
 run_alter, run_full = jax.jit(alter), jax.jit(sample_full)
 everything = np.full((1, mask_words(VOCAB)), -1, np.int32)
