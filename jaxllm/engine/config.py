@@ -78,9 +78,12 @@ class EngineConfig:
     def num_pages(self) -> int:
         return self.num_blocks * self.pages_per_block
 
-    def count_pages(self, num_blocks: int, num_tokens: int = 1) -> int:
-        """Pages that a sequence of so many blocks holds at once, which is computed `num_tokens` tokens a step."""
+    def count_pages(self, num_blocks: int, num_tokens: int = 1, *, keeps_first: bool = False) -> int:
+        """Pages that a sequence of so many blocks holds at once, which is computed `num_tokens` tokens a step. One that
+        `keeps_first` keeps all of the first group's blocks."""
         most = [group.most_blocks(num_tokens, self.block_size) for group in self.groups]
+        if keeps_first:
+            most[0] = None
         each = [num_blocks if limit is None else min(num_blocks, limit) for limit in most]
         return sum(n * group.num_pages for n, group in zip(each, self.groups, strict=True))
 

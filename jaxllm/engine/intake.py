@@ -41,9 +41,10 @@ def _check_prompt(token_ids: Sequence[Any], vocab: int, max_model_len: int) -> l
 
 
 def _check_room(token_ids: Sequence[int], params: SamplingParams, config: EngineConfig) -> None:
-    """Beams run side by side, so all of them must fit. Samples can wait for each other, and each alone fits."""
-    width = params.beam_width
-    if width is None:
+    """Beams run side by side, so all of them must fit. Samples can wait for each other, and each alone fits: but where
+    no layer keeps all tokens, one whose logits depend on all of them needs more blocks than others."""
+    width = params.beam_width or 1
+    if params.beam_width is None and (config.groups[0].window is None or not params.reads_history):
         return
     if width > config.max_num_seqs:
         raise ValueError(
@@ -55,12 +56,13 @@ def _check_room(token_ids: Sequence[int], params: SamplingParams, config: Engine
         most_len = min(most_len, len(token_ids) + params.max_tokens)
     shared = len(token_ids) // config.block_size
     num_blocks = -(-(most_len - 1) // config.block_size)  # the last token is not attended
-    own = width * config.count_pages(num_blocks)  # as much as if they shared nothing; less of what is never let go
-    kept = sum(group.num_pages for group in config.groups if group.window is None)
+    own = width * config.count_pages(num_blocks, keeps_first=params.reads_history)  # as if they shared nothing
+    kept = sum(group.num_pages for group in config.groups if group.window is None)  # what they share is never let go
     num_blocks = -(-(own - (width - 1) * shared * kept) // config.pages_per_block)
     if num_blocks > config.num_blocks:
+        who = "penalties or bad_words" if params.beam_width is None else f"{width} beams"
         raise ValueError(
-            f"{width} beams of a prompt of {len(token_ids)} tokens and up to {most_len - len(token_ids)} more may need "
+            f"{who} of a prompt of {len(token_ids)} tokens and up to {most_len - len(token_ids)} more may need "
             f"{num_blocks} KV blocks of {config.block_size} tokens, and the pool has {config.num_blocks}; lower "
             "max_tokens or beam_width, or raise num_blocks"
         )

@@ -124,6 +124,15 @@ def test_penalties_know_all_tokens(tiny, llm):
     clean(llm)
 
 
+def test_penalties_that_can_never_fit_are_refused():
+    """Without a layer that keeps all tokens a long sequence fits a small pool, unless its logits depend on them."""
+    with make_llm(Tiny(layers=(window(9),) * 2).model, num_blocks=12, max_model_len=90) as llm:
+        (prompt,) = prompts_of([60])
+        assert len(tokens(llm.generate(ids(prompt), greedy(25)))[0]) == 25
+        with pytest.raises(ValueError, match="penalties or bad_words .* may need 21 KV blocks .* the pool has 12"):
+            llm.generate(ids(prompt), greedy(25, repetition_penalty=1.1))
+
+
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 def test_preempted_sequences_go_on(tiny, llm, way):
     """Eight sequences take turns in a pool that holds less than three."""
