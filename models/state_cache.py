@@ -27,12 +27,13 @@ class PagedState:
     """One layer's states of a step's sequences, in blocks: each block has the state that its last token so far has
     left.
 
-    A block's state lies in one or several arrays' pages, by its bytes; `pages` are the step's, and `pool_axes` the
-    logical axes of the arrays.
+    A block's state takes one or several cells, by its bytes: each a page of one of the `pools`, of which several may be
+    the same. `pool_axes` are the logical axes of what a page holds.
     """
 
     pools: tuple[Shaped[Array, "pages ..."], ...]
-    pages: tuple[Int[Array, "seqs blocks"], ...]  # of each pool
+    pages: tuple[Int[Array, "seqs blocks"], ...]  # of each cell
+    cells: tuple[int, ...] = field(metadata={"static": True})  # the pool of each
     batch: PagedBatch  # positions count from the first block of `pages`
     spec: CacheSpec = field(metadata={"static": True})
     pool_axes: tuple[str | None, ...] = field(metadata={"static": True})
@@ -64,7 +65,7 @@ class PagedState:
         pages = [jnp.take_along_axis(pages, index[:, None], axis=1, mode="clip")[:, 0] for pages in self.pages]
         axes, mesh = (None, *self.pool_axes), self.placement.mesh
         load = shard_map(
-            partial(_read, shape=local_shape(self.spec.shape, self.spec.axes, mesh), dtype=self.spec.dtype),
+            partial(_read, self.cells, local_shape(self.spec.shape, self.spec.axes, mesh), self.spec.dtype),
             mesh,
             in_axes=((None,) * 2, *(axes for _ in self.pools)),
             out_axes=((None, *self.spec.axes),),
@@ -78,7 +79,7 @@ class PagedState:
         pages = jnp.stack([jnp.where(is_kept, pages[row, index], end) for pages in self.pages])
         axes = (None, *self.pool_axes)
         store = shard_map(
-            _write,
+            partial(_write, self.cells),
             self.placement.mesh,
             in_axes=((None,) * 2, (None, *self.spec.axes), *(axes for _ in self.pools)),
             out_axes=tuple(axes for _ in self.pools),
@@ -92,9 +93,11 @@ def num_cells(shape: Sequence[int], dtype: Any, cell_shape: Sequence[int], cell_
     return -(-num_bytes // (math.prod(cell_shape) * jnp.dtype(cell_dtype).itemsize))
 
 
-def _read(pages: Int[Array, "cells n"], *pools: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Array]:
+def _read(
+    pool_of: Sequence[int], shape: tuple[int, ...], dtype: Any, pages: Int[Array, "cells n"], *pools: Array
+) -> tuple[Array]:
     """States `[n, *shape]` from the bytes of their pages."""
-    cells = [pool.at[of_pool].get(mode="clip") for of_pool, pool in zip(pages, pools, strict=True)]
+    cells = [pools[pool].at[of_cell].get(mode="clip") for pool, of_cell in zip(pool_of, pages, strict=True)]
     if len(cells) == 1 and (cells[0].shape[1:], cells[0].dtype) == (shape, jnp.dtype(dtype)):
         return (cells[0],)
     num_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
@@ -103,18 +106,19 @@ def _read(pages: Int[Array, "cells n"], *pools: Array, shape: tuple[int, ...], d
     return (jax.lax.bitcast_convert_type(words if words.shape[-1] > 1 else words[..., 0], dtype),)
 
 
-def _write(pages: Int[Array, "cells n"], states: Array, *pools: Array) -> tuple[Array, ...]:
+def _write(pool_of: Sequence[int], pages: Int[Array, "cells n"], states: Array, *pools: Array) -> tuple[Array, ...]:
     """The pools with the states' bytes in their pages; those past the pool are dropped."""
-    if len(pools) == 1 and (pools[0].shape[1:], pools[0].dtype) == (states.shape[1:], states.dtype):
+    if len(pool_of) == 1 and (pools[0].shape[1:], pools[0].dtype) == (states.shape[1:], states.dtype):
         return (pools[0].at[pages[0]].set(states, mode="drop"),)
-    raw, written = _bytes(states), []
-    for of_pool, pool in zip(pages, pools, strict=True):
+    raw, written = _bytes(states), list(pools)
+    for index, of_cell in zip(pool_of, pages, strict=True):
+        pool = written[index]
         size = math.prod(pool.shape[1:]) * pool.dtype.itemsize
         part, raw = raw[:, :size], raw[:, size:]
         part = jnp.pad(part, ((0, 0), (0, size - part.shape[1])))
         cells = part.reshape(len(part), *pool.shape[1:], pool.dtype.itemsize)
         cells = jax.lax.bitcast_convert_type(cells if pool.dtype.itemsize > 1 else cells[..., 0], pool.dtype)
-        written.append(pool.at[of_pool].set(cells, mode="drop"))
+        written[index] = pool.at[of_cell].set(cells, mode="drop")
     return tuple(written)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm import SamplingParams
-from tests.models.toy_caches import FULL, RECURRENT, TWICE, window
+from tests.models.toy_caches import FULL, LARGE, RECURRENT, TWICE, window
 from tests.tiny import Tiny, clean, drain, greedy, ids, make_llm, prompts_of, tokens
 
 KINDS = {
@@ -17,7 +17,7 @@ KINDS = {
     "one longer than any sequence": (window(200), FULL),
     "a recurrence": (RECURRENT, FULL, FULL),
     "recurrences alone": (RECURRENT, RECURRENT),
-    "a recurrence, windows": (RECURRENT, window(6), FULL, RECURRENT),
+    "a recurrence, windows": (LARGE, window(6), FULL, RECURRENT),
     "two caches a layer": (TWICE, FULL, TWICE),
 }
 GROUPS = {  # window, pages of a block, whether they are states
@@ -28,7 +28,7 @@ GROUPS = {  # window, pages of a block, whether they are states
     "one longer than any sequence": [(None, 1, False)],
     "a recurrence": [(None, 2, False), (2, 1, True)],
     "recurrences alone": [(2, 1, True)],
-    "a recurrence, windows": [(None, 1, False), (6, 1, False), (2, 2, True)],
+    "a recurrence, windows": [(None, 1, False), (6, 1, False), (2, 4, True)],
     "two caches a layer": [(None, 3, False), (6, 2, False)],
 }
 LENGTHS = (1, 2, 5, 16, 33, 50)
@@ -122,6 +122,15 @@ def test_penalties_know_all_tokens(tiny, llm):
         assert logits[token] >= logits.max() - 1e-4 * np.abs(logits).max()
         seen[token] += 1
     clean(llm)
+
+
+def test_on_two_devices():
+    """Pages, states among them, are split by heads."""
+    tiny = Tiny(layers=(LARGE, window(6), FULL, RECURRENT))
+    with make_llm(tiny.model, mesh="tensor=2") as llm:
+        prompts = prompts_of(LENGTHS)
+        for prompt, output in zip(prompts, tokens(llm.generate(ids(*prompts), greedy(20))), strict=True):
+            tiny.assert_greedy(prompt, output)
 
 
 def test_penalties_that_can_never_fit_are_refused():

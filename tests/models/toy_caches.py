@@ -1,5 +1,7 @@
 """Toy layers: a recurrence, and attention twice, over all tokens and over the last ones."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -11,11 +13,11 @@ from jaxllm.models.linear import Linear
 class Recurrence(nnx.Module):
     """A gated sum of all tokens so far, for each of some features: `h = decay * h + (1 - decay) * x`."""
 
-    def __init__(self, cfg, spec: LayerSpec, *, rngs: nnx.Rngs):
+    def __init__(self, cfg, spec: LayerSpec, *, size: int = 24, rngs: nnx.Rngs):
         options = {"dtype": cfg.dtype, "rngs": rngs}
-        self.into = Linear.random({"embed": cfg.embed}, {"inputs": {"x": 1, "gate": 1}, "mlp": 24}, **options)
-        self.out = Linear.random({"mlp": 24}, {"embed": cfg.embed}, **options)
-        self.cache_specs = (CacheSpec.state((24,), jnp.float32, ("mlp",)),)
+        self.into = Linear.random({"embed": cfg.embed}, {"inputs": {"x": 1, "gate": 1}, "mlp": size}, **options)
+        self.out = Linear.random({"mlp": size}, {"embed": cfg.embed}, **options)
+        self.cache_specs = (CacheSpec.state((size,), jnp.float32, ("mlp",)),)
 
     def __call__(self, x, ctx, sin_cos, cache):
         both = self.into(x, ctx).astype(jnp.float32)
@@ -26,7 +28,8 @@ class Recurrence(nnx.Module):
             h = decay * h + (1 - decay) * value
             return h, h
 
-        h, cache = cache.scan(step, jnp.zeros(24, jnp.float32), (both[..., 0, :], both[..., 1, :]))
+        start = jnp.zeros(self.cache_specs[0].shape, jnp.float32)
+        h, cache = cache.scan(step, start, (both[..., 0, :], both[..., 1, :]))
         return self.out(h.astype(x.dtype), ctx), cache
 
 
@@ -45,6 +48,7 @@ class TwoSights(nnx.Module):
 
 
 ROPE = Rope(theta=1e4)
+LARGE = LayerSpec(attention=partial(Recurrence, size=600))  # of several pages
 FULL, RECURRENT = LayerSpec(rope=ROPE), LayerSpec(attention=Recurrence)
 TWICE = LayerSpec(rope=ROPE, attention=TwoSights)
 

@@ -80,17 +80,21 @@ class LayerCaches:
 
     def put(self, layer: int, index: int, cache: Paged | PagedState) -> None:
         """Writes one of a layer's caches back."""
-        for cell, pool in zip(self._layout.places[layer][index].cells, _pools(cache), strict=True):
-            self.pools[cell.array] = pool
+        for array, pool in zip(_arrays(self._layout.places[layer][index]), _pools(cache), strict=True):
+            self.pools[array] = pool
 
     def _cache(self, spec: CacheSpec, place: Place) -> Paged | PagedState:
         views = [self._views[place.group][cell.page] for cell in place.cells]
-        pools = tuple(self.pools[cell.array] for cell in place.cells)
+        arrays = _arrays(place)
+        pools = tuple(self.pools[array] for array in arrays)
         if not spec.is_state:
             return Paged(pools[0], views[0], self._placement)
-        tables = tuple(view.block_tables for view in views)
-        axes = self._layout.arrays[place.cells[0].array].axes
-        return PagedState(pools, tables, views[0], spec, axes, self._block_size, self._placement)
+        tables, cells = zip(
+            *((view.block_tables, arrays.index(cell.array)) for view, cell in zip(views, place.cells, strict=True)),
+            strict=True,
+        )
+        axes = self._layout.arrays[arrays[0]].axes
+        return PagedState(pools, tables, cells, views[0], spec, axes, self._block_size, self._placement)
 
 
 class CachesOfLayer:
@@ -109,6 +113,11 @@ class CachesOfLayer:
         self._caches.put(self._layer, index, cache)
 
 
+def _arrays(place: Place) -> list[int]:
+    """The arrays that a cache's cells lie in, each once."""
+    return list(dict.fromkeys(cell.array for cell in place.cells))
+
+
 def _pools(cache: Paged | PagedState) -> tuple[Array, ...]:
     return cache.pools if isinstance(cache, PagedState) else (cache.kv_pool,)
 
@@ -125,6 +134,6 @@ def pools_of(caches: Any, layout: CacheLayout) -> list[Array]:
         )
     pools: list[Any] = [None] * len(layout.arrays)
     for (place,), cache in zip(layout.places, caches, strict=True):
-        for cell, pool in zip(place.cells, _pools(cache), strict=True):
-            pools[cell.array] = pool
+        for array, pool in zip(_arrays(place), _pools(cache), strict=True):
+            pools[array] = pool
     return pools
