@@ -78,6 +78,7 @@ class FakeExecutor:
 
     def samples_of(self, command: Command) -> SampleInput:
         """What a command of the samplers asks for."""
+        assert isinstance(command.name, tuple)
         _, samples = command.name
         return SampleLayout(samples, self.config.max_num_seqs).unpack(command.arrays[-1])
 

@@ -64,7 +64,7 @@ class Lowering:
             jobs["step", tokens] = partial(self.lower_step, self.step_layout(tokens))
             jobs |= self._samplers(SampleLayout(pick_bucket(token_ladder(most), min(tokens, most)), most))
             jobs |= {"rules": self.lower_rules, "prompt_logprobs": self.lower_prompt_logprobs} | admits
-            jobs |= {name: job for name, job in moves.items() if name[0] == "copy"}
+            jobs |= {name: job for name, job in moves.items() if isinstance(name, tuple) and name[0] == "copy"}
         return jobs | moves  # swaps last: until then, preempted sequences are recomputed
 
     def _samplers(self, layout: SampleLayout) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
@@ -97,10 +97,12 @@ class Lowering:
         """The shapes of the state, with shardings."""
         num_pages = self.config.num_pages
         arrays = self.cache_layout.arrays
-        pools = [self._like((num_pages, *each.shape), each.dtype, (None, *each.axes)) for each in arrays]
-        return DeviceState(pools, self._ints(num_pages, self.config.block_size), *self.small_state())
+        pools: Any = [self._like((num_pages, *each.shape), each.dtype, (None, *each.axes)) for each in arrays]
+        history: Any = self._ints(num_pages, self.config.block_size)
+        slots, sampling, rules, hidden = self.small_state()
+        return DeviceState(pools, history, slots, sampling, rules, hidden)
 
-    def small_state(self) -> tuple[Slots, SamplingTable, LogitRules, jax.ShapeDtypeStruct]:
+    def small_state(self) -> tuple[Slots, SamplingTable, LogitRules, Any]:
         """Shapes of the state that does not grow with the pool."""
         shape, config = self.model_shape, self.config
         tables = jax.eval_shape(self._empty_tables)
