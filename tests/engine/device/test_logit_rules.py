@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxllm.engine.beam.candidates import read_candidates
 from jaxllm.engine.beam.group import BeamSearchGroup
-from jaxllm.engine.device.logit_rules import CHUNK, alter
+from jaxllm.engine.device.logit_rules import alter
 from jaxllm.engine.device.logprobs import logprob_rows
 from jaxllm.engine.device.packing import AdmitLayout
 from jaxllm.engine.device.sampler import sample_full
@@ -20,6 +20,7 @@ from jaxllm.engine.logprobs import LEAST, pack_logprobs, to_logprobs
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.grammar.matcher import mask_words
+from jaxllm.pallas_kernels.token_counts.reference import CHUNK
 from jaxllm.sampling_params import BAD_WORD_LEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 SLOTS, VOCAB, DRAWS, BLOCK_SIZE = 5, 24, 4000, 4
