@@ -136,9 +136,9 @@ def check_moves(dtype: str) -> dict[str, Any]:
     copied = jax.jit(partial(block_moves.copy_blocks, placement=placement), donate_argnums=0)(
         [jnp.asarray(pool) for pool in before], moves
     )
-    contents = np.asarray(jax.jit(block_moves.read_blocks)(copied, targets.astype(np.int32)))
+    (contents,) = map(np.asarray, jax.jit(block_moves.read_blocks)(copied, targets.astype(np.int32)))  # of both pools
     empty = [jnp.zeros(POOL, dtype) for _ in before]
-    back = jax.jit(block_moves.write_blocks, donate_argnums=0)(empty, targets.astype(np.int32), contents)
+    back = jax.jit(block_moves.write_blocks, donate_argnums=0)(empty, targets.astype(np.int32), [contents])
     for i, pool in enumerate(before):
         want, written = pool.copy(), np.zeros_like(pool)
         want[targets] = pool[sources]

@@ -289,8 +289,8 @@ def test_limits_of_filters():
 
 def test_few_executables_are_compiled():
     with engines.few_executables((1, 5), compiled=(1,)) as jobs:
-        assert engines.runner.token_ladder(8) == (1, 5) and jobs == {}
-    assert engines.runner.token_ladder(8) == (1, 8)
+        assert engines.encoder.token_ladder(8) == engines.lowering.token_ladder(8) == (1, 5) and jobs == {}
+    assert engines.encoder.token_ladder(8) == engines.lowering.token_ladder(8) == (1, 8)
 
 
 def test_no_section_outlasts_ten_minutes():

@@ -14,8 +14,9 @@ from jaxllm.engine.device.sampler import sample
 from jaxllm.engine.device.state import SAMPLING_LAYOUT, empty_slots, rules_layout
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels.dispatch import Placement
+from jaxllm.pallas_kernels.token_counts.api import count_tokens
 from jaxllm.sharding.rules import replicated, sharding
-from tests.compile_only.targets import chip_names, mesh_of
+from tests.compile_only.targets import chip_names, compile_on, mesh_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -95,3 +96,14 @@ def test_penalties_take_no_more_than_a_few_logits_beside_them(chip):
     with jax.set_mesh(mesh):
         lowered = jax.jit(fn).lower(logits, masks, packed, slots, table, rules, history)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 6 * rows * vocab * 4
+
+
+@pytest.mark.parametrize("chip", chip_names("tpu"))
+def test_a_tpu_multiplies_to_count_tokens_and_lays_out_no_one_hot(chip):
+    mesh, rows, vocab = mesh_of(chip, 1), 256, 151936
+    fn = partial(count_tokens, vocab=vocab, placement=Placement(mesh))
+    ints = jnp.int32
+    compiled = compile_on(mesh, fn, ((4096, 32), ints), ((rows, 64), ints), ((rows,), ints), ((rows,), ints))
+    text = compiled.as_text()
+    assert "convolution(" in text and "scatter(" not in text and not SORT.search(text)
+    assert compiled.memory_analysis().temp_size_in_bytes < 3.5 * rows * vocab * 4

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputs
+from jaxllm.engine.device.packing import token_ladder
 from tests.chat_model import backend
 from tests.engine.test_step_contract import fail_once
 from tests.tiny import Tiny, clean, drain, ids, make_llm, prompts_of
 
 VOCAB = 270  # of which the tokenizer has 263
 EOS = 257
+MASKING = ("logits", "alter", "sample_full")  # the executables that a step with grammars samples by
 PROMPTS = prompts_of([9, 14, 5, 12, 17, 3, 8, 11], vocab=256, seed=5)
 PERSON = {
     "type": "object",
@@ -269,7 +271,10 @@ def test_nothing_compiles_after_the_start(llm):
     assert compiled == []
     assert llm.stats().num_compiled == llm.stats().num_executables
     names = llm.engine.runner.compile_plan.names
-    assert sorted(seqs for kind, *rest in map(_pair, names) if kind == "mask" for seqs in rest) == [1, 8]
+    sizes = {kind: [size for name, *rest in map(_pair, names) if name == kind for size in rest] for kind in MASKING}
+    assert sizes == dict.fromkeys(MASKING, list(token_ladder(llm.engine.config.max_num_seqs))), (
+        "one a bucket of samples"
+    )
 
 
 def _pair(name):

@@ -24,7 +24,7 @@ class Command(NamedTuple):
         return name[0] if isinstance(name, tuple) and name else name
 
 
-class Kind(NamedTuple):
+class CommandKind(NamedTuple):
     """What commands of a kind bring, and what comes of them."""
 
     axes: tuple[tuple[str, ...], ...] = ()  # of each array
@@ -34,35 +34,35 @@ class Kind(NamedTuple):
     is_repeatable: bool = True  # whether the results are the same each time
 
 
-_BLOCKS = Kind((("blocks",),), repeats=True)
+_BLOCKS = CommandKind((("blocks",),), repeats=True)
 _SAMPLES = (("size",),)
 
-KINDS: Mapping[Hashable, Kind] = MappingProxyType(
+KINDS: Mapping[Hashable, CommandKind] = MappingProxyType(
     {
         # Once, and now and then:
-        "update_params": Kind(),  # uses the parameters of version `key`, which each process has by its own means
-        "init": Kind(runs=True),  # an empty state
-        "measure_bandwidth": Kind((("blocks",),), num_results=1, is_repeatable=False),  # to host memory and back
+        "update_params": CommandKind(),  # uses the parameters of version `key`, which each process has by its own means
+        "init": CommandKind(runs=True),  # an empty state
+        "measure_bandwidth": CommandKind((("blocks",),), num_results=1, is_repeatable=False),  # to host memory and back
         # Moves of blocks; copies in host memory have `key` as their name:
         "swap_out": _BLOCKS,
         "swap_in": _BLOCKS,
-        "copy": Kind((("2", "blocks"),)),
-        "release": Kind(),  # of the copy in host memory
-        "settle": Kind(),  # those swapped out before the last "settle" are in host memory now
+        "copy": CommandKind((("2", "blocks"),)),
+        "release": CommandKind(),  # of the copy in host memory
+        "settle": CommandKind(),  # those swapped out before the last "settle" are in host memory now
         # A step:
-        "admit": Kind((("rows", "size"),), runs=True),
-        "rules": Kind((("1", "size"),), runs=True),
-        "step": Kind((("size",),), runs=True, num_results=1),
-        "prompt_logprobs": Kind((("2", "rows"),), runs=True, num_results=1),
-        "sample": Kind(_SAMPLES, runs=True, num_results=1),
-        "logits": Kind(_SAMPLES, runs=True),
-        "alter": Kind((("samples", "words"), ("size",)), runs=True),
-        "sample_full": Kind(_SAMPLES, runs=True, num_results=2),
+        "admit": CommandKind((("rows", "size"),), runs=True),
+        "rules": CommandKind((("1", "size"),), runs=True),
+        "step": CommandKind((("size",),), runs=True, num_results=1),
+        "prompt_logprobs": CommandKind((("2", "rows"),), runs=True, num_results=1),
+        "sample": CommandKind(_SAMPLES, runs=True, num_results=1),
+        "logits": CommandKind(_SAMPLES, runs=True),
+        "alter": CommandKind((("samples", "words"), ("size",)), runs=True),
+        "sample_full": CommandKind(_SAMPLES, runs=True, num_results=2),
     }
 )
 
 
-def kind_of(command: Command) -> Kind:
+def kind_of(command: Command) -> CommandKind:
     """ValueError, by name, for what is no command."""
     kind = KINDS.get(command.kind)
     if kind is None:

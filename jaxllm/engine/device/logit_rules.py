@@ -6,14 +6,14 @@ counted in the steps and for the rows that have penalties.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxllm.engine.device.columns import of_slots
 from jaxllm.engine.device.state import LogitRules, SamplingTable, Slots
 from jaxllm.pallas_kernels import sampling
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
-
-CHUNK = 512  # tokens of each row's history that are counted at a time
+from jaxllm.pallas_kernels.token_counts.api import count_tokens
+from jaxllm.pallas_kernels.token_counts.reference import tokens_at
 
 
 def alter(
@@ -44,7 +44,7 @@ def alter(
     x = logits - jnp.where(is_beam, normalizer, 0.0)[:, None]
     x = mask_logits(x, masks & jnp.where((has_rules & (rule.has_mask > 0))[:, None], rule.mask, -1))
     x = _add_bias(x, jnp.where(has_rules[:, None], rule.bias_ids, -1), rule.bias)
-    x = _penalize(x, row, state, history)
+    x = _penalize(x, row, state, history, placement)
     bad_words = jnp.where(has_rules[:, None, None], rule.bad_words, -1)
     return forbid(x, _next_of_bad_words(bad_words, row, state, history))
 
@@ -79,11 +79,18 @@ def _add_bias(
 
 
 def _penalize(
-    logits: Float[Array, "samples vocab"], row: SamplingTable, state: Slots, history: Int[Array, "pages block_size"]
+    logits: Float[Array, "samples vocab"],
+    row: SamplingTable,
+    state: Slots,
+    history: Int[Array, "pages block_size"],
+    placement: Placement,
 ) -> Float[Array, "samples vocab"]:
     """Repetition (arXiv 1909.05858, section 4.1; of prompt and output), frequency and presence (of the output)."""
     penalizes = (row.repetition_penalty != 1) | (row.frequency_penalty != 0) | (row.presence_penalty != 0)
-    is_known, output_counts = _count(logits.shape, penalizes, row, state, history)
+    lengths = jnp.where(penalizes, state.length, 0)
+    is_known, output_counts = count_tokens(
+        history, _history_table(state), lengths, row.prompt_len, vocab=logits.shape[1], placement=placement
+    )
     repetition = row.repetition_penalty[:, None]
     x = jnp.where(is_known, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
     x = x - row.frequency_penalty[:, None] * output_counts.astype(jnp.float32)
@@ -91,38 +98,9 @@ def _penalize(
     return jnp.where(penalizes[:, None], x, logits)
 
 
-def _count(
-    shape: tuple[int, int],
-    counts: Bool[Array, " samples"],
-    row: SamplingTable,
-    state: Slots,
-    history: Int[Array, "pages block_size"],
-) -> tuple[Bool[Array, "samples vocab"], Int[Array, "samples vocab"]]:
-    """Which tokens each row has, and how often its output has each: of the rows that `counts` names, the longest of
-    which says how long it takes."""
-    rows, vocab = shape
-    each = jnp.arange(rows)[:, None]
-    lengths = jnp.where(counts, state.length, 0)
-
-    def add(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        positions = i * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-        ids = _tokens_at(jnp.broadcast_to(positions, (rows, CHUNK)), state, history)
-        ids = jnp.where(positions[None, :] < lengths[:, None], ids, vocab)
-        is_known, output_counts = found
-        is_output = (positions[None, :] >= row.prompt_len[:, None]).astype(jnp.int32)
-        return is_known.at[each, ids].set(True, mode="drop"), output_counts.at[each, ids].add(is_output, mode="drop")
-
-    none = jnp.zeros(shape, jnp.bool_), jnp.zeros(shape, jnp.int32)
-    return jax.lax.fori_loop(0, -(-jnp.max(lengths) // CHUNK), add, none)
-
-
-def _tokens_at(
-    positions: Int[Array, "samples n"], state: Slots, history: Int[Array, "pages block_size"]
-) -> Int[Array, "samples n"]:
-    """The tokens at these positions of each row; anything where it has none."""
-    index, cell = positions // history.shape[1], positions % history.shape[1]
-    blocks = jnp.take_along_axis(state.block_tables[0][:, 0], index, axis=1, mode="clip")
-    return history.at[blocks, cell].get(mode="clip")
+def _history_table(slots: Slots) -> Int[Array, "slots width"]:
+    """Where the history of slots lies: in the first pages of the first group's blocks."""
+    return slots.block_tables[0][:, 0]
 
 
 def _next_of_bad_words(
@@ -134,7 +112,7 @@ def _next_of_bad_words(
     """The last tokens of the bad words that the outputs end with but for it; -1 of others."""
     prefix_len = bad_words.shape[2] - 1
     positions = state.length[:, None] - prefix_len + jnp.arange(prefix_len, dtype=jnp.int32)[None, :]
-    recent = _tokens_at(jnp.maximum(positions, 0), state, history)
+    recent = tokens_at(jnp.maximum(positions, 0), _history_table(state), history)
     recent = jnp.where(positions >= row.prompt_len[:, None], recent, -1)
     prefix, last = bad_words[..., :prefix_len], bad_words[..., prefix_len]
     is_next = jnp.all((prefix < 0) | (prefix == recent[:, None]), axis=-1)

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from jaxllm.engine.beam.candidates import read_candidates
 from jaxllm.engine.beam.group import BeamSearchGroup
-from jaxllm.engine.device.logit_rules import CHUNK, alter
+from jaxllm.engine.device.logit_rules import alter
 from jaxllm.engine.device.logprobs import logprob_rows
-from jaxllm.engine.device.packing import AdmitLayout
 from jaxllm.engine.device.sampler import sample_full
 from jaxllm.engine.device.state import SAMPLING_LAYOUT, Slots, rules_layout
 from jaxllm.engine.logprobs import LEAST, pack_logprobs, to_logprobs
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.grammar.matcher import mask_words
+from jaxllm.pallas_kernels.token_counts.reference import CHUNK
 from jaxllm.sampling_params import BAD_WORD_LEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
 SLOTS, VOCAB, DRAWS, BLOCK_SIZE = 5, 24, 4000, 4
-RULES, ADMIT = rules_layout(VOCAB), AdmitLayout(SLOTS, SLOTS, ((1, 1),))
+RULES = rules_layout(VOCAB)
 quick = settings(max_examples=50, deadline=None)
 run_alter, run_full = jax.jit(alter), jax.jit(sample_full)
 everything = np.full((1, mask_words(VOCAB)), -1, np.int32)
@@ -65,7 +65,7 @@ def install(requests, blocks_per_seq=16):
                 row = layout.unpack(jnp.asarray(layout.pack(request))[None])
                 for column, values in zip(into, row, strict=True):
                     column[request.slot] = values[0]
-    slots = Slots(blocks, lengths, np.zeros(SLOTS, np.int32))
+    slots = Slots((blocks[:, None],), lengths, np.zeros(SLOTS, np.int32))
     return jax.tree.map(jnp.asarray, (slots, table, rules, history))
 
 
