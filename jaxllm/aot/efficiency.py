@@ -1,4 +1,4 @@
-"""Static efficiency of a decode step: the bytes that its compiled form moves, over the least that it must."""
+"""Static efficiency of a decode step: the bytes that its executables move, over the least that they must."""
 
 import importlib
 import math
@@ -26,7 +26,7 @@ class Efficiency:
     fewest_weights: int
     fewest_kv: int
     moved: Mapping[str, int]  # by kind of data
-    kernels: int  # in the module, times the trips of their loops; on a GPU, thunks are the better count
+    kernels: int  # in the modules, times the trips of their loops; on a GPU, thunks are the better count
     pallas_calls: int
     open_loops: int
     largest: Mapping[str, int]  # instructions that move most, besides our kernels
@@ -69,12 +69,13 @@ class Efficiency:
         return self.total / self.bandwidth * 1e3
 
 
-def efficiency(prepared: Prepared, text: str, batch: int, context: int) -> Efficiency:
-    """The efficiency of the decode step whose optimised HLO is `text`."""
-    config, chip = prepared.config, prepared.target.chip
-    counted = traffic.count(
-        hlo.parse(text), _label, open_trips=-(-context // config.block_size), small_bytes=chip.cache_bytes // 4
-    )
+def efficiency(prepared: Prepared, texts: Mapping[str, str], batch: int, context: int) -> Efficiency:
+    """The efficiency of the decode step that runs executables of these names and texts of optimised HLO."""
+    chip, trips = prepared.target.chip, -(-context // prepared.config.block_size)
+    counted = traffic.Traffic()
+    for name, text in texts.items():
+        one = traffic.count(hlo.parse(text), _label, open_trips=trips, small_bytes=chip.cache_bytes // 4)
+        counted.add(name, one)
     moved = dict(counted.num_bytes)
     if counted.pallas_calls:
         moved[KERNELS] = declared_bytes(prepared, batch, context)
@@ -151,4 +152,4 @@ def _pool_heads(prepared: Prepared) -> int:
 
 def _label(parameter: hlo.Instruction) -> str:
     name = parameter.op_name
-    return WEIGHTS if name.startswith("leaves[") else POOL if name.startswith("kv_pools[") else INPUTS
+    return WEIGHTS if name.startswith(("leaves[", "head[")) else POOL if name.startswith("kv_pools[") else INPUTS

@@ -86,6 +86,12 @@ class Prepared:
             raise ValueError(f"a batch of {batch} is not in [1, {self.config.max_num_seqs}], max_num_seqs")
         return pick_bucket(tuple(self.layouts), batch)
 
+    def decode_names(self, batch: int) -> tuple[Hashable, ...]:
+        """The executables of a step that decodes `batch` sequences and draws plainly: the forward pass, then the
+        sampler, which alone reads the whole head. ValueError if there is none."""
+        tokens = self.decode_bucket(batch)
+        return ("step", tokens), ("sample", pick_bucket(token_ladder(self.config.max_num_seqs), batch))
+
     def lower(self, job: Any) -> jax.stages.Lowered:
         """Lowers `job` for the target's devices."""
         with jax.set_mesh(self.mesh):  # kernels read their target from it

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,9 +47,19 @@ class Report:
     prepared: Prepared
     num_executables: int
     executables: list[Executable]
-    decode: Executable
+    decode: list[Executable]  # that a decode step runs: the forward pass, then the sampler
     largest: Executable  # the step with most tokens
     efficiency: Efficiency
+
+    @property
+    def decode_launches(self) -> int | None:
+        """GPUs: of a decode step."""
+        return _sum(e.launches for e in self.decode)
+
+    @property
+    def decode_cost_bytes(self) -> float | None:
+        """TPUs: of a decode step, as the compiler's cost analysis has it."""
+        return _sum(e.cost_bytes for e in self.decode)
 
     @property
     def params_bytes(self) -> int:
@@ -74,6 +84,12 @@ class Report:
         """The most memory in use, while the largest step runs."""
         step = self.largest.output_bytes + self.largest.temp_bytes
         return self.params_bytes + self.pool_bytes + self.state_bytes + step + self.code_bytes
+
+
+def _sum(numbers: Iterable[float | None]) -> Any:
+    """None where one is unknown."""
+    known = list(numbers)
+    return None if None in known else sum(known)
 
 
 def compile_one(prepared: Prepared, name: Hashable, job: Any) -> Executable:
@@ -113,20 +129,19 @@ def make_report(
     steps_only: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Report:
-    """Compiles the whole plan, or the decode step and the largest step alone; see `pick_batch` for the batch. Raises
-    what it raises, and what compiling does."""
+    """Compiles the whole plan, or a decode step's executables and the largest step's alone; see `pick_batch` for the
+    batch. Raises what it raises, and what compiling does."""
     batch = pick_batch(prepared, context, batch)
     jobs = prepared.jobs()
-    decode, largest = ("step", prepared.decode_bucket(batch)), ("step", max(prepared.layouts))
-    names = dict.fromkeys((decode, largest) if steps_only else jobs)
+    decode, largest = prepared.decode_names(batch), ("step", max(prepared.layouts))
+    names = dict.fromkeys((*decode, largest) if steps_only else jobs)
     executables = {}
     for i, name in enumerate(names):
         executables[name] = compile_one(prepared, name, jobs[name])
         progress(f"compiled {executables[name].name}, {i + 1} of {len(names)}, in {executables[name].seconds:.1f} s")
-    counted = efficiency(prepared, executables[decode].text, batch, context)
-    return Report(
-        model, prepared, len(jobs), list(executables.values()), executables[decode], executables[largest], counted
-    )
+    decoding = [executables[name] for name in decode]
+    counted = efficiency(prepared, {e.name: e.text for e in decoding}, batch, context)
+    return Report(model, prepared, len(jobs), list(executables.values()), decoding, executables[largest], counted)
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -145,8 +160,8 @@ def to_json(report: Report) -> dict[str, Any]:
         ],
         "decode": dataclasses.asdict(decode)
         | {
-            "name": report.decode.name,
-            "launches": report.decode.launches,
+            "names": [e.name for e in report.decode],
+            "launches": report.decode_launches,
             "fewest_bytes": decode.fewest,
             "moved_bytes": decode.total,
             "static_efficiency": decode.ratio,

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxllm.aot.report import Executable, Report
 
 _METHOD = """\
-How it was counted: in the optimised module, every kernel (fusion, custom call, copy, collective) reads its operands and
-writes its results once. What is only sliced or gathered counts as much as comes out, what is updated in place as much
-as goes in, a loop's body as often as it runs; what lies in VMEM counts nothing, its copies from and to main memory do.
-Our attention kernels count what they declare for these lengths, in every layer. Links between devices don't count.
+How it was counted: a decode step runs two executables, the forward pass and the sampler, which reads the head; its
+numbers are of both. In their optimised modules, every kernel (fusion, custom call, copy, collective) reads its operands
+and writes its results once. What is only sliced or gathered counts as much as comes out, what is updated in place as
+much as goes in, a loop's body as often as it runs; what lies in VMEM counts nothing, its copies from and to main memory
+do. Our attention kernels count what they declare for these lengths, in every layer. Links between devices don't count.
 Small intermediates are arrays up to a quarter of a GPU's L2 cache. Nothing was tuned by trying: on a real GPU, XLA may
 choose other matrix kernels."""
 _COST = """\
@@ -47,7 +48,7 @@ def _memory(report: Report) -> Iterator[str]:
         "free": chip.usable_bytes - report.used_bytes,
     }
     yield from (f"  {name:<34}{size / 1e9:>10.3f}" for name, size in rows.items())
-    for e in dict.fromkeys((report.decode, report.largest)):
+    for e in dict.fromkeys((*report.decode, report.largest)):
         sizes = {
             "arguments": e.argument_bytes,
             "of which updated in place": e.alias_bytes,
@@ -70,7 +71,8 @@ def _launches(e: Executable) -> str:
 
 def _decode(report: Report, top: int) -> Iterator[str]:
     e, chip = report.efficiency, report.prepared.target.chip
-    yield f"Decode of {e.batch} sequences at {e.context} tokens, '{report.decode.name}': GB of each device and step"
+    names = " and ".join(f"'{each.name}'" for each in report.decode)
+    yield f"Decode of {e.batch} sequences at {e.context} tokens, {names}: GB of each device and step"
     rows = [*sorted(e.moved.items(), key=lambda row: -row[1]), ("in all", e.total)]
     rows += [("fewest: weights once", e.fewest_weights), ("fewest: live keys and values once", e.fewest_kv)]
     yield from (f"  {name:<34}{size / 1e9:>10.4f}" for name, size in rows)
@@ -80,14 +82,14 @@ def _decode(report: Report, top: int) -> Iterator[str]:
     yield f"    of keys and values {e.kv_ratio:.3f}, of the rest {e.other_ratio:.3f}"
     yield f"  floor {e.floor_ms:.3f} ms a step, {e.moved_ms:.3f} ms for what is moved"
     yield f"    at {chip.bandwidth / 1e9:.0f} GB/s, {chip.source}"
-    if report.decode.launches is None:
-        yield f"  {e.kernels} kernels a step in the module, {e.pallas_calls} of them ours"
+    if report.decode_launches is None:
+        yield f"  {e.kernels} kernels a step in the modules, {e.pallas_calls} of them ours"
     else:
-        yield f"  {report.decode.launches} launches a step in the thunk sequence, {e.pallas_calls} of them our kernels"
+        yield f"  {report.decode_launches} launches a step in the thunk sequences, {e.pallas_calls} of them our kernels"
     if e.open_loops:
         blocks = -(-e.context // report.prepared.config.block_size)
         yield f"  {e.open_loops} loops run until data say so: taken as one trip for each of {blocks} blocks"
     yield from _METHOD.splitlines()
-    if report.decode.cost_bytes is not None:
-        yield from _COST.format(report.decode.cost_bytes / 1e9).splitlines()
+    if report.decode_cost_bytes is not None:
+        yield from _COST.format(report.decode_cost_bytes / 1e9).splitlines()
     yield from (f"  {size / 1e6:>12.3f} MB  {name}" for name, size in list(e.largest.items())[:top])

@@ -41,6 +41,14 @@ class Traffic:
     def total(self) -> int:
         return sum(self.num_bytes.values())
 
+    def add(self, name: str, other: "Traffic") -> None:
+        """Adds that of the executable `name`."""
+        self.num_bytes += other.num_bytes
+        self.kernels += other.kernels
+        self.pallas_calls += other.pallas_calls
+        self.open_loops += other.open_loops
+        self.largest.update({f"{name}: {instruction}": size for instruction, size in other.largest.items()})
+
 
 def count(module: Module, label: Callable[[Instruction], str], *, open_trips: int = 1, small_bytes: int = 0) -> Traffic:
     """The traffic of one run. `label` names an entry parameter's origin; a loop that ends when data say so counts
@@ -201,9 +209,10 @@ class _Counter:
         if op.opcode == "fusion":
             body = self.module.computations[op.called[0]]
             root = body.instructions[body.root]
-            parts = root.operands if root.opcode == "tuple" else (root.name,)
-            origins = [self._updated(body, part, given) for part in parts]
-            return origins[0] if isinstance(op.shape, ArrayShape) else tuple(origins)
+            if root.opcode == "tuple":
+                return tuple(self._updated(body, part, given) for part in root.operands)
+            is_array = isinstance(op.shape, ArrayShape)  # else one operation has several results: a reduction
+            return self._updated(body, root.name, given) if is_array else _spread(op.shape, OTHER)
         if found := _ALIASED.findall(op.attributes.partition("output_to_operand_aliasing=")[2]):
             sources = {int(result or 0): given[int(operand)] for result, operand in found}
             if isinstance(op.shape, ArrayShape):

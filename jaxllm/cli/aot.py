@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="sequences running at once (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS, help="tokens of a step (%(default)s)")
     add("--max-model-len", type=int, help="tokens of a sequence (default: what model and pool allow)")
-    add("--steps-only", action="store_true", help="compile only the decode step and the largest step")
+    add("--steps-only", action="store_true", help="compile only a decode step's executables and the largest step's")
     add("--top", type=int, default=0, help="also list this many instructions that move the most bytes")
     add("--json", action="store_true", help="print one JSON object")
     return parser

@@ -66,6 +66,34 @@ def test_small_intermediates_count_apart():
     assert "small intermediates" not in counted(text, small_bytes=8191).num_bytes
 
 
+def test_a_fusion_that_is_one_operation_of_several_results():
+    moved = counted("""HloModule m
+
+%pair (a: f32[], i: s32[], b: f32[], j: s32[]) -> (f32[], s32[]) {
+  %a = f32[] parameter(0)
+  %i = s32[] parameter(1)
+  %b = f32[] parameter(2)
+  %j = s32[] parameter(3)
+  ROOT %r = (f32[], s32[]) tuple(%b, %j)
+}
+
+%fused (x: f32[8,64], ids: s32[8,64]) -> (f32[8], s32[8]) {
+  %x = f32[8,64]{1,0} parameter(0)
+  %ids = s32[8,64]{1,0} parameter(1)
+  %zero = f32[] constant(0)
+  %none = s32[] constant(0)
+  ROOT %both = (f32[8]{0}, s32[8]{0}) reduce(%x, %ids, %zero, %none), dimensions={1}, to_apply=%pair
+}
+
+ENTRY %main (x: f32[8,64], ids: s32[8,64]) -> (f32[8], s32[8]) {
+  %x = f32[8,64]{1,0} parameter(0), metadata={op_name="x"}
+  %ids = s32[8,64]{1,0} parameter(1), metadata={op_name="ids"}
+  ROOT %best = (f32[8]{0}, s32[8]{0}) fusion(%x, %ids), kind=kLoop, calls=%fused
+}
+""")
+    assert moved.num_bytes == {"x": 2048, "ids": 2048, "intermediates": 64} and moved.kernels == 1
+
+
 def test_slices_and_gathers_count_what_comes_out():
     text = compiled(
         lambda table, ids: table.at[ids].get(mode="clip") * 2, (1000, 32), (4,), dtypes=[F32, jnp.int32]

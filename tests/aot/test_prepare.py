@@ -121,6 +121,8 @@ def test_sizes_are_the_engines(on_cpu):
     pool = 2 * 2 * 128 * config.block_size * 2 * 32 * config.num_blocks
     assert 4e9 < pool < prepared.target.chip.usable_bytes - 4.0e9
     assert prepared.decode_bucket(9) == 16
+    assert prepared.decode_names(9) == (("step", 16), ("sample", 16))
+    assert set(prepared.decode_names(64)) <= set(prepared.jobs())
     with pytest.raises(ValueError, match=r"a batch of 65 is not in \[1, 64\], max_num_seqs"):
         prepared.decode_bucket(65)
 
@@ -155,10 +157,14 @@ ENTRY %main (w: bf16[1000,1000], pool: bf16[500,1000]) -> (bf16[1000,1000], bf16
   ROOT %t = (bf16[1000,1000]{1,0}, bf16[500,1000]{1,0}) tuple(%y, %z)
 }
 """
-    found = efficiency.efficiency(prepared, text, 8, 4096)
+    found = efficiency.efficiency(prepared, {"step": text}, 8, 4096)
     assert found.moved == {efficiency.WEIGHTS: 2_000_000, efficiency.POOL: 1_000_000, "intermediates": 3_000_000}
     assert found.ratio == pytest.approx(6e6 / (found.fewest_weights + found.fewest_kv))
     assert found.floor_ms == pytest.approx(found.fewest / 1640e9 * 1e3)
+    both = efficiency.efficiency(prepared, {"step": text, "sample": text}, 8, 4096)
+    assert both.moved == {kind: 2 * size for kind, size in found.moved.items()}
+    assert (both.fewest, both.kernels) == (found.fewest, 2 * found.kernels)
+    assert both.largest == {f"{name}: {op}": n for name in ("step", "sample") for op, n in (("y", 4e6), ("z", 2e6))}
 
 
 def test_batches(on_cpu):
@@ -176,7 +182,8 @@ def test_origins_follow_argument_names():
     def name(op_name):
         return efficiency._label(Instruction("p", (), "parameter", ("0",), f'metadata={{op_name="{op_name}"}}'))
 
-    assert [name("leaves[3]"), name("kv_pools[0]"), name("packed")] == [
+    assert [name("leaves[3]"), name("head[0]"), name("kv_pools[0]"), name("packed")] == [
+        efficiency.WEIGHTS,
         efficiency.WEIGHTS,
         efficiency.POOL,
         efficiency.INPUTS,

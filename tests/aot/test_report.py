@@ -45,8 +45,8 @@ def test_json(arguments, capsys):
     assert found["mesh"] == {"tensor": 2}
     assert (
         [e["name"] for e in found["executables"]]
-        == [found["decode"]["name"], found["largest"]]
-        == ["step 8", "step 16"]
+        == [*found["decode"]["names"], found["largest"]]
+        == ["step 8", "sample 8", "step 16"]
     )
     assert found["num_executables"] > 2
     decode = found["decode"]
@@ -56,9 +56,11 @@ def test_json(arguments, capsys):
     assert 1 < decode["static_efficiency"] < 20
     assert decode["moved"]["weights"] >= 0.9 * found["params_bytes"]
     assert decode["floor_ms"] == pytest.approx(decode["fewest_bytes"] / 1640e9 * 1e3)
-    for e in found["executables"]:
+    sampler, *steps = sorted(found["executables"], key=lambda e: e["name"])
+    for e in steps:
         assert e["alias_bytes"] >= found["pool_bytes"]
         assert e["argument_bytes"] >= found["params_bytes"] + found["pool_bytes"]
+    assert 128 * 64 // 2 * 4 <= sampler["argument_bytes"] < found["params_bytes"], "of the parameters the head alone"
     assert found["used_bytes"] < found["device_bytes"]
 
 
@@ -68,6 +70,7 @@ def test_text(arguments, capsys):
     out, err = capsys.readouterr()
     total = int(out.split("Executables of the plan: ")[1].split(";")[0])
     assert f"compiled {total} in" in out and f"{total} of {total}" in err
+    assert "Decode of 1 sequences at 64 tokens, 'step 1' and 'sample 1'" in out
     for line in ("KV pool", "static efficiency", "How it was counted", "floor", "room for 1024"):
         assert line in out
     assert [" MB  " in line for line in out.splitlines()[-4:]] == [False, True, True, True]
