@@ -193,7 +193,7 @@ class FakeEngine(Engine):
             swap_space=float(swap_blocks),
             groups=groups,
         )
-        self.capacity = min(config.longest_len(), 60)
+        self.capacity = min(config.longest_len(), max(60, num_blocks * block_size))
         config = replace(config, max_model_len=self.capacity)
         self.executor = ShadowExecutor(config, page_bytes=GIB)
         self.executor.on_admit = self._check_admitted

@@ -18,7 +18,7 @@ def watch_logits(llm: LLM, monkeypatch) -> list[np.ndarray]:
     apply = Executor.apply
 
     def watched(self, commands):
-        for name, arrays, _ in commands:
+        for name, arrays, *_ in commands:
             if name[0] == "sample":
                 seen.append(np.asarray(self.compile_plan["logits", name[1]](self._head, self.state.hidden, *arrays)))
         return apply(self, commands)

@@ -19,7 +19,7 @@ from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.plan import NO_TOKEN, NO_TOKEN_ERRORS
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import End, GroupStep, HasEnd, Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.sequence import End, GroupRow, GroupStep, HasEnd, Sequence, SequenceGroup, Status
 from jaxllm.grammar.matcher import Matcher
 from jaxllm.text.detokenizer import Detokenizer
 
@@ -124,7 +124,7 @@ class BeamSearchGroup(SequenceGroup):
             for index, (hypothesis, why) in enumerate(ended)
         ]
 
-    def commit(self, sequence: Sequence, row: BeamRow, running_set: RunningSet) -> GroupStep:
+    def commit(self, sequence: Sequence, row: GroupRow, running_set: RunningSet) -> GroupStep:
         """Takes one beam's candidates. The last beam's let the search go on by a token."""
         if sequence.status is not Status.RUNNING:  # it is to be preempted, and its row will come again
             sequence.num_computed -= 1
@@ -247,7 +247,7 @@ class _Extension:
 
 
 def _row(beam: Sequence) -> BeamRow:
-    assert beam.candidates is not None, "all beams have theirs when the search goes on"
+    assert isinstance(beam.candidates, BeamRow), "all beams have theirs when the search goes on"
     return beam.candidates
 
 

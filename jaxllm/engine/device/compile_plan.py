@@ -58,6 +58,11 @@ class CompilePlan:
     def ready(self, name: Hashable) -> bool:
         return name in self._done
 
+    def awaited(self, name: Hashable) -> Callable:
+        """The executable, once it is compiled."""
+        self.wait([name])
+        return self[name]
+
     def __getitem__(self, name: Hashable) -> Any:
         return self._done[name]
 

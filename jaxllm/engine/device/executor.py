@@ -36,7 +36,7 @@ class Executor:
         check = partial(_check_memory, ("step", config.max_num_batched_tokens), self.temp_bound)
         self.compile_plan = CompilePlan(lowering.jobs(), check)
         self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory
-        self.moves = BlockMoves(self._executable)
+        self.moves = BlockMoves(self.compile_plan.awaited)
         self.leaves: list[Array] = []
         self._offered: dict[int, list[Array]] = {}  # parameters by version, for commands to come
         self.state: DeviceState | None = None
@@ -82,10 +82,6 @@ class Executor:
         assert self.state is not None
         return self.state
 
-    def _executable(self, name: Hashable) -> Callable:
-        self.compile_plan.wait([name])
-        return self.compile_plan[name]
-
     def _set_pools(self, pools: Sequence[Array]) -> None:
         self.state = self._live._replace(kv_pools=list(pools[:-1]), history=pools[-1])
 
@@ -108,7 +104,7 @@ class Executor:
     def _measure_bandwidth(self, command: Command) -> list[np.ndarray]:
         """Bytes a second, float64 `[1]`."""
         (ids,) = command.arrays
-        pools, bandwidth = measure_bandwidth(self._live.pools, self._executable, ids)
+        pools, bandwidth = measure_bandwidth(self._live.pools, self.compile_plan.awaited, ids)
         self._set_pools(pools)
         return [np.array([bandwidth])]
 
@@ -130,7 +126,7 @@ class Executor:
         return [done]
 
     def _prompt_logprobs(self, command: Command) -> list[Array]:
-        return [self._executable(command.name)(self._head, self._live.hidden, *command.arrays)]
+        return [self.compile_plan.awaited(command.name)(self._head, self._live.hidden, *command.arrays)]
 
     def _sample(self, command: Command) -> list[Array]:
         _, _, slots, sampling, _, hidden = self._live

@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING
 
 from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_ACCEPTED, NOT_FINITE, Plan
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import End, Sequence
+from jaxllm.engine.schedule.sequence import End, GroupRow, Sequence
 
 if TYPE_CHECKING:
-    from jaxllm.engine.beam.candidates import BeamRow
     from jaxllm.engine.logprobs import PackedLogprobs
 
 
-class Committer:
-    """Commits steps to sequences of `running_set`. `finish` ends one at once."""
+Finish = Callable[[Sequence, End], None]
 
-    def __init__(self, running_set: RunningSet, finish: Callable[[Sequence, End], None]):
-        self.running_set, self._finish = running_set, finish
+
+class Committer:
+    """Commits steps to sequences of `running_set`."""
+
+    def __init__(self, running_set: RunningSet):
+        self.running_set = running_set
         self._block_size = running_set.pool.block_size
         self.moved: list[Sequence] = []  # beams whose slot rows are out of date
         self.num_not_finite = 0  # sequences that ended for their logits
@@ -27,7 +29,9 @@ class Committer:
         plan: Plan,
         sampled: abc.Sequence[int],
         logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
-        candidates: "abc.Sequence[BeamRow | None] | None" = None,
+        candidates: abc.Sequence[GroupRow | None] | None = None,
+        *,
+        finish: Finish,
     ) -> list[Sequence]:
         """Appends the samples' tokens, in the plan's order, and ends what is over. Returns the sequences that ended,
         and those that report each token.
@@ -35,7 +39,7 @@ class Committer:
         A sequence whose drafts were verified has several samples. It takes the list of those before the first that is
         `NOT_ACCEPTED`, which may be empty, up to its end. Other negative tokens are keys of `NO_TOKEN_ERRORS`.
         `logprobs` has what else there is to keep of each sample, `candidates` for each beam what it may go on with, and
-        None for others.
+        None for others. `finish` ends a sequence at once.
         """
         updated: list[Sequence] = []
         after = 0  # samples that were taken as a list
@@ -50,20 +54,25 @@ class Committer:
                     updated.append(sequence)
                 continue
             if candidates is not None and (row := candidates[i]) is not None and token != NOT_FINITE:
-                updated += self._commit_to_group(sequence, row)
+                updated += self._commit_to_group(sequence, row, finish)
                 continue
             if i < after:
                 continue
             if i + 1 in plan.drafts:
-                after = self._commit_list(plan, i, sampled, logprobs)
+                after = self._commit_list(plan, i, sampled, logprobs, finish)
             else:
-                self._commit_token(sequence, token, None if logprobs is None else logprobs[i])
+                self._commit_token(sequence, token, None if logprobs is None else logprobs[i], finish)
             if sequence.reports_tokens or sequence.end is not None:
                 updated.append(sequence)
         return updated
 
     def _commit_list(
-        self, plan: Plan, start: int, sampled: abc.Sequence[int], logprobs: "abc.Sequence[PackedLogprobs | None] | None"
+        self,
+        plan: Plan,
+        start: int,
+        sampled: abc.Sequence[int],
+        logprobs: "abc.Sequence[PackedLogprobs | None] | None",
+        finish: Finish,
     ) -> int:
         """Takes the samples of a sequence with drafts, which begin at `start`, as far as they were accepted and up to
         its end. Returns where they end."""
@@ -74,15 +83,15 @@ class Committer:
         sequence.num_computed -= stop - start - num_accepted
         sequence.table.shrink(sequence.num_computed)
         for i in range(start, start + num_accepted):
-            self._commit_token(sequence, sampled[i], None if logprobs is None else logprobs[i])
+            self._commit_token(sequence, sampled[i], None if logprobs is None else logprobs[i], finish)
             if sequence.end is not None:
                 break
         return stop
 
-    def _commit_token(self, sequence: Sequence, token: int, kept: "PackedLogprobs | None") -> None:
+    def _commit_token(self, sequence: Sequence, token: int, kept: "PackedLogprobs | None", finish: Finish) -> None:
         if token < 0:
             self.num_not_finite += token == NOT_FINITE
-            self._finish(sequence, End("error", error=NO_TOKEN_ERRORS[token]))
+            finish(sequence, End("error", error=NO_TOKEN_ERRORS[token]))
             return
         if kept is not None:
             sequence.logprobs.append(kept)
@@ -94,15 +103,15 @@ class Committer:
             self._clear(sequence)
         end = _end_after(sequence, token)
         if end is not None:
-            self._finish(sequence, end)
+            finish(sequence, end)
 
-    def _commit_to_group(self, sequence: Sequence, row: "BeamRow") -> list[Sequence]:
+    def _commit_to_group(self, sequence: Sequence, row: GroupRow, finish: Finish) -> list[Sequence]:
         """Lets the sequence's group choose its next token. Returns the group's head if its sequences end."""
         group, head = sequence.group, sequence.group.head(sequence)
         moved, end = group.commit(sequence, row, self.running_set)
         self.moved += moved
         if end is not None:
-            self._finish(head, end)
+            finish(head, end)
             return [head]
         if head.num_failures and group.live[0].num_tokens > head.retry_len:
             self._clear(head)

@@ -48,7 +48,7 @@ class PromptRoom:
         num_pages = num_wanted(sequence, hit.num_blocks, held, sequence.num_tokens, self._max_tokens)
         if self.has(num_pages + num_free_hits):
             return True
-        if not len(self.running_set):
+        if not len(self.running_set) and not self.running_set.stems:
             num_tokens = 1  # however little there is, nobody will give more
         stop = min(hit.num_blocks * self.pool.block_size + num_tokens, sequence.num_tokens)
         num_first = num_wanted(sequence, hit.num_blocks, held, stop, self._max_tokens)

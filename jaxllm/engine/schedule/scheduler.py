@@ -17,11 +17,10 @@ from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import End, Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.sequence import End, GroupRow, Sequence, SequenceGroup, Status
 from jaxllm.engine.schedule.waiting import WaitingQueue
 
 if TYPE_CHECKING:
-    from jaxllm.engine.beam.candidates import BeamRow
     from jaxllm.engine.logprobs import PackedLogprobs
 
 MAX_FAILURES = 2  # failed steps with a sequence in them after which it is quarantined
@@ -48,7 +47,7 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.preemption = Preemption(self.waiting, self.running_set, prefers_swap, max_host_pages)
         self.admission = Admission(self.waiting, self.running_set, self.preemption)
-        self.committer = Committer(self.running_set, self.finish)
+        self.committer = Committer(self.running_set)
         self.num_copied = 0  # pages, because several shared them
         self.num_unfinished_full = 0
         self._drafting: list[Sequence] = []  # of the plan's decodes, those that may go on with drafts
@@ -218,10 +217,10 @@ class Scheduler:
         plan: Plan,
         sampled: abc.Sequence[int],
         logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
-        candidates: "abc.Sequence[BeamRow | None] | None" = None,
+        candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:
         """See `Committer.commit`."""
-        return self.committer.commit(plan, sampled, logprobs, candidates)
+        return self.committer.commit(plan, sampled, logprobs, candidates, finish=self.finish)
 
     def restart(
         self, unfinished: Iterable[Sequence], failed: Iterable[Sequence] = (), cause: str = ""

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import abc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from jaxllm.engine.schedule.block_table import BlockTable, Places
 from jaxllm.outputs import FinishReason
@@ -14,7 +14,6 @@ from jaxllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxllm.engine.beam.candidates import BeamRow
     from jaxllm.engine.logprobs import PackedLogprobs
     from jaxllm.engine.output import Request
     from jaxllm.engine.schedule.decode_batch import DecodeBatch
@@ -102,7 +101,7 @@ class Sequence(HasEnd):
     fork_len: int = 0  # while siblings wait for it to have computed so many tokens, and go on from there
     packed_params: "np.ndarray | None" = None  # the fields of its slot row that never change
     has_rules: bool = False  # its slot's row of the `LogitRules` is installed
-    candidates: "BeamRow | None" = None  # of a beam that waits for the other beams' candidates
+    candidates: "GroupRow | None" = None  # of a beam that waits for the other beams' candidates
     num_cached: int = -1  # prompt tokens found in the prefix cache at first admission; -1 before
     num_failures: int = 0  # failed steps it was in since it last got further
     retry_len: int = 0  # tokens to get past before its failures are forgotten
@@ -203,6 +202,11 @@ class Sequence(HasEnd):
         return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
 
 
+@runtime_checkable
+class GroupRow(Protocol):
+    """What a step says of a sequence whose next token its group chooses; the group alone reads it."""
+
+
 class GroupStep(NamedTuple):
     """What a group makes of a step."""
 
@@ -259,7 +263,7 @@ class SequenceGroup(ABC):
         """Who ends when the sequence does."""
 
     @abstractmethod
-    def commit(self, sequence: Sequence, row: "BeamRow", running_set: "RunningSet") -> GroupStep:
+    def commit(self, sequence: Sequence, row: "GroupRow", running_set: "RunningSet") -> GroupStep:
         """Takes what a step says of a sequence whose next token the group chooses."""
 
     @abstractmethod
@@ -296,7 +300,7 @@ class Samples(SequenceGroup):
     def finish(self, sequence: Sequence, end: End) -> list[Sequence]:
         return [sequence]
 
-    def commit(self, sequence: Sequence, row: "BeamRow", running_set: "RunningSet") -> GroupStep:
+    def commit(self, sequence: Sequence, row: "GroupRow", running_set: "RunningSet") -> GroupStep:
         raise AssertionError("a sample's next token is the one that was drawn")
 
     def restart(self) -> None:
