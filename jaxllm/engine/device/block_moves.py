@@ -214,7 +214,7 @@ class BlockMoves:
             return self._swap_in(kv_pools, command)
         elif command.name == "copy":
             (packed,) = command.arrays
-            return self._executable(("copy", packed.shape[1]))(kv_pools, packed)
+            return self._executable(("copy", packed.shape[-1]))(kv_pools, packed)
         else:
             self._give_up(self._kept.pop(command.key, []))  # there is none after a `clear`
         return kv_pools
@@ -230,7 +230,7 @@ class BlockMoves:
         assert command.key not in self._kept, "a key of a swap-out is used again"
         chunks = self._kept[command.key] = []
         for ids in command.arrays:
-            chunk = _SwapChunk(self._executable(("swap_out", len(ids)))(kv_pools, ids))
+            chunk = _SwapChunk(self._executable(("swap_out", ids.shape[-1]))(kv_pools, ids))
             chunks.append(chunk)
             self._staged.append(chunk)
             while len(self._staged) > 1 and sum(c.device_bytes for c in self._staged) > MAX_STAGED_BYTES:
@@ -246,7 +246,7 @@ class BlockMoves:
                 jax.block_until_ready(kv_pools)  # then nobody needs the chunks before this one
                 self._returning_bytes = 0
             self._returning_bytes += chunk.device_bytes
-            kv_pools = self._executable(("swap_in", len(ids)))(kv_pools, ids, list(chunk.contents))
+            kv_pools = self._executable(("swap_in", ids.shape[-1]))(kv_pools, ids, list(chunk.contents))
         self._give_up(chunks)
         return kv_pools
 
@@ -260,7 +260,7 @@ def measure_bandwidth(
 ) -> tuple[KVPools, float]:
     """Bytes a second of a round trip of the blocks `ids` to host memory and back, on an idle device. Takes the pools,
     and returns them as they were: blocks go back to where they came from."""
-    read, write = executable(("swap_out", len(ids))), executable(("swap_in", len(ids)))
+    read, write = executable(("swap_out", ids.shape[-1])), executable(("swap_in", ids.shape[-1]))
     trials = []
     for _ in range(NUM_TRIALS):
         jax.block_until_ready(kv_pools)
