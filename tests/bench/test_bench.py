@@ -246,7 +246,7 @@ class Number:
         return isinstance(other, int | float) and self.least <= other <= self.most
 
 
-def report_of(benchmark: str, arguments: dict, results, *, devices: int = 4) -> dict:
+def report_of(benchmark: str, arguments: dict, results, *, devices: int = 8) -> dict:
     machine = {
         "platform": "cpu",
         "device_kind": "cpu",

@@ -39,6 +39,9 @@ class LiftedPlan(dict):
     def wait(self, names):
         assert all(name in self for name in names)
 
+    def awaited(self, name):
+        return self[name]
+
 
 class Shards(Executor):
     """An executor whose state and commands have a leading axis of the size of `mesh`."""
@@ -46,7 +49,7 @@ class Shards(Executor):
     def __init__(self, lowering: Lowering, leaves, mesh: Mesh):
         self.mesh, self.lowering = mesh, lowering
         self.compile_plan = LiftedPlan()
-        self.moves = block_moves.BlockMoves(self._executable)
+        self.moves = block_moves.BlockMoves(self.compile_plan.awaited)
         self.leaves = jax.device_put(leaves, NamedSharding(mesh, P()))
         self._head = [self.leaves[i] for i in lowering.model_shape.head_indices]
         self.state = self._logits = self._altered = None
