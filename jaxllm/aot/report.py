@@ -67,7 +67,7 @@ class Report:
 
     @property
     def pool_bytes(self) -> int:
-        return memory.leaf_bytes(self.prepared.lowering.state().kv_pools)
+        return memory.leaf_bytes(jax.tree.leaves(self.prepared.lowering.state().kv_pools))
 
     @property
     def state_bytes(self) -> int:
@@ -88,8 +88,9 @@ class Report:
 
 def _sum(numbers: Iterable[float | None]) -> Any:
     """None where one is unknown."""
-    known = list(numbers)
-    return None if None in known else sum(known)
+    given = list(numbers)
+    known = [number for number in given if number is not None]
+    return sum(known) if len(known) == len(given) else None
 
 
 def compile_one(prepared: Prepared, name: Hashable, job: Any) -> Executable:
