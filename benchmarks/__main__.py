@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_preemption(commands)
+    _add_penalties(commands)
     steps = commands.add_parser("steps", help="host time of a decode step by number of running requests")
     steps.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 128, 256], metavar="N")
     steps.add_argument("--steps", type=int, default=200, help="decode steps measured for each N (default 200)")
@@ -51,26 +53,45 @@ def _add_memory(commands: Any) -> None:
 def _add_preemption(commands: Any) -> None:
     text = "throughput when requests want several times the KV memory there is, by kind of preemption"
     parser = commands.add_parser("preemption", help=text, description=text, allow_abbrev=False)
-    for name, kind, default, what in (
-        ("--requests", int, 64, "handed in at once"),
-        ("--input-len", int, 64, "tokens of each prompt"),
-        ("--output-len", int, 128, "tokens of each output"),
-        ("--overcommit", float, 8.0, "times the pool that all requests together want"),
-        ("--seed", int, 0, "of the prompts"),
-    ):
-        parser.add_argument(name, type=kind, default=default, metavar="N", help=f"{what} (default: {default})")
+    _add_requests(parser, requests=64, output_len=128)
+    what = "times the pool that all requests together want (default: 8)"
+    parser.add_argument("--overcommit", type=float, default=8.0, metavar="N", help=what)
     add_model_arguments(parser)
 
 
+def _add_penalties(commands: Any) -> None:
+    text = "throughput with penalties for tokens that prompt or output have, beside that without"
+    parser = commands.add_parser("penalties", help=text, description=text, allow_abbrev=False)
+    _add_requests(parser, requests=256, output_len=64)
+    add_model_arguments(parser)
+
+
+def _add_requests(parser: argparse.ArgumentParser, *, requests: int, output_len: int) -> None:
+    for name, default, what in (
+        ("--requests", requests, "handed in at once"),
+        ("--input-len", 64, "tokens of each prompt"),
+        ("--output-len", output_len, "tokens of each output"),
+        ("--seed", 0, "of the prompts"),
+    ):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+
+
 def _preemption(arguments: argparse.Namespace) -> int:
-    names = ("requests", "input_len", "output_len", "overcommit", "repeats")
-    sizes = {name: getattr(arguments, name) for name in names}
+    return _run("preemption", arguments, "overcommit")
+
+
+def _penalties(arguments: argparse.Namespace) -> int:
+    return _run("penalties", arguments)
+
+
+def _run(name: str, arguments: argparse.Namespace, *more: str) -> int:
+    """A benchmark of requests like each other on one model. It is imported once the options are checked."""
+    sizes = {name: getattr(arguments, name) for name in ("requests", "input_len", "output_len", "repeats", *more)}
     check_at_least(1, **sizes)
     model = model_options(arguments)
     setup_compilation_cache()
-    from benchmarks import preemption
-
-    return _print(preemption.run(model, **sizes, seed=arguments.seed), preemption.table, arguments)
+    benchmark = import_module(f"benchmarks.{name}")
+    return _print(benchmark.run(model, **sizes, seed=arguments.seed), benchmark.table, arguments)
 
 
 def _steps(arguments: argparse.Namespace) -> int:
@@ -108,7 +129,7 @@ def _print(report: dict[str, Any], table: Callable[[dict[str, Any]], str], argum
     return 0
 
 
-_COMMANDS = {"preemption": _preemption, "steps": _steps, "memory": _memory}
+_COMMANDS = {"preemption": _preemption, "penalties": _penalties, "steps": _steps, "memory": _memory}
 
 
 if __name__ == "__main__":

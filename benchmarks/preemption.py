@@ -1,18 +1,14 @@
 """What it costs when KV memory runs out: requests that want several times the pool, preempted by each kind, beside the
 same requests on an engine that never starts more than fit to their end."""
 
-import time
-from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.runs import Runs, run_often
 from jaxllm.bench import report, workload
 from jaxllm.bench.options import open_llm
-from jaxllm.bench.throughput import check_lengths_made
 from jaxllm.engine.config import PREEMPTIONS
-from jaxllm.sampling_params import SamplingParams
 
 CAPPED = "none"  # as a kind of preemption
 _COLUMNS = (
@@ -45,7 +41,10 @@ def run(
                 prompts = workload.prompts(requests, input_len, vocab=vocab, seed=seed)
                 llm.wait_compiled()
                 for kind in kinds:
-                    rows.append(_measure(llm, kind, prompts, output_len, repeats, bar.update))
+                    if kind != CAPPED:
+                        llm.engine.set_preemption(kind)
+                    runs = run_often(llm, prompts, output_len, repeats, bar.update)
+                    rows.append(_row(kind, runs, requests * output_len))
                 about = report.about(llm, model=model.get("model"), dummy_weights=model["dummy_weights"])
     for row in rows:
         row["share_of_capped"] = row["output_tokens_per_s"] / rows[0]["output_tokens_per_s"]
@@ -68,31 +67,14 @@ def _default_block_size() -> int:
     return BLOCK_SIZE
 
 
-def _measure(
-    llm: Any, kind: str, prompts: list[list[int]], output_len: int, repeats: int, tick: Callable[[], Any]
-) -> dict[str, Any]:
-    """A row of the table: the median wall time of `repeats` runs after one to warm up, and one run's counts."""
-    if kind != CAPPED:
-        llm.engine.set_preemption(kind)
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-    seconds = []
-    for _ in range(1 + repeats):
-        llm.engine.scheduler.pool.forget_keys()
-        before = llm.stats()
-        start = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-        check_lengths_made(outputs, output_len)
-        after = llm.stats()
-        tick()
-    wall_s = median(seconds[1:])
+def _row(kind: str, runs: Runs, num_tokens: int) -> dict[str, Any]:
     return {
         "preemption": kind,
-        "wall_s": wall_s,
-        "output_tokens_per_s": len(prompts) * output_len / wall_s,
-        "preempted": after.num_preemptions - before.num_preemptions,
-        "swapped": after.num_swapped - before.num_swapped,
-        "blocks_swapped_out": after.blocks_swapped_out - before.blocks_swapped_out,
+        "wall_s": runs.wall_s,
+        "output_tokens_per_s": num_tokens / runs.wall_s,
+        "preempted": runs.counted("num_preemptions"),
+        "swapped": runs.counted("num_swapped"),
+        "blocks_swapped_out": runs.counted("blocks_swapped_out"),
     }
 
 

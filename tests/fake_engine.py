@@ -18,7 +18,8 @@ from jaxllm.engine.prepare import Intake
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.cache_groups import EVERYTHING
 from jaxllm.engine.schedule.plan import Plan
-from jaxllm.engine.schedule.sequence import End, Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.sequence import End, Sequence, Status
+from jaxllm.engine.schedule.sequence_group import SequenceGroup
 from jaxllm.grammar.compiler import GrammarCompiler
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_device import EOS, PROMPT_TOKENS, ShadowExecutor, candidates, sampled
@@ -164,7 +165,6 @@ class NotingIntake(Intake):
         for sequence in self.made.sequences:
             for name, value in self.fields.items():
                 setattr(sequence, name, value)
-            sequence.host_dependent |= sequence.propose is not None
         return self.made
 
 
@@ -389,7 +389,7 @@ class FakeEngine(Engine):
 
     def _output(self, sequence: Sequence) -> list[int]:
         """All tokens that it can have by now, those that the host does not know yet included. (A draft is no such.)"""
-        if sequence.is_beam:
+        if sequence.group.chooses_tokens:
             return sequence.output_token_ids
         return truth(sequence, sequence.num_tokens + sequence.num_in_flight)[len(sequence.prompt_token_ids) :]
 
@@ -420,8 +420,8 @@ class FakeEngine(Engine):
         tables = {request.slot: request.table for request in plan.rows}
         assert all(tables[slot].pages(index) == pages for slot, index, *pages in plan.new_blocks)
         assert len(plan.new_blocks) <= len(plan.rows) + -(-plan.num_tokens // block_size)
-        assert plan.full_sampler or not any(request.needs_full_sampler for request in plan.rows)
-        assert plan.has_beams or not any(request.is_beam for request in plan.samples)
+        assert plan.full_sampler or not any(request.params.needs_full_sampler for request in plan.rows)
+        assert plan.has_chosen or not any(request.group.chooses_tokens for request in plan.samples)
         if any(request.host_dependent for request in in_flight):
             assert not any(request.host_dependent for request in plan.samples), "they sample in the same steps"
         held = [request.table for request in scheduler.running]
@@ -445,7 +445,7 @@ class FakeEngine(Engine):
 
     def check(self) -> None:
         self.scheduler.check()
-        assert self.scheduler.num_unfinished_full == sum(r.needs_full_sampler for r in self.unfinished())
+        assert self.scheduler.num_unfinished_full == sum(r.params.needs_full_sampler for r in self.unfinished())
         for group, best in self.expected_beams.items():
             if group.sequences[0].finish_reason == "stop":
                 assert [(r.output_token_ids, r.finish_reason) for r in group.results] == best

@@ -40,6 +40,6 @@ class GrammarRows:
             sequence.matcher.follow(sequence.output_token_ids)
             matchers[row] = sequence.matcher
         compiler.fill([(matcher, row) for row, matcher in matchers.items()], masks)
-        allowed = np.asarray(masks.any(axis=1))  # a beam without a token just ends, if others go on
+        allowed = np.asarray(masks.any(axis=1))  # without a token a beam just ends, if others go on
         own = [(row, sequence) for row, sequence in rows if row not in self._drafts]
-        return [one for row, one in own if matchers[row].error or not (allowed[row] or one.is_beam)]
+        return [one for row, one in own if matchers[row].error or not (allowed[row] or one.group.chooses_tokens)]

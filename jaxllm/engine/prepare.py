@@ -12,6 +12,7 @@ from jaxllm.engine.device.state import NUM_STOP_IDS
 from jaxllm.engine.intake import check_request
 from jaxllm.engine.output import Request
 from jaxllm.engine.schedule import sequence as schedule
+from jaxllm.engine.schedule.sequence_group import Samples, SequenceGroup
 from jaxllm.grammar.compiler import Grammar, GrammarCompiler
 from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxllm.structured_outputs import StructuredOutputs, as_structured_outputs
@@ -72,7 +73,7 @@ class Intake:
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
             raise ValueError(f"stop strings can't be found, as the tokenizer fails on the prompt: {error}") from error
 
-    def sequences(self, prepared: PreparedRequest, request: Request, priority: int) -> schedule.SequenceGroup:
+    def sequences(self, prepared: PreparedRequest, request: Request, priority: int) -> SequenceGroup:
         """The samples or beams of `request`, which are told to the scheduler together."""
         params = prepared.params
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
@@ -84,7 +85,7 @@ class Intake:
             sequence.request = request
         if params.beam_width is not None:
             return BeamSearchGroup(sequences, prepared.text)
-        return schedule.Samples(sequences)
+        return Samples(sequences)
 
     def _sequence(
         self, prepared: PreparedRequest, request: Request, index: int, seed: int, priority: int

@@ -9,6 +9,7 @@ from jaxllm.engine.output import Request
 from jaxllm.engine.requests import OpenRequests
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.schedule.sequence_group import Samples
 from jaxllm.grammar.compiler import GrammarCompiler
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.text.tokenizer import Tokenizer, wrap
@@ -73,6 +74,7 @@ def test_each_draft_is_masked_as_the_one_before_leaves_the_grammar():
             matcher=grammar.matcher(),
             propose=lambda sequence, most: [],
         )
+        Samples([sequence])
         sequence.num_computed = 1
         plan.add_decode(sequence)
         plan.add_drafts({sequence: drafts} if drafts else {})

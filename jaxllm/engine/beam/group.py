@@ -19,7 +19,8 @@ from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.plan import NO_TOKEN, NO_TOKEN_ERRORS
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import End, GroupRow, GroupStep, HasEnd, Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.sequence import End, HasEnd, Sequence, Status
+from jaxllm.engine.schedule.sequence_group import GroupRow, GroupStep, SequenceGroup
 from jaxllm.grammar.matcher import Matcher
 from jaxllm.text.detokenizer import Detokenizer
 
@@ -58,6 +59,8 @@ class BeamResult(HasEnd):
 class BeamSearchGroup(SequenceGroup):
     """The beams of one search. `text` is a detokenizer if stop strings are to be found."""
 
+    chooses_tokens = True
+
     def __init__(self, sequences: list[Sequence], text: Detokenizer | None = None):
         super().__init__(sequences)
         first = sequences[0]
@@ -72,6 +75,7 @@ class BeamSearchGroup(SequenceGroup):
         )
         self.state = BeamState(search, [Hypothesis([], [], text, first.matcher)])
         self.beams = sequences[:1]  # the living ones, in the order of the state's hypotheses
+        self.rows: dict[Sequence, BeamRow] = {}  # of living beams, until all have theirs
         self.results: list[BeamResult] | None = None  # once the search is over, best first
 
     @property
@@ -129,8 +133,9 @@ class BeamSearchGroup(SequenceGroup):
         if sequence.status is not Status.RUNNING:  # it is to be preempted, and its row will come again
             sequence.num_computed -= 1
             return GroupStep([], None)
-        sequence.candidates, sequence.status = row, Status.HELD
-        if any(beam.candidates is None for beam in self.beams):
+        assert isinstance(row, BeamRow), "the engine reads them so"
+        self.rows[sequence], sequence.status = row, Status.HELD
+        if len(self.rows) < len(self.beams):
             return GroupStep([], None)
         prefix_cache, block_size = running_set.prefix_cache, running_set.pool.block_size
         for beam in self.beams:  # before some of them end: others may wait for what they have written
@@ -151,7 +156,7 @@ class BeamSearchGroup(SequenceGroup):
         """Takes the candidates of all living beams; returns those whose slots' rows are out of date. Nobody lives on
         if the search is done. Raises TextError before anything has changed."""
         search, step = copy.copy(self.state.search), _Extension(self)
-        continuations = search.advance([_row(beam).candidates for beam in self.beams], step.end, step.keep)
+        continuations = search.advance([self.rows[beam].candidates for beam in self.beams], step.end, step.keep)
         self.state = BeamState(search, [step.extend(continuation) for continuation in continuations])
         return [] if search.done else self._place(continuations, pool)
 
@@ -180,9 +185,14 @@ class BeamSearchGroup(SequenceGroup):
             sequence.table, sequence.num_computed = table, num_computed
         self.beams = beams
         self._give_tokens()
+        self.rows = {}
         for beam in beams:
-            beam.candidates, beam.status = None, Status.RUNNING
+            beam.status = Status.RUNNING
         return [beam for beam in beams if beam not in has_child]
+
+    def take_back(self, sequence: Sequence) -> None:
+        if self.rows.pop(sequence, None) is not None:
+            sequence.num_computed -= 1
 
     def _give_tokens(self) -> None:
         for beam, hypothesis in zip(self.beams, self.state.hypotheses, strict=True):
@@ -194,7 +204,7 @@ class BeamSearchGroup(SequenceGroup):
         for sequence in self.sequences:
             sequence.vacate()
         self._give_tokens()
-        self.waiting, self.host_copy = [], None
+        self.rows, self.waiting, self.host_copy = {}, [], None
         for sequence in self.sequences:
             sequence.leave_device()
 
@@ -216,7 +226,7 @@ class _Extension:
     """One more token for each hypothesis: whether it ends there, and what becomes of it."""
 
     def __init__(self, group: BeamSearchGroup):
-        self._beams, self._hypotheses = group.beams, group.state.hypotheses
+        self._beams, self._rows, self._hypotheses = group.beams, group.rows, group.state.hypotheses
         self._texts: dict[tuple[int, int], Detokenizer] = {}  # of continuations, while stop strings are watched
         self._matchers: dict[tuple[int, int], Matcher] = {}  # likewise, while they follow a grammar
 
@@ -236,7 +246,7 @@ class _Extension:
         return None
 
     def extend(self, continuation: Continuation) -> Hypothesis:
-        hypothesis, row = self._hypotheses[continuation.beam], _row(self._beams[continuation.beam])
+        hypothesis, row = self._hypotheses[continuation.beam], self._rows[self._beams[continuation.beam]]
         logprob = row.packed_logprobs(continuation.logprob, continuation.rank)
         key = continuation.beam, continuation.token
         token_ids, logprobs = hypothesis.token_ids + [continuation.token], hypothesis.logprobs + [logprob]
@@ -244,11 +254,6 @@ class _Extension:
 
     def keep(self, continuation: Continuation, reason: End | str) -> tuple[Hypothesis, End | str]:
         return self.extend(continuation), reason
-
-
-def _row(beam: Sequence) -> BeamRow:
-    assert isinstance(beam.candidates, BeamRow), "all beams have theirs when the search goes on"
-    return beam.candidates
 
 
 def _extended(text: Detokenizer, token: int) -> Detokenizer:

@@ -99,7 +99,7 @@ class StepLayout:
         f.slots[num_decodes:num_rows] = [chunk.sequence.slot for chunk in plan.chunks]
         f.q_lens[:num_decodes] = 1
         f.tokens[:num_decodes] = FROM_SLOT
-        if plan.has_beams:  # whose tokens the host has chosen
+        if plan.has_chosen:  # which the slots don't have
             f.tokens[:num_decodes] = [_known_token(sequence) for sequence in plan.decodes]
         at = num_decodes
         for row, chunk in enumerate(plan.chunks, start=num_decodes):
@@ -114,7 +114,8 @@ class StepLayout:
 
 
 def _known_token(sequence: Sequence) -> int:
-    return sequence.output_token_ids[-1] if sequence.is_beam and sequence.output_token_ids else FROM_SLOT
+    is_chosen = sequence.group.chooses_tokens and sequence.output_token_ids
+    return sequence.output_token_ids[-1] if is_chosen else FROM_SLOT
 
 
 class SampleInput(NamedTuple):

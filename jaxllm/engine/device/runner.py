@@ -160,7 +160,7 @@ class Runner:
             if plan.full_sampler:
                 candidates = results.pop()
             tokens = results.pop()
-        if not plan.has_beams:
+        if not plan.has_chosen:
             candidates = None
         for result in (tokens, candidates, *results):
             if result is not None:

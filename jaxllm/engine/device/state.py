@@ -25,7 +25,7 @@ class Slots(NamedTuple):
 
 
 def _temperature(sequence: Sequence) -> float:
-    return 0.0 if sequence.is_beam else sequence.params.temperature  # nothing is drawn for a beam
+    return 0.0 if sequence.group.chooses_tokens else sequence.params.temperature  # nothing is drawn for a beam
 
 
 def _min_len(sequence: Sequence) -> int:
@@ -51,7 +51,7 @@ class SamplingTable(NamedTuple):
     stop_ids: Int[Array, "slots stop_ids"] = column(np.int32, lambda s: sorted(s.stop_ids), NUM_STOP_IDS, fill=-1)
     has_rules: Int[Array, " slots"] = column(np.int32, lambda s: s.params.has_rules)  # 1 if its row of the rules counts
     wants_logprobs: Int[Array, " slots"] = column(np.int32, lambda s: s.params.tracks_logprobs)  # 1 or 0
-    is_beam: Int[Array, " slots"] = column(np.int32, lambda s: s.is_beam)  # 1 or 0
+    is_beam: Int[Array, " slots"] = column(np.int32, lambda s: s.group.chooses_tokens)  # 1 or 0
     repetition_penalty: Float[Array, " slots"] = column(np.float32, lambda s: s.params.repetition_penalty, fill=1)
     frequency_penalty: Float[Array, " slots"] = column(np.float32, lambda s: s.params.frequency_penalty)
     presence_penalty: Float[Array, " slots"] = column(np.float32, lambda s: s.params.presence_penalty)

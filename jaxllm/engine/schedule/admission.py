@@ -14,7 +14,8 @@ from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prompt_room import PromptRoom
 from jaxllm.engine.schedule.running import RunningSet, Stem
-from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status, fork_len
+from jaxllm.engine.schedule.sequence import Sequence, Status
+from jaxllm.engine.schedule.sequence_group import SequenceGroup, fork_len
 from jaxllm.engine.schedule.waiting import WaitingQueue
 
 
@@ -68,7 +69,7 @@ class Admission:
 
     def _admit(self, plan: Plan, max_tokens: int) -> bool:
         """Admits sequences of the first waiting group. False if nobody behind it may be admitted in this step."""
-        if self._num_slots < 1 or self.running_set.num_retrying:
+        if self._num_slots < 1 or self.running_set.retries.is_one_running:
             return False  # a retried sequence runs with no newcomer beside it, so that a failure names the culprit
         group = self.queue.pop()
         assert group is not None  # `plan_prefills` saw it
@@ -144,7 +145,7 @@ class Admission:
         stem_blocks = stem.full_blocks()
         while group.waiting:
             sequence = group.waiting[0]
-            if not (_has_room(plan, max_tokens) and self._num_slots) or self.running_set.num_retrying:
+            if not (_has_room(plan, max_tokens) and self._num_slots) or self.running_set.retries.is_one_running:
                 return False
             if not self.room.has_for_prompt(sequence, stem_blocks, max_tokens - plan.num_tokens):
                 return False
@@ -246,7 +247,7 @@ class Admission:
     def _count_forks(self, plan: Plan, parent: Sequence, max_tokens: int) -> int:
         """How many of the parent's forks may start now. Each writes to a block of its own in the next step."""
         group = parent.group
-        if any(sequence.num_failures for sequence in (parent, *group.waiting)):
+        if any(sequence in self.running_set.retries for sequence in (parent, *group.waiting)):
             return 0  # a retried sequence runs alone
         num = min(len(group.waiting), self._num_slots, max_tokens - plan.num_samples)
         while num > 0 and not self.room.has(num * self.pool.pages_per_block):

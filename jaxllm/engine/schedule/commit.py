@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_ACCEPTED, NOT_FINITE, Plan
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import End, GroupRow, Sequence
+from jaxllm.engine.schedule.sequence import End, Sequence
+from jaxllm.engine.schedule.sequence_group import GroupRow
 
 if TYPE_CHECKING:
     from jaxllm.engine.logprobs import PackedLogprobs
@@ -99,8 +100,7 @@ class Committer:
         num_computed = sequence.num_computed
         if (sequence.table.num_keyed + 1) * self._block_size <= num_computed:
             self.running_set.prefix_cache.offer(sequence, min(num_computed, sequence.num_tokens))
-        if sequence.num_failures and sequence.num_tokens > sequence.retry_len:
-            self._clear(sequence)
+        self.running_set.retries.forget_if_past(sequence, sequence.num_tokens)
         end = _end_after(sequence, token)
         if end is not None:
             finish(sequence, end)
@@ -113,13 +113,8 @@ class Committer:
         if end is not None:
             finish(head, end)
             return [head]
-        if head.num_failures and group.live[0].num_tokens > head.retry_len:
-            self._clear(head)
+        self.running_set.retries.forget_if_past(head, group.live[0].num_tokens)
         return []
-
-    def _clear(self, retried: Sequence) -> None:
-        retried.num_failures = 0
-        self.running_set.num_retrying -= 1
 
 
 def _end_after(sequence: Sequence, token: int) -> End | None:

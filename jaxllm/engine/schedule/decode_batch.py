@@ -11,7 +11,7 @@ class DecodeBatch:
     something happens to it: it enters or leaves, its last block is full, or its next row is its last.
 
     How far its sequences are follows from `num_steps`: each has computed one token more with every step
-    (`Sequence.num_computed`). When the next thing happens to one is known when it enters (`due_step`).
+    (`Sequence.num_computed`). When the next thing happens to one is known when it enters (`set_due`).
     """
 
     def __init__(self, block_size: int):
@@ -24,6 +24,8 @@ class DecodeBatch:
         self.sequences: list[Sequence] = []
         self.slots = array("i")  # of each sequence
         self.epochs: list[int] = []  # likewise
+        self._rows: dict[Sequence, int] = {}
+        self._due_steps: dict[Sequence, int] = {}  # before which something happens to it
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step; who has left is still there
 
     def __len__(self) -> int:
@@ -31,7 +33,7 @@ class DecodeBatch:
 
     def add(self, sequence: Sequence) -> None:
         """Appends a row for a sequence whose last token is the only one to compute. O(1), as is `remove`."""
-        sequence.batch, sequence.row = self, len(self.sequences)
+        sequence.batch, self._rows[sequence] = self, len(self.sequences)
         sequence.computed_offset -= self.num_steps
         self.sequences.append(sequence)
         self.slots.append(sequence.slot)
@@ -40,26 +42,27 @@ class DecodeBatch:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence's row out; the last row takes its place."""
-        row, last = sequence.row, self.sequences[-1]
+        row, last = self._rows[sequence], self.sequences[-1]
         self.sequences[row], self.slots[row], self.epochs[row] = last, self.slots[-1], self.epochs[-1]
-        last.row = row
+        self._rows[last] = row
         for column in (self.sequences, self.slots, self.epochs):
             column.pop()
-        sequence.batch, sequence.row = None, -1
+        sequence.batch = None
         sequence.computed_offset += self.num_steps
+        del self._rows[sequence], self._due_steps[sequence]
         if not self.sequences:
             self._due.clear()
 
     def set_due(self, sequence: Sequence) -> None:
         """Notes the step before which the sequence needs a block, or leaves for its last row."""
         end = min(sequence.table.capacity, sequence.max_total_len - 2)
-        sequence.due_step = end - sequence.computed_offset
-        self._due[sequence.due_step].append(sequence)
+        self._due_steps[sequence] = due_step = end - sequence.computed_offset
+        self._due[due_step].append(sequence)
 
     def due(self) -> list[Sequence]:
         """The sequences that can't take part in the next step as they are."""
         found = self._due.get(self.num_steps, ())
-        return [sequence for sequence in found if sequence.batch is self and sequence.due_step == self.num_steps]
+        return [sequence for sequence in found if self._due_steps.get(sequence) == self.num_steps]
 
     def advance(self) -> None:
         """All sequences compute a token."""
@@ -71,9 +74,11 @@ class DecodeBatch:
         assert self.slots.tolist() == [sequence.slot for sequence in self.sequences]
         assert self.epochs == [sequence.epoch for sequence in self.sequences]
         for row, sequence in enumerate(self.sequences):
-            assert sequence.batch is self and sequence.row == row and sequence.is_steady
+            assert sequence.batch is self and self._rows[sequence] == row and sequence.is_steady
             assert sequence.num_tokens + sequence.num_in_flight == sequence.num_computed + 1
-            assert sequence in self._due[sequence.due_step] and sequence.due_step >= self.num_steps
+            due_step = self._due_steps[sequence]
+            assert sequence in self._due[due_step] and due_step >= self.num_steps
             num_left = sequence.table.capacity - sequence.num_computed
             num_left = min(num_left, sequence.max_total_len - 2 - sequence.num_computed)
-            assert num_left == sequence.due_step - self.num_steps
+            assert num_left == due_step - self.num_steps
+        assert len(self._rows) == len(self._due_steps) == len(self)

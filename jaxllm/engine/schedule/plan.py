@@ -65,7 +65,7 @@ class Plan:
     num_samples: int = 0
     full_sampler: bool = False
     alters_logits: bool = False  # perhaps, apart from masks of grammars
-    has_beams: bool = False  # perhaps
+    has_chosen: bool = False  # perhaps: sequences whose groups choose their tokens
     rows: list[Sequence] = field(default_factory=list)
     samples: list[Sequence] = field(default_factory=list)
     sample_tokens: list[int] = field(default_factory=list)  # the token, counted flat, whose logits each comes from

@@ -12,7 +12,8 @@ from jaxllm.engine.schedule.block_table import Outgoing, restore
 from jaxllm.engine.schedule.plan import Plan, Swap
 from jaxllm.engine.schedule.prompt_room import num_affordable
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import HostCopy, Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.sequence import Sequence, Status
+from jaxllm.engine.schedule.sequence_group import HostCopy, SequenceGroup
 from jaxllm.engine.schedule.waiting import WaitingQueue
 
 
@@ -66,6 +67,8 @@ class Preemption:
             self._preempt(plan, victims)
 
     def _preempt(self, plan: Plan, victims: list[Sequence]) -> None:
+        for sequence in victims:
+            sequence.group.take_back(sequence)
         if not any(sequence.num_in_flight for sequence in victims):
             self._evict(plan, victims)
             return
@@ -139,8 +142,9 @@ class Preemption:
         self.running_set.drop_stem(group)
         for sequence in victims:
             self.running_set.remove(sequence)
-        for sequence in sequences:  # a beam that waited for the others computes its last token again
-            sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1) if swaps else 0
+        if not swaps:
+            for sequence in sequences:
+                sequence.num_computed = 0
         if swaps:
             self.num_swapped += len(sequences)
         else:
@@ -152,8 +156,8 @@ class Preemption:
         group = sequences[0].group
         if any(r.num_tokens - r.num_computed > 1 or r.awaits_prompt_logprobs for r in sequences):
             return False  # mid-prefill: recompute, with what the prefix cache may have
-        if self.pool.has_states and any(sequence.is_beam for sequence in sequences):
-            return False  # a beam may compute its last token again, and a state has gone on
+        if self.pool.has_states and group.chooses_tokens:
+            return False  # what was taken back is computed again, and a state has gone on
         outgoing = Outgoing(self.pool)
         places = {sequence: outgoing.add(sequence.table) for sequence in sequences}
         num_pages, num_blocks = len(outgoing.pages), sum(len(sequence.table) for sequence in sequences)

@@ -8,7 +8,9 @@ from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable, Hit
 from jaxllm.engine.schedule.decode_batch import DecodeBatch
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
-from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.retries import Retries
+from jaxllm.engine.schedule.sequence import Sequence, Status
+from jaxllm.engine.schedule.sequence_group import SequenceGroup
 
 
 class Stem(NamedTuple):
@@ -30,10 +32,11 @@ class RunningSet:
 
     def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, max_num_seqs: int):
         self.pool, self.prefix_cache, self.max_num_seqs = pool, prefix_cache, max_num_seqs
+        self.retries = Retries()
         self.reset()
 
     def reset(self) -> None:
-        """Removes all sequences, and drops the prefix cache."""
+        """Removes all sequences, and drops the prefix cache. Failures are remembered."""
         self.pool.reset()
         self.prefix_cache.reset()
         self.batch = DecodeBatch(self.pool.block_size)
@@ -42,7 +45,7 @@ class RunningSet:
         self.free_slots = list(range(self.max_num_seqs))
         self.awaits_host = False  # whether a host-dependent sequence was in flight when the plan was begun
         self.num_full = self.num_altered = 0  # need the full sampler; of those, whose logits are altered
-        self.num_beams = self.num_retrying = 0  # the latter had a failure
+        self.num_chosen = 0  # whose groups choose their tokens
 
     def __len__(self) -> int:
         return len(self.batch) + len(self.individuals)
@@ -55,24 +58,23 @@ class RunningSet:
         """Gives the sequence a slot; it has its blocks already."""
         sequence.slot, sequence.status = self.free_slots.pop(), status
         self.individuals[sequence] = None
-        self.num_full += sequence.needs_full_sampler
-        self.num_altered += sequence.params.alters_logits
-        self.num_beams += sequence.is_beam
-        self.num_retrying += sequence.num_failures > 0
+        self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes back its slot and blocks, and ends its epoch."""
         if sequence.batch is not None:
             self.leave_batch(sequence)
         del self.individuals[sequence]
-        self.num_full -= sequence.needs_full_sampler
-        self.num_altered -= sequence.params.alters_logits
-        self.num_beams -= sequence.is_beam
-        self.num_retrying -= sequence.num_failures > 0
+        self._count(sequence, -1)
         self.prefix_cache.end(sequence)
         sequence.table.release()
         self.free_slots.append(sequence.slot)
         sequence.leave_device()
+
+    def _count(self, sequence: Sequence, by: int) -> None:
+        self.num_full += by * sequence.params.needs_full_sampler
+        self.num_altered += by * sequence.params.alters_logits
+        self.num_chosen += by * sequence.group.chooses_tokens
 
     def release_behind(self, sequence: Sequence) -> None:
         """Gives up the blocks that the sequence's next token does not read, which others may still hit."""
@@ -97,7 +99,7 @@ class RunningSet:
     def enter_batch(self, sequences: Iterable[Sequence]) -> None:
         """Lets those of the sequences, which decode, that are steady do so in the batch from now on."""
         for sequence in sequences:
-            if sequence.is_steady:
+            if sequence.is_steady and sequence not in self.retries:
                 del self.individuals[sequence]
                 self.batch.add(sequence)
 
@@ -155,10 +157,10 @@ class RunningSet:
         self.batch.check()
         assert all(sequence.batch is None for sequence in self.individuals)
         self._check_wasted_slots()
-        assert self.num_full == sum(r.needs_full_sampler for r in self)
+        assert self.num_full == sum(r.params.needs_full_sampler for r in self)
         assert self.num_altered == sum(r.params.alters_logits for r in self)
-        assert self.num_beams == sum(r.is_beam for r in self)
-        assert self.num_retrying == sum(r.num_failures > 0 for r in self) <= 1
+        assert self.num_chosen == sum(r.group.chooses_tokens for r in self)
+        assert sum(r in self.retries for r in self) <= 1
         self._check_writes()
 
     def _check_wasted_slots(self) -> None:

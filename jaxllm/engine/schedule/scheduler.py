@@ -17,7 +17,8 @@ from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
 from jaxllm.engine.schedule.running import RunningSet
-from jaxllm.engine.schedule.sequence import End, GroupRow, Sequence, SequenceGroup, Status
+from jaxllm.engine.schedule.sequence import End, Sequence, Status
+from jaxllm.engine.schedule.sequence_group import GroupRow, SequenceGroup
 from jaxllm.engine.schedule.waiting import WaitingQueue
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Scheduler:
         """Queues a request's sequences. They must fit the pool alone: the engine has refused them otherwise."""
         for sequence in group.sequences:
             sequence.table = BlockTable(self.pool, keeps_first=sequence.params.reads_history)
-        self.num_unfinished_full += sum(sequence.needs_full_sampler for sequence in group.sequences)
+        self.num_unfinished_full += sum(sequence.params.needs_full_sampler for sequence in group.sequences)
         self.waiting.add(group, group.live)
 
     def finish(self, sequence: Sequence, end: End) -> None:
@@ -86,7 +87,8 @@ class Scheduler:
             self.preemption.forget(sequence)
             if not sequence.group.waiting:
                 self.running_set.drop_stem(sequence.group)
-        self.num_unfinished_full -= sequence.needs_full_sampler
+        self.num_unfinished_full -= sequence.params.needs_full_sampler
+        self.running_set.retries.forget(sequence)
         sequence.status, sequence.end = Status.FINISHED, end
 
     def schedule(self, max_tokens: int) -> Plan | None:
@@ -111,8 +113,8 @@ class Scheduler:
         if plan.is_empty:
             return None
         self.preemption.report_released(plan)
-        plan.full_sampler, plan.has_beams = self.running_set.num_full > 0, self.running_set.num_beams > 0
-        plan.alters_logits = self.running_set.num_altered > 0
+        plan.full_sampler, plan.alters_logits = self.running_set.num_full > 0, self.running_set.num_altered > 0
+        plan.has_chosen = self.running_set.num_chosen > 0
         plan.seal()
         if len(self.running_set) <= max_tokens:
             self.running_set.enter_batch(plan.decodes[plan.num_steady :])
@@ -244,10 +246,9 @@ class Scheduler:
         for sequence in dict.fromkeys(row.group.head(row) for row in failed):
             if sequence.status is Status.FINISHED:
                 continue
-            sequence.num_failures += 1
-            sequence.retry_len = 1 + sequence.num_tokens
-            if sequence.num_failures >= MAX_FAILURES:
-                error = f"the step failed {sequence.num_failures} times with this sequence in it: {cause}"
+            num_failures = self.running_set.retries.add(sequence)
+            if num_failures >= MAX_FAILURES:
+                error = f"the step failed {num_failures} times with this sequence in it: {cause}"
                 self.finish(sequence, End("error", error=error))
                 quarantined.append(sequence)
         return quarantined

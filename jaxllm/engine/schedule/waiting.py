@@ -4,7 +4,8 @@ import heapq
 import itertools
 from collections.abc import Iterable
 
-from jaxllm.engine.schedule.sequence import Sequence, SequenceGroup
+from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.schedule.sequence_group import SequenceGroup
 
 Entry = tuple[tuple[int, int], int, SequenceGroup]
 

@@ -18,6 +18,7 @@ from jaxllm.engine.device.state import SAMPLING_LAYOUT, Slots, rules_layout
 from jaxllm.engine.logprobs import LEAST, pack_logprobs, to_logprobs
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.schedule.sequence_group import Samples
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels.token_counts.reference import CHUNK
 from jaxllm.sampling_params import BAD_WORD_LEN, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
@@ -32,7 +33,7 @@ everything = np.full((1, mask_words(VOCAB)), -1, np.int32)
 def make_request(slot, prompt=(1,), output=(), bad_words=(), **params):
     """`bad_words` are token ids here."""
     params = SamplingParams(max_tokens=None, bad_words=["word"] * bool(bad_words), **params)
-    return Sequence(
+    request = Sequence(
         prompt_token_ids=list(prompt),
         params=params,
         arrival=0,
@@ -42,6 +43,8 @@ def make_request(slot, prompt=(1,), output=(), bad_words=(), **params):
         slot=slot,
         bad_words=[list(word) for word in bad_words],
     )
+    Samples([request])
+    return request
 
 
 def install(requests, blocks_per_seq=16):

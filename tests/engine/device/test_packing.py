@@ -20,6 +20,7 @@ from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.plan import Chunk, Plan
 from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.schedule.sequence_group import Samples
 from jaxllm.sampling_params import SamplingParams
 
 INT32_MAX = 2**31 - 1
@@ -40,6 +41,7 @@ def make_request(slot=0, prompt=(7, 8, 9), output=(), *, seed=0, blocks=(), stop
         output_token_ids=list(output),
         slot=slot,
     )
+    Samples([request])
     request.table = BlockTable(BlockPool(0, 4))
     request.table.groups[0].ids, request.table.num_blocks = list(blocks), len(blocks)
     return request

@@ -6,7 +6,8 @@ from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.decode_batch import DecodeBatch
 from jaxllm.engine.schedule.scheduler import Scheduler
-from jaxllm.engine.schedule.sequence import Samples, Sequence, Status
+from jaxllm.engine.schedule.sequence import Sequence, Status
+from jaxllm.engine.schedule.sequence_group import Samples
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_engine import FakeEngine
 
@@ -30,6 +31,7 @@ def make_sequence(kind=Sequence, arrival=0, **fields):
     )
     sequence.table = BlockTable(BlockPool(1, 4))
     sequence.table.allocate(1)
+    Samples([sequence])
     return sequence
 
 
@@ -68,7 +70,7 @@ def test_columns_follow_whoever_leaves():
         batch.remove(sequences[leaver])
         batch.check()
     assert {sequence.slot for sequence in batch.sequences} == {2, 3} == set(batch.slots)
-    assert all(sequences[i].row == -1 and sequences[i].num_computed == 2 for i in (0, 1, 4))
+    assert all(sequences[i].batch is None and sequences[i].num_computed == 2 for i in (0, 1, 4))
 
 
 def test_sequences_count_with_the_batch():

@@ -10,6 +10,7 @@ from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import End, Sequence, Status
+from jaxllm.engine.schedule.sequence_group import Samples
 from jaxllm.engine.stats import StepCounter, read_stats
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_engine import FakeEngine, expected, rows
@@ -235,7 +236,7 @@ def test_schedule_does_not_look_at_the_waiting_queue(max_num_seqs):
         scheduler = Scheduler(BlockPool(16, 2), max_num_seqs=max_num_seqs)
         for arrival in range(num_waiting):
             fields = {"prompt_token_ids": [arrival] * 7, "arrival": arrival, "seed": 0, "max_total_len": 32}
-            scheduler.add(Counted(params=SamplingParams(), **fields).group)
+            scheduler.add(Samples([Counted(params=SamplingParams(), **fields)]))
         for _ in range(3):
             plan = scheduler.schedule(64)
             scheduler.commit(plan, [1] * len(plan.rows))
