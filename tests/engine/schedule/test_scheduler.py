@@ -257,7 +257,7 @@ def test_requests_aborted_while_they_wait_are_let_go():
     for arrival in range(2_000):
         fields = {"prompt_token_ids": [1], "arrival": arrival, "seed": 0, "max_total_len": 4}
         waiting.append(Watched(params=SamplingParams(), **fields))
-        scheduler.add(waiting[-1].group)
+        scheduler.add(Samples(waiting[-1:]))
     kept = [weakref.ref(sequence) for sequence in waiting]
     while waiting:
         scheduler.finish(waiting.pop(), End("abort"))
@@ -293,7 +293,7 @@ def test_many_that_end_at_once_are_not_searched_for():
     scheduler = Scheduler(BlockPool(2 * count, 2), max_num_seqs=count)
     for arrival in range(count):
         fields = {"prompt_token_ids": [arrival], "arrival": arrival, "seed": 0, "max_total_len": 2}
-        scheduler.add(Compared(params=SamplingParams(), **fields).group)
+        scheduler.add(Samples([Compared(params=SamplingParams(), **fields)]))
     assert scheduler.schedule(count).num_samples == count
     for sequence in reversed(scheduler.running):
         scheduler.finish(sequence, End("abort"))
