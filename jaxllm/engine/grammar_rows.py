@@ -13,8 +13,9 @@ class GrammarRows:
     """Those of `plan`. A row's mask depends on all tokens before it, of which the step before may compute the last."""
 
     def __init__(self, plan: Plan):
-        samples = zip(plan.samples, plan.epochs, strict=True)
-        self._rows = [(row, *sample) for row, sample in enumerate(samples) if sample[0].matcher is not None]
+        first = plan.num_steady  # those before follow none
+        samples = zip(plan.samples[first:], plan.epochs[first:], strict=True)
+        self._rows = [(row, *sample) for row, sample in enumerate(samples, first) if sample[0].matcher is not None]
         self._drafts = plan.drafts
 
     def __bool__(self) -> bool:

@@ -118,6 +118,8 @@ def host_bytes(kv_pools: Sequence[Array | jax.ShapeDtypeStruct]) -> int:
 def encode_moves(plan: Plan, num_pages: int, max_num_seqs: int) -> list[Command]:
     """What moves before the step of `plan`, in the order of the contract: swap-outs, swap-ins, copies. The arrays are
     ids of blocks, int32 `[n]` or, of a copy, `[2, n]`, for the executables of `n` blocks."""
+    if not plan.has_moves:
+        return []
     _check(plan, num_pages)
     commands = [
         Command(name, tuple(_pad(blocks, size, num_pages) for size, blocks in _split(swap.pages)), swap.key)

@@ -66,8 +66,13 @@ def kind_of(command: Command) -> CommandKind:
     """ValueError, by name, for what is no command."""
     kind = KINDS.get(command.kind)
     if kind is None:
-        raise ValueError(f"{command.name!r} is no command; there are {', '.join(map(str, KINDS))}")
+        raise unknown(command)
     return kind
+
+
+def unknown(command: Command) -> ValueError:
+    """What to raise for what is no command."""
+    return ValueError(f"{command.name!r} is no command; there are {', '.join(map(str, KINDS))}")
 
 
 def check(command: Command) -> None:

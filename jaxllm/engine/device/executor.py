@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.block_moves import BlockMoves, host_bytes, measure_bandwidth
-from jaxllm.engine.device.commands import Command, kind_of
+from jaxllm.engine.device.commands import Command, unknown
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
@@ -65,8 +65,10 @@ class Executor:
         still on its way. ValueError for what is no command."""
         results: Results = []
         for command in commands:
-            kind_of(command)
-            results += HANDLERS[command.kind](self, command) or ()
+            handler = HANDLERS.get(command.kind)
+            if handler is None:
+                raise unknown(command)
+            results += handler(self, command) or ()
         return results
 
     def close(self) -> None:

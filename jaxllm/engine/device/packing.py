@@ -83,6 +83,13 @@ class StepLayout:
         *fields, new_blocks = (packed[a:b] for a, b in zip(bounds, self._ends, strict=False))
         return StepInput(*fields, new_blocks.reshape(2 + self.num_pages, -1))
 
+    @cached_property
+    def _padding(self) -> np.ndarray:
+        packed = np.zeros(self.size, np.int32)
+        fields = self.unpack(packed)
+        fields.slots[:] = fields.new_blocks[0] = self.max_num_seqs
+        return packed
+
     def pack(self, plan: Plan) -> np.ndarray:
         """The packed input of `plan`. ValueError if it doesn't fit the bucket."""
         num_decodes, num_rows = len(plan.decodes), len(plan.rows)
@@ -91,12 +98,10 @@ class StepLayout:
                 f"a plan of {plan.num_tokens} tokens, {num_rows} rows and {len(plan.new_blocks)} new blocks does not "
                 f"fit the bucket of {self.tokens}, {self.seqs} and {self.max_new_blocks}"
             )
-        packed = np.zeros(self.size, np.int32)
+        packed = self._padding.copy()
         f = self.unpack(packed)
         f.counts[:] = (num_decodes, num_rows, plan.num_tokens)
-        f.slots[:] = self.max_num_seqs
         f.slots[:num_decodes] = plan.decode_slots
-        f.slots[num_decodes:num_rows] = [chunk.sequence.slot for chunk in plan.chunks]
         f.q_lens[:num_decodes] = 1
         f.tokens[:num_decodes] = FROM_SLOT
         if plan.has_chosen:  # which the slots don't have
@@ -104,10 +109,9 @@ class StepLayout:
         at = num_decodes
         for row, chunk in enumerate(plan.chunks, start=num_decodes):
             tokens = [*chunk.sequence.token_ids(chunk.start, chunk.stop), *chunk.drafts]
-            f.q_lens[row] = len(tokens)
+            f.slots[row], f.q_lens[row] = chunk.sequence.slot, len(tokens)
             f.tokens[at : at + len(tokens)] = tokens
             at += len(tokens)
-        f.new_blocks[0] = self.max_num_seqs
         if plan.new_blocks:
             f.new_blocks[:, : len(plan.new_blocks)] = np.asarray(plan.new_blocks, np.int32).T
         return packed
@@ -141,20 +145,28 @@ class SampleLayout:
         """The fields of `packed`, a numpy array (as views) or a traced one."""
         return SampleInput(packed[: self.samples], packed[self.samples : -1], packed[-1:])
 
+    @cached_property
+    def _padding(self) -> np.ndarray:
+        """Decodes' tokens are the step's first."""
+        packed = np.zeros(self.size, np.int32)
+        fields = self.unpack(packed)
+        fields.tokens[:], fields.slots[:] = np.arange(self.samples), self.max_num_seqs
+        return packed
+
     def pack(self, plan: Plan, *, is_altered: bool = False) -> np.ndarray:
         """The packed samples of `plan`. ValueError if they don't fit the bucket."""
         if plan.num_samples > self.samples:
             raise ValueError(f"{plan.num_samples} samples do not fit the bucket of {self.samples}")
         if plan.drafts:
             raise ValueError(f"{len(plan.drafts)} drafts are to be verified, and no sampler does; propose none")
-        packed, num_decodes = np.zeros(self.size, np.int32), len(plan.decodes)
+        packed, num_decodes = self._padding.copy(), len(plan.decodes)
         f = self.unpack(packed)
-        f.slots[:] = self.max_num_seqs
         f.slots[:num_decodes] = plan.decode_slots
-        f.slots[num_decodes : plan.num_samples] = [sequence.slot for sequence in plan.samples[num_decodes:]]
-        f.tokens[:num_decodes] = np.arange(num_decodes)
-        f.tokens[num_decodes : plan.num_samples] = plan.sample_tokens[num_decodes:]
-        f.is_altered[:] = is_altered
+        if plan.num_samples > num_decodes:
+            f.slots[num_decodes : plan.num_samples] = [sequence.slot for sequence in plan.samples[num_decodes:]]
+            f.tokens[num_decodes : plan.num_samples] = plan.sample_tokens[num_decodes:]
+        if is_altered:
+            f.is_altered[:] = 1
         return packed
 
 

@@ -153,5 +153,10 @@ class Plan:
         self.epochs += [sequence.epoch for sequence in self.samples[self.num_steady :]]
 
     @property
+    def has_moves(self) -> bool:
+        """Whether blocks move before the step."""
+        return bool(self.swap_outs or self.swap_ins or self.copies or self.released_copies)
+
+    @property
     def is_empty(self) -> bool:
         return not (self.num_tokens or self.admitted or self.swap_outs)
