@@ -147,11 +147,13 @@ class SampleLayout:
 
     @cached_property
     def _padding(self) -> np.ndarray:
-        """Decodes' tokens are the step's first."""
         packed = np.zeros(self.size, np.int32)
-        fields = self.unpack(packed)
-        fields.tokens[:], fields.slots[:] = np.arange(self.samples), self.max_num_seqs
+        self.unpack(packed).slots[:] = self.max_num_seqs
         return packed
+
+    @cached_property
+    def _first(self) -> np.ndarray:
+        return np.arange(self.samples, dtype=np.int32)
 
     def pack(self, plan: Plan, *, is_altered: bool = False) -> np.ndarray:
         """The packed samples of `plan`. ValueError if they don't fit the bucket."""
@@ -161,7 +163,7 @@ class SampleLayout:
             raise ValueError(f"{len(plan.drafts)} drafts are to be verified, and no sampler does; propose none")
         packed, num_decodes = self._padding.copy(), len(plan.decodes)
         f = self.unpack(packed)
-        f.slots[:num_decodes] = plan.decode_slots
+        f.tokens[:num_decodes], f.slots[:num_decodes] = self._first[:num_decodes], plan.decode_slots
         if plan.num_samples > num_decodes:
             f.slots[num_decodes : plan.num_samples] = [sequence.slot for sequence in plan.samples[num_decodes:]]
             f.tokens[num_decodes : plan.num_samples] = plan.sample_tokens[num_decodes:]
