@@ -86,7 +86,7 @@ class Prepared:
             raise ValueError(f"a batch of {batch} is not in [1, {self.config.max_num_seqs}], max_num_seqs")
         return pick_bucket(tuple(self.layouts), batch)
 
-    def decode_names(self, batch: int) -> tuple[Hashable, ...]:
+    def decode_names(self, batch: int) -> tuple[tuple[str, int], ...]:
         """The executables of a step that decodes `batch` sequences and draws plainly: the forward pass, then the
         sampler, which alone reads the whole head. ValueError if there is none."""
         tokens = self.decode_bucket(batch)

@@ -141,7 +141,7 @@ def make_report(
         executables[name] = compile_one(prepared, name, jobs[name])
         progress(f"compiled {executables[name].name}, {i + 1} of {len(names)}, in {executables[name].seconds:.1f} s")
     decoding = [executables[name] for name in decode]
-    counted = efficiency(prepared, {e.name: e.text for e in decoding}, batch, context)
+    counted = efficiency(prepared, {name[0]: executables[name].text for name in decode}, batch, context)
     return Report(model, prepared, len(jobs), list(executables.values()), decoding, executables[largest], counted)
 
 

@@ -52,7 +52,8 @@ class Traffic:
 
 def count(module: Module, label: Callable[[Instruction], str], *, open_trips: int = 1, small_bytes: int = 0) -> Traffic:
     """The traffic of one run. `label` names an entry parameter's origin; a loop that ends when data say so counts
-    `open_trips` times; intermediate arrays up to `small_bytes`, which a cache may hold, count apart."""
+    `open_trips` times, or, with 0, is not entered; intermediate arrays up to `small_bytes`, which a cache may hold,
+    count apart."""
     counter = _Counter(module, open_trips, small_bytes)
     origins = [label(parameter) for _, parameter in sorted(module.entry.parameters.items())]
     counter.walk(module.entry, origins, 1)
@@ -102,8 +103,8 @@ class _Counter:
     def _loop(self, op: Instruction, given: Sequence[Origin], runs: int) -> Origin:
         trips = op.trip_count
         if trips is None:
-            self.traffic.open_loops += 1
             trips = self.open_trips
+            self.traffic.open_loops += trips > 0
         self.walk(self.module.computations[op.called[-1]], given, runs * trips)
         return given[0]
 

@@ -174,6 +174,8 @@ def test_open_loops_count_as_often_as_they_are_said_to():
     once, often = counted(OPEN_LOOP), counted(OPEN_LOOP, open_trips=7)
     assert (once.open_loops, once.kernels, once.num_bytes["leaves[0]"]) == (1, 1, 400)
     assert (often.open_loops, often.kernels, often.total) == (1, 7, 7 * 800)
+    never = counted(OPEN_LOOP, open_trips=0)
+    assert (never.open_loops, never.kernels, never.total) == (0, 0, 0)
 
 
 KERNELS = """HloModule m, is_scheduled=true
