@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Array
 
 from jaxllm.engine.device.command_log import (
     Applied,
@@ -22,6 +23,7 @@ from jaxllm.engine.device.command_log import (
 )
 from jaxllm.engine.device.commands import KINDS, Command
 from jaxllm.engine.device.runner import CommandExecutor
+from jaxllm.models.transformer import Params
 
 log = logging.getLogger(__name__)
 
@@ -35,28 +37,40 @@ class _Unread(NamedTuple):
 
 
 class Recorder:
-    """An executor that writes commands to `file` before it applies them. Everything else is the other executor's.
+    """An executor that writes commands to `file` before another one applies them.
 
     Each frame is one write, so that what led to a crash is there. If the file can't be written any more, the log says
     so and the engine goes on.
     """
 
     def __init__(self, executor: CommandExecutor, file: FileIO, header: Header):
-        self._executor, self._file = executor, file
+        self.executor, self._file = executor, file
+        self.compile_plan, self.mesh, self.page_bytes = executor.compile_plan, executor.mesh, executor.page_bytes
+        self.abstract_params = executor.abstract_params
         self._num_calls = self._num_steps = 0
         self._unread: deque[_Unread] = deque()
         self._is_writing = True
         file.write(header_frame(header))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
+    @property
+    def leaves(self) -> list[Array]:
+        """See `CommandExecutor`."""
+        return self.executor.leaves
+
+    def offer_params(self, version: int, params: Params) -> None:
+        """See `Executor.offer_params`."""
+        self.executor.offer_params(version, params)
+
+    def lacks_params(self) -> bool:
+        """See `Executor.lacks_params`."""
+        return self.executor.lacks_params()
 
     def apply(self, commands: Sequence[Command]) -> list[Any]:
         """See `Executor.apply`."""
         self._write(Applied(list(commands)))
         call, self._num_calls = self._num_calls, self._num_calls + 1
         try:
-            results = self._executor.apply(commands)
+            results = self.executor.apply(commands)
         except Exception as error:
             self._write(FailedCall(str(error)))
             raise
@@ -72,7 +86,7 @@ class Recorder:
         """Ends the file, and closes the executor."""
         while self._unread:
             self._read(self._unread.popleft())
-        self._executor.close()
+        self.executor.close()
         self._file.close()
 
     def _read(self, unread: _Unread) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 import zlib
-from unittest.mock import MagicMock
+from unittest.mock import create_autospec
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from jaxllm.engine.device.command_log import Applied, CallResults, CommandLog, F
 from jaxllm.engine.device.commands import KINDS, Command, check
 from jaxllm.engine.device.executor import HANDLERS
 from jaxllm.engine.device.recorder import Recorder
+from jaxllm.engine.device.runner import CommandExecutor
 from jaxllm.engine.replay import Replayed, compare, replay
 from tests import chat_model
 from tests.tiny import greedy, ids, make_llm, prompts_of
@@ -66,7 +67,7 @@ def recording(tmp_path_factory):
     with LLM(model, record=path, **SIZES) as llm:
         llm.wait_compiled()
         run_mixed(llm)
-        state = jax.tree.map(np.asarray, llm.engine.runner.executor.state)
+        state = jax.tree.map(np.asarray, llm.engine.runner.executor.executor.state)
     return path, state
 
 
@@ -211,7 +212,7 @@ def test_a_model_of_the_program_needs_to_be_given(tiny, tmp_path):
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_engine(monkeypatch, caplog):
-    executor = MagicMock()
+    executor = create_autospec(CommandExecutor, instance=True)
     executor.apply.return_value = []
     with io.FileIO("/dev/null", "w") as null, io.FileIO("/dev/full", "w") as full:
         recorder = Recorder(executor, null, HEADER)
