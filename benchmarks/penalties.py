@@ -5,7 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.runs import Runs, run_often
+from benchmarks.runs import Runs, run_often, table_lines
 from jaxllm.bench import report, workload
 from jaxllm.bench.options import open_llm
 
@@ -65,10 +65,7 @@ def table(results: dict[str, Any]) -> str:
         report.heading(results),
         f"{options['requests']} requests of {options['input_len']} + {options['output_len']} tokens of a vocabulary of "
         f"{options['vocab']}",
-        f"{'penalties':<12}" + "".join(f"{title:>15}" for _, title, _ in _COLUMNS),
+        *table_lines(results["results"], "penalties", _COLUMNS, 15),
+        f"median of {options['repeats']} runs",
     ]
-    lines += [
-        f"{row['penalties']:<12}" + "".join(f"{row[name]:>15{form}}" for name, _, form in _COLUMNS)
-        for row in results["results"]
-    ]
-    return "\n".join([*lines, f"median of {options['repeats']} runs"])
+    return "\n".join(lines)

@@ -5,7 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.runs import Runs, run_often
+from benchmarks.runs import Runs, run_often, table_lines
 from jaxllm.bench import report, workload
 from jaxllm.bench.options import open_llm
 from jaxllm.engine.config import PREEMPTIONS
@@ -85,10 +85,7 @@ def table(results: dict[str, Any]) -> str:
         f"{options['requests']} requests of {options['input_len']} + {options['output_len']} tokens, which want "
         f"{options['overcommit']:g} times the pool of {results['engine']['num_blocks']} blocks of "
         f"{results['engine']['block_size']}; {options['capped_num_seqs']} fit to their end",
-        f"{'preemption':<12}" + "".join(f"{title:>12}" for _, title, _ in _COLUMNS),
+        *table_lines(results["results"], "preemption", _COLUMNS, 12),
+        f"median of {options['repeats']} runs; sequences, those swapped among them, and blocks",
     ]
-    lines += [
-        f"{row['preemption']:<12}" + "".join(f"{row[name]:>12{form}}" for name, _, form in _COLUMNS)
-        for row in results["results"]
-    ]
-    return "\n".join([*lines, f"median of {options['repeats']} runs; sequences, those swapped among them, and blocks"])
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The same requests, run several times on an engine."""
+"""The same requests, run several times on an engine, and tables of what they took."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from jaxllm.bench.throughput import check_lengths_made
 from jaxllm.engine.stats import EngineStats
 from jaxllm.sampling_params import SamplingParams
+
+Columns = Sequence[tuple[str, str, str]]  # key in a row, title, format
 
 
 class Runs(NamedTuple):
@@ -41,3 +43,11 @@ def run_often(
         after = llm.stats()
         tick()
     return Runs(median(seconds[1:]), before, after)
+
+
+def table_lines(rows: Sequence[dict[str, Any]], first: str, columns: Columns, width: int) -> list[str]:
+    """A title, then a line for each row: what it has under `first`, then its `columns`, each of this width."""
+    lines = [f"{first:<12}" + "".join(f"{title:>{width}}" for _, title, _ in columns)]
+    return lines + [
+        f"{row[first]:<12}" + "".join(f"{row[name]:>{width}{form}}" for name, _, form in columns) for row in rows
+    ]

@@ -96,17 +96,20 @@ def test_at_any_line_the_engine_stays_usable(llm, tiny):
 def lines_of(work, stop: int | None = None) -> tuple[int, str]:
     """Does `work`, with a Ctrl-C after `stop` lines of ours; returns how many there were, and what came of it.
 
-    Not at a with statement: where one is left, a tracer would come before `__exit__`, and no signal does.
+    Where a with statement is left, it comes a line later: a tracer would come before `__exit__`, and no signal does.
     """
-    lines, outcome = 0, "undisturbed"
+    lines, outcome, entered = 0, "undisturbed", set()
 
     def trace(frame, event, arg):
         nonlocal lines, outcome
         if "/jaxllm/" not in frame.f_code.co_filename:
             return None
         lines += event == "line"
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if stop is not None and lines >= stop and outcome == "undisturbed" and not line.lstrip().startswith("with "):
+        is_left = False
+        if event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            is_left = (frame, frame.f_lineno) in entered
+            entered.symmetric_difference_update({(frame, frame.f_lineno)})
+        if stop is not None and lines >= stop and outcome == "undisturbed" and not is_left:
             outcome = "lost"
             press_ctrl_c()
         return trace

@@ -97,6 +97,15 @@ def test_a_step_is_one_graph(chip, model, tokens):
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("chip", chip_names("gpu"))
+def test_the_sampler_of_a_step_is_one_graph(chip, model):
+    """With the head's product."""
+    sampler = compiled(chip, model, DECODE, 0, "sample")
+    assert (sampler.command_buffers, sampler.outer_thunks) == (1, 1)
+    assert "while(" not in sampler.text
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("chip", chip_names())
 def test_static_efficiency(chip, model):
     """A decode step moves little more than its weights and its live keys and values."""
