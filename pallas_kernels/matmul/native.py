@@ -13,7 +13,7 @@ from jaxllm.pallas_kernels.matmul.reference import split
 # Range of rows of x for which it is faster than XLA's product, with a weight in its layout and with a transposed one.
 # Since JAX 0.11, XLA has its own bfloat16 product, which does not help few rows.
 ROWS = {
-    "float32": ((2, 256), (2, 32)),  # a single row is bound by memory either way
+    "float32": ((1, 256), (1, 32)),
     "bfloat16": ((1, 8), (1, 8)) if jax.__version_info__ >= (0, 11) else ((1, 64), (1, 64)),
 }
 
