@@ -1,7 +1,11 @@
 """The native CPU kernels: products against numpy, attention at real sizes against the reference, and how they load."""
 
+import contextlib
+import os
 import shutil
+import threading
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +70,27 @@ def test_only_few_rows_of_one_dtype_are_supported():
         return supports("...d,df->...f", jnp.zeros((rows, 16), dtype), weight)
 
     assert supported(8) and not supported(1024) and not supported(8, jnp.bfloat16) and not supported(8, jnp.float16)
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads don't choose their processors here")
+def test_threads_that_leave_a_shared_processor_may_run_anywhere_again():
+    x, weight = jnp.ones((16, 512)), jnp.ones((512, 4096))
+    product = jax.jit(partial(einsum, "...d,dn->...n", implementation="native"))
+
+    def multiply():
+        for _ in range(300):
+            np.testing.assert_array_equal(product(x, weight), 512.0)
+
+    callers = [threading.Thread(target=multiply) for _ in range(3)]  # with XLA's threads more than processors
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    allowed = os.sched_getaffinity(0)
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            assert os.sched_getaffinity(int(thread.name)) == allowed
 
 
 def test_a_weight_without_a_placement_is_xla_s():
