@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.checkpoint.placement import canonical_params, place_params
 from jaxllm.default_model import DEFAULT_MODEL
@@ -33,10 +34,10 @@ class LLM:
 
     Ctrl-C takes effect between two steps, a second one at once: that loses the requests that run, and no more.
 
-    `model` is a local directory in Hugging Face format (None: the small model in the package), a Flax module with the
-    interface of `jaxllm.models` (served as it is, its class and attributes included), or a pair (configuration,
-    parameter pytree); parameters on the device are used where they lie.
-    `tokenizer` overrides the directory's: a directory, a `tokenizers` or `transformers` tokenizer, or any object with
+    `model` is a local directory in Hugging Face format (None: the small model in the package), a GGUF file or a
+    directory with one, a Flax module with the interface of `jaxllm.models` (served as it is, its class and attributes
+    included), or a pair (configuration, parameter pytree); parameters on the device are used where they lie.
+    `tokenizer` overrides the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or any object with
     `encode` and `decode`. `dtype="auto"` is float32 on a CPU and bfloat16 elsewhere. `max_model_len` (tokens of prompt
     and output), `max_num_seqs` (running at once), `max_num_batched_tokens` (a step's), `block_size` (tokens) and
     `num_blocks` are sized from the model and the device when None. `mesh` is "tensor=4" (as is
@@ -88,7 +89,8 @@ class LLM:
             seed=seed,
             record=record,
         )
-        self._model_dir = DEFAULT_MODEL if model is None else Path(model) if isinstance(model, str | Path) else None
+        path = DEFAULT_MODEL if model is None else model
+        self._checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else None
         self._user_tokenizer = tokenizer
         self._ids = itertools.count()
         self._loop = CallerLoop(self.engine)
@@ -237,8 +239,8 @@ class LLM:
         return self.tokenizer if isinstance(self._user_tokenizer, str | Path | None) else self._user_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model directory recommends; the defaults for a model that came as an object."""
-        return SamplingParams() if self._model_dir is None else default_sampling_params(self._model_dir)
+        """What the model's files recommend; the defaults for a model that came as an object."""
+        return SamplingParams() if self._checkpoint is None else default_sampling_params(self._checkpoint)
 
     @property
     def params(self) -> Params:

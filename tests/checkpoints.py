@@ -8,6 +8,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.checkpoint.config import read_config
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.sharding.mesh import make_mesh
 
@@ -100,4 +101,4 @@ def write_index(model_dir, weight_map):
 
 def load(model_dir, dtype=jnp.float32, mesh=None):
     spec = read_config(model_dir, dtype)
-    return load_params(model_dir, spec, abstract_params(spec), make_mesh(mesh))
+    return load_params(open_checkpoint(model_dir), spec, abstract_params(spec), make_mesh(mesh))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.cli import generate
 from jaxllm.errors import ModelFormatError
@@ -94,9 +95,9 @@ def test_the_models_recommendation_is_taken_for_want_of_another(chat_llm, model_
 def test_a_damaged_recommendation(tmp_path, stored):
     (tmp_path / "generation_config.json").write_text(json.dumps(stored))
     with pytest.raises(ModelFormatError, match="generation_config.json: .*pass sampling_params"):
-        default_sampling_params(tmp_path)
+        default_sampling_params(open_checkpoint(tmp_path))
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": None, "top_k": 20, "unknown": 1}))
-    assert default_sampling_params(tmp_path) == SamplingParams(top_k=20)
+    assert default_sampling_params(open_checkpoint(tmp_path)) == SamplingParams(top_k=20)
 
 
 def test_requests_are_drawn_as_the_engine_has_room(chat_llm):

@@ -1,4 +1,4 @@
-"""Makes a model with random parameters on the devices, from its `config.json` alone."""
+"""Makes a model with random parameters on the devices, from its configuration alone."""
 
 import math
 from pathlib import Path
@@ -25,12 +25,12 @@ STD = 0.02  # as models are usually initialised: activations stay finite in any 
 
 
 def dummy_model(path: Path, dtype: str, mesh: Mesh) -> tuple[Any, Params]:
-    """Configuration and random parameters of the model at `path`, a `config.json` or its directory.
+    """Configuration and random parameters of the model at `path`, a `config.json`, its directory, or a GGUF file.
 
     `dtype` is a name or "auto". Each device makes its own shards only. Raises `ModelFormatError`,
     `MeshError`, `OutOfMemoryError`, or `ValueError` for a file of another name.
     """
-    if path.is_file():
+    if path.is_file() and path.suffix.lower() != ".gguf":
         if path.name != "config.json":
             raise ValueError(f"{path} is not named config.json; give a config.json, or the directory that holds it")
         path = path.parent

@@ -1,4 +1,5 @@
-"""Reads a Hugging Face `config.json`, which may be hostile: it is data only, no code of the directory runs."""
+"""Reads a checkpoint's configuration, in the form of a Hugging Face `config.json`, which may be hostile: it is data
+only, no code of the directory runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxllm.argument_checks import check_float, check_int
-from jaxllm.checkpoint.files import read_json
+from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import registry, transformer
 from jaxllm.models.layers import ACTIVATIONS
@@ -76,18 +77,17 @@ def resolve_dtype(dtype: str, platform: str) -> Any:
     return DTYPES[dtype]
 
 
-def read_config(model_dir: Path, dtype: Any) -> ModelSpec:
-    """Reads `config.json`, and the ids of end-of-sequence tokens from `generation_config.json`.
+def read_config(path: Path, dtype: Any) -> ModelSpec:
+    """The specification of the model in the directory, or GGUF file, `path`; see `read_spec`."""
+    return read_spec(open_checkpoint(path), dtype)
+
+
+def read_spec(checkpoint: Checkpoint, dtype: Any) -> ModelSpec:
+    """Reads the configuration, and the ids of end-of-sequence tokens; a `generation_config.json` goes before it there.
 
     `dtype` comes from `resolve_dtype`. Raises `ModelFormatError` naming file, field and value.
     """
-    if not model_dir.is_dir():
-        raise ModelFormatError(
-            f"{model_dir} is not a directory; give a local directory in Hugging Face format "
-            "(config.json, tokenizer.json, *.safetensors)"
-        )
-    path = model_dir / "config.json"
-    hf = read_json(path)
+    hf, path = checkpoint.config(), checkpoint.config_path
     try:
         if hf.get("quantization_config") is not None:
             raise ValueError("quantised weights (quantization_config) are not supported; use the original")
@@ -102,8 +102,10 @@ def read_config(model_dir: Path, dtype: Any) -> ModelSpec:
     except ValueError as error:
         raise ModelFormatError(f"{path}: {error}") from error
 
-    eos = _generation_eos(model_dir, cfg.vocab) or _token_ids(path, hf, "eos_token_id", cfg.vocab)
-    return ModelSpec(module=module, cfg=cfg, eos_token_ids=eos)
+    generation = _token_ids(checkpoint.generation_path, checkpoint.generation_config(), "eos_token_id", cfg.vocab)
+    return ModelSpec(
+        module=module, cfg=cfg, eos_token_ids=generation or _token_ids(path, hf, "eos_token_id", cfg.vocab)
+    )
 
 
 def _architecture(hf: dict) -> ModuleType:
@@ -205,11 +207,6 @@ def _make_float(owner: dict, key: str, *path: str, least: float = 1e-6) -> None:
     """Checks `owner[key]` and converts it to float: JSON may write 1000000 for 1e6."""
     check_float(".".join((*path, key)), owner.get(key), least, 1e12)
     owner[key] = float(owner[key])
-
-
-def _generation_eos(model_dir: Path, vocab: int) -> tuple[int, ...]:
-    path = model_dir / "generation_config.json"
-    return _token_ids(path, read_json(path), "eos_token_id", vocab) if path.exists() else ()
 
 
 def _token_ids(path: Path, hf: dict, key: str, vocab: int) -> tuple[int, ...]:

@@ -1,12 +1,9 @@
-"""Reads the sampling parameters that a model directory recommends in `generation_config.json`."""
+"""The sampling parameters that a checkpoint recommends, in the form of a `generation_config.json`."""
 
-from pathlib import Path
-
-from jaxllm.checkpoint.files import read_json
+from jaxllm.checkpoint.formats import Checkpoint
 from jaxllm.errors import ModelFormatError
 from jaxllm.sampling_params import SamplingParams
 
-FILE = "generation_config.json"
 _NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -17,17 +14,17 @@ _NAMES = {
 }
 
 
-def default_sampling_params(model_dir: Path) -> SamplingParams:
+def default_sampling_params(checkpoint: Checkpoint) -> SamplingParams:
     """The recommended values, with defaults for the others. `do_sample: false` becomes temperature 0.
 
     Raises `ModelFormatError` naming field and value if the file is damaged.
     """
-    path = model_dir / FILE
-    stored = read_json(path) if path.is_file() else {}
+    stored = checkpoint.generation_config()
     given = {ours: stored[theirs] for theirs, ours in _NAMES.items() if stored.get(theirs) is not None}
     if stored.get("do_sample") is False:
         given["temperature"] = 0.0
     try:
         return SamplingParams(**given)
     except ValueError as error:
+        path = checkpoint.generation_path
         raise ModelFormatError(f"{path}: {error}. Correct the file, or pass sampling_params") from error

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import product
 from os import cpu_count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +19,10 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxllm.checkpoint.config import ModelSpec
+from jaxllm.checkpoint.formats import Checkpoint
+from jaxllm.checkpoint.gguf.blocks import dequantize
 from jaxllm.checkpoint.placement import canonical, check_mesh, expansion_of, named, some_of
-from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, find_tensors, read
+from jaxllm.checkpoint.tensors import DTYPES, FLOATS, StoredTensor, read
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.transformer import Params
@@ -52,8 +53,14 @@ class WeightPart(NamedTuple):
 
     def of(self, tensor: StoredTensor) -> StoredTensor:
         """These rows of the checkpoint's `tensor`; they lie together in the file."""
-        row_bytes = math.prod(tensor.shape[1:]) * FLOATS[tensor.dtype].itemsize
-        return tensor._replace(shape=self.shape, offset=tensor.offset + self.first_row * row_bytes)
+        return tensor._replace(shape=self.shape, offset=tensor.offset + self.first_row * tensor.row_bytes)
+
+    def interleaved(self) -> "WeightPart":
+        """The part where the two halves of each head, which rope turns as pairs, are interleaved in the tensor."""
+        left, right = self.axes.split("->")
+        axes = re.sub(r"\bh\b", "half two", left) + "->" + re.sub(r"\bh\b", "(two half)", right)
+        sizes = {name: size for name, size in self.sizes.items() if name != "h"}
+        return self._replace(axes=axes, sizes=sizes | {"half": self.sizes["h"] // 2, "two": 2})
 
 
 FillPlan = Mapping[str, list[WeightPart]]  # dotted name of the parameter -> what fills it
@@ -64,17 +71,18 @@ def abstract_params(spec: ModelSpec) -> Params:
     return nnx.state(transformer.abstract(spec.module.Model, spec.cfg), nnx.Param)
 
 
-def load_params(model_dir: Path, spec: ModelSpec, params: Params, mesh: Mesh) -> Params:
-    """Reads a safetensors checkpoint into arrays like the abstract `params`, split over `mesh` (see `expand_model`).
+def load_params(checkpoint: Checkpoint, spec: ModelSpec, params: Params, mesh: Mesh) -> Params:
+    """Reads a checkpoint into arrays like the abstract `params`, split over `mesh` (see `expand_model`).
 
-    The host holds two parameters at most, besides those that live there. A mesh (`MeshError`) and tensors
+    The host holds two parameters at most, besides those that live there; quantised values become those of the model's
+    dtype, some rows at a time. A mesh (`MeshError`) and tensors
     (`ModelFormatError`) that don't fit the model are found before data is read, non-finite values then.
     """
     params = jax.tree.map(lambda leaf: leaf, params)
     check_mesh(params, mesh)
-    stored = find_tensors(model_dir)
+    stored = checkpoint.tensors()
     plan = _plan(spec, params)
-    _check(model_dir, spec, plan, stored)
+    _check(checkpoint, spec, plan, stored)
 
     start = time.perf_counter()
     sizes = [part.of(stored[part.name]).num_bytes for parts in plan.values() for part in parts]
@@ -138,7 +146,7 @@ def _part(name: str, weight: Weight, shape: tuple[int, ...], first_row: int) -> 
     return WeightPart(name, weight.axes, sizes, tuple(place), first_row)
 
 
-def _check(model_dir: Path, spec: ModelSpec, plan: FillPlan, stored: Mapping[str, StoredTensor]) -> None:
+def _check(checkpoint: Checkpoint, spec: ModelSpec, plan: FillPlan, stored: Mapping[str, StoredTensor]) -> None:
     """Raises `ModelFormatError` unless the checkpoint holds what the model needs, and nothing else."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in (part for parts in plan.values() for part in parts):
@@ -149,19 +157,19 @@ def _check(model_dir: Path, spec: ModelSpec, plan: FillPlan, stored: Mapping[str
     unexpected = sorted(name for name in unused if not _COMPUTED.fullmatch(name))
     if missing or unexpected:
         raise ModelFormatError(
-            f"{model_dir}: the tensors are not those of its config.json: missing {some_of(missing)}, "
-            f"unexpected {some_of(unexpected)}; take config and weights of one model"
+            f"{checkpoint.path}: the tensors are not those of its {checkpoint.config_name}: missing "
+            f"{some_of(missing)}, unexpected {some_of(unexpected)}; take config and weights of one model"
         )
     for name, shape in shapes.items():
         tensor = stored[name]
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in DTYPES:
             raise ModelFormatError(
-                f"{tensor.file}: {name} has dtype {tensor.dtype}, but only {list(FLOATS)} are supported; "
+                f"{tensor.file}: {tensor.name} has dtype {tensor.dtype}, but only {list(FLOATS)} are supported; "
                 "take the model's unquantised weights"
             )
         if tensor.shape != shape:
             raise ModelFormatError(
-                f"{tensor.file}: {name} has shape {list(tensor.shape)}, but config.json implies "
+                f"{tensor.file}: {tensor.name} has shape {list(tensor.shape)}, but {checkpoint.config_name} implies "
                 f"{list(shape)}; take config and weights of one model"
             )
 
@@ -175,12 +183,48 @@ def _empty(want: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 def _fill(host: np.ndarray, part: WeightPart, tensor: StoredTensor, scratch: np.ndarray, pool: Executor) -> None:
-    source = rearrange(read(tensor, scratch, pool), part.axes, **part.sizes)
-    if not _copy(source, host[part.place], pool):
+    data, target = read(tensor, scratch, pool), host[part.place]
+    if tensor.is_plain:
+        source = data.view(FLOATS[tensor.dtype]).reshape(tensor.shape)
+        is_finite = _copy(rearrange(source, part.axes, **part.sizes), target, pool)
+    else:
+        is_finite = _decode(data, part, tensor, target, pool)
+    if not is_finite:
         raise ModelFormatError(
-            f"{tensor.file}: {part.name} holds values that are not finite in {host.dtype}; "
+            f"{tensor.file}: {tensor.name} holds values that are not finite in {host.dtype}; "
             "download the file again, or choose a dtype of wider range"
         )
+
+
+def _decode(data: np.ndarray, part: WeightPart, tensor: StoredTensor, target: np.ndarray, pool: Executor) -> bool:
+    """Dequantises and copies groups of rows of the tensor. False if not all of it is finite."""
+    part = part.interleaved() if tensor.is_interleaved else part
+    left, right = part.axes.split("->")
+    axes, row_axes = re.findall(r"\w+", left), re.findall(r"\w+", re.findall(r"\([^)]*\)|\w+", left)[0])
+    # The other way round the parameter takes the tensor's axes as a view, since none of them are merged.
+    view = rearrange(target, f"{right} -> {' '.join(axes)}", **part.sizes)
+    assert np.may_share_memory(view, target)
+    lengths, most_rows = [part.sizes[axis] for axis in row_axes], max(1, _TILE // math.prod(tensor.shape[1:]))
+
+    def decode(group: tuple[slice, ...]) -> bool:
+        block = view[group]
+        first_row = int(np.ravel_multi_index([one.start for one in group], lengths))
+        num_rows = math.prod(block.shape[: len(lengths)])
+        values = dequantize(tensor.dtype, data[first_row * tensor.row_bytes :][: num_rows * tensor.row_bytes])
+        values = values + np.float32(tensor.shift) if tensor.shift else values
+        return _store(values.reshape(block.shape), block)
+
+    return all(pool.map(decode, _row_groups(lengths, most_rows)))
+
+
+def _row_groups(lengths: list[int], most: int) -> list[tuple[slice, ...]]:
+    """Index ranges that follow each other in memory, of at most `most` rows, which have these axes."""
+    steps = [min(max(1, most // math.prod(lengths[i + 1 :])), length) for i, length in enumerate(lengths)]
+    ranges = [range(0, length, step) for length, step in zip(lengths, steps, strict=True)]
+    return [
+        tuple(slice(at, min(at + step, length)) for at, step, length in zip(corner, steps, lengths, strict=True))
+        for corner in product(*ranges)
+    ]
 
 
 def _copy(source: np.ndarray, target: np.ndarray, pool: Executor) -> bool:
@@ -197,14 +241,16 @@ def _copy(source: np.ndarray, target: np.ndarray, pool: Executor) -> bool:
 
 
 def _copy_tiles(source: np.ndarray, target: np.ndarray, tiles: list[tuple[slice, ...]]) -> bool:
+    return all([_store(source[tile], target[tile]) for tile in tiles])
+
+
+def _store(block: np.ndarray, target: np.ndarray) -> bool:
+    """Casts and copies a block. False if not all of it is finite."""
     exponent = np.array(np.inf, target.dtype).view(f"u{target.itemsize}")  # all its bits: an infinity or NaN
-    finite = True
-    for tile in tiles:
-        with np.errstate(over="ignore"):
-            block = source[tile].astype(target.dtype, order="K")
-        finite &= bool(((block.view(exponent.dtype) & exponent) != exponent).all())
-        target[tile] = block
-    return finite
+    with np.errstate(over="ignore"):
+        block = block.astype(target.dtype, order="K")
+    target[...] = block
+    return bool(((block.view(exponent.dtype) & exponent) != exponent).all())
 
 
 def _shard(host: np.ndarray, var: nnx.Variable, mesh: Mesh) -> jax.Array:

@@ -1,4 +1,7 @@
-"""The tensors of a checkpoint's safetensors files: found from the headers, read in parallel."""
+"""The tensors of a checkpoint: where they lie in its files, and how they are read, in parallel.
+
+Those of safetensors are found here, those of GGUF files in `jaxllm.checkpoint.gguf`.
+"""
 
 import json
 import math
@@ -13,24 +16,43 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, read_json, shard_path
+from jaxllm.checkpoint.gguf.blocks import BLOCKS
 from jaxllm.errors import ModelFormatError
 
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = (*FLOATS, *(name for name in BLOCKS if name not in FLOATS))  # of which tensors can be loaded
 _READ_BYTES = 2**24
 
 
 class StoredTensor(NamedTuple):
-    """The location of a tensor in a safetensors file."""
+    """The location of a tensor in a file, and how its values are stored there."""
 
     file: Path
-    dtype: str  # safetensors' name, "BF16"
+    name: str  # in the file
+    dtype: str  # "BF16", or the name of blocks of quantised values: "Q4_1"
     shape: tuple[int, ...]
     offset: int  # bytes from the file's start
+    is_interleaved: bool = False  # whether the rows of a head that rope turns as a pair lie beside each other
+    shift: float = 0.0  # to be added to each value
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bytes are the values, in their places."""
+        return self.dtype in FLOATS and not self.is_interleaved and not self.shift
 
     @property
     def num_bytes(self) -> int:
-        """Size of a tensor whose dtype is in `FLOATS`."""
-        return math.prod(self.shape) * FLOATS[self.dtype].itemsize
+        """Size in the file of a tensor whose dtype is in `DTYPES`."""
+        return _num_bytes(self.dtype, math.prod(self.shape))
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of what is at one index of the first axis."""
+        return _num_bytes(self.dtype, math.prod(self.shape[1:]))
+
+
+def _num_bytes(dtype: str, num_values: int) -> int:
+    return num_values // BLOCKS[dtype].num_values * BLOCKS[dtype].num_bytes
 
 
 def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
@@ -72,7 +94,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         start = 8 + num_bytes
         return {
-            name: StoredTensor(file, info["dtype"], tuple(info["shape"]), start + info["data_offsets"][0])
+            name: StoredTensor(file, name, info["dtype"], tuple(info["shape"]), start + info["data_offsets"][0])
             for name, info in header.items()
         }
     except (SafetensorError, OSError, ValueError, TypeError, RecursionError) as error:
@@ -82,7 +104,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def read(tensor: StoredTensor, memory: np.ndarray, pool: Executor) -> np.ndarray:
-    """Reads the tensor's data with all threads of `pool` into the start of `memory` (uint8 `[bytes]`).
+    """Reads the tensor's bytes, uint8 `[num_bytes]`, with all threads of `pool` into the start of `memory`.
 
     The file is not mapped, because mapped pages count as this process's memory.
     """
@@ -95,7 +117,7 @@ def read(tensor: StoredTensor, memory: np.ndarray, pool: Executor) -> np.ndarray
         raise ModelFormatError(f"{tensor.file} cannot be read ({error}); check the disk") from error
     if not complete:
         raise ModelFormatError(f"{tensor.file} became shorter while it was read; download it again")
-    return data.view(FLOATS[tensor.dtype]).reshape(tensor.shape)
+    return data
 
 
 def _read_into(tensor: StoredTensor, start: int, part: np.ndarray) -> bool:

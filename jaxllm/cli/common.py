@@ -46,7 +46,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the engine's options. An option that is not given leaves the engine's default."""
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--model", metavar="DIR", help="model directory in Hugging Face format (default: the embedded model)")
+    add("--model", metavar="PATH", help="directory in Hugging Face format, or .gguf file (default: the embedded model)")
     add("--dtype", help="of weights and KV cache: bfloat16, float16, float32 or auto (default: auto)")
     add("--mesh", metavar="SPEC", help="devices per axis, e.g. tensor=4 (default: one device)")
     add("--max-model-len", type=int, metavar="N", help="maximum tokens of a sequence, prompt included")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
+
+from jaxllm.text.fast_parts import bos_and_eos
 
 _TEXTS = (
     "Hello world",
@@ -65,7 +66,7 @@ def convert(job: Mapping[str, Any]) -> dict[str, Any]:
     _check_ids(backend, job["added"])
     before, after = (_ids_of(backend, names, key) if job[f"add_{key}"] else [] for key in ("bos_token", "eos_token"))
     if before or after:
-        backend.post_processor = _template(before, after)
+        backend.post_processor = bos_and_eos(before, after)
     backend.save(job["out"])
     # The source finds its own pieces in a text, but not its special tokens.
     cut = [token for token in own if token.special] + added
@@ -120,16 +121,6 @@ def _ids_of(backend: Tokenizer, names: Mapping[str, str], key: str) -> list[tupl
     if token is None:
         raise ValueError(f"add_{key} is true, but {key} is {name!r:.100}; name one in tokenizer_config.json")
     return [(name, token)]
-
-
-def _template(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> TemplateProcessing:
-    def sequence(name: str, segment: int) -> list[str]:
-        parts = [*(token for token, _ in before), name, *(token for token, _ in after)]
-        return [f"{part}:{segment}" for part in parts]
-
-    return TemplateProcessing(
-        single=sequence("$A", 0), pair=sequence("$A", 0) + sequence("$B", 1), special_tokens=[*{*before, *after}]
-    )
 
 
 class _Reference:

@@ -7,11 +7,12 @@ from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from jaxllm.text.fast_parts import SPACE, merges_by_score
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # of a piece
 _UNIGRAM, _BPE = 1, 2  # of a model
 _UNKNOWN_PENALTY = 10  # SentencePiece's own, below the worst score
 _NOT_CUT = (_UNKNOWN, _CONTROL, _USER_DEFINED)
-_SPACE = "▁"
 
 
 class SentencePieceSource:
@@ -33,7 +34,7 @@ class SentencePieceSource:
         self._bare_processor = _load(bare)
         self.special_names = self._special_names()
         self.own_added = tuple(self._added(piece) for piece in self._proto.pieces if piece.type in _NOT_CUT)
-        self.pieces = [piece.piece.replace(_SPACE, " ") for piece in self._proto.pieces if piece.type == _NORMAL]
+        self.pieces = [piece.piece.replace(SPACE, " ") for piece in self._proto.pieces if piece.type == _NORMAL]
 
     def _check(self, file: Path) -> None:
         kind = self._proto.trainer_spec.model_type
@@ -55,11 +56,11 @@ class SentencePieceSource:
     def backend(self) -> Tokenizer:
         backend = Tokenizer(self._unigram() if self.has_ties else self._bpe())
         backend.normalizer = self._fast_normalizer()
-        steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         if self._prefixes:
             steps.append(decoders.Strip(" ", 1, 0))
             if not self._is_legacy:
-                backend.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
+                backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
         backend.decoder = decoders.Sequence(steps)
         return backend
 
@@ -67,21 +68,8 @@ class SentencePieceSource:
         vocabulary = {piece.piece: i for i, piece in enumerate(self._proto.pieces)}
         unknown = self._proto.pieces[self._processor.unk_id()].piece
         byte_fallback = self._proto.trainer_spec.byte_fallback
-        return models.BPE(vocabulary, self._merges(), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
-
-    def _merges(self) -> list[tuple[str, str]]:
-        """All merges of two pieces into an ordinary piece, best score first.
-
-        Of equal scores SentencePiece takes the leftmost; in a run of one letter that is the longer left part.
-        """
-        scores = {piece.piece: piece.score for piece in self._proto.pieces if piece.type == _NORMAL}
-        merges = [
-            (-score, -cut, piece[:cut], piece[cut:])
-            for piece, score in scores.items()
-            for cut in range(1, len(piece))
-            if piece[:cut] in scores and piece[cut:] in scores
-        ]
-        return [(left, right) for _, _, left, right in sorted(merges)]
+        merges = merges_by_score({piece.piece: piece.score for piece in self._proto.pieces if piece.type == _NORMAL})
+        return models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
 
     def _unigram(self) -> models.Unigram:
         pieces = self._proto.pieces
@@ -99,11 +87,11 @@ class SentencePieceSource:
         if self._normalizer.remove_extra_whitespaces:
             steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
         if self._prefixes and self._is_legacy:
-            steps.append(normalizers.Prepend(_SPACE))
-        return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+            steps.append(normalizers.Prepend(SPACE))
+        return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
     def encode(self, segment: str, is_first: bool) -> list[int]:
-        if self._is_legacy or is_first and not segment.startswith((" ", _SPACE)):
+        if self._is_legacy or is_first and not segment.startswith((" ", SPACE)):
             return self._processor.encode(segment)
         return self._bare_processor.encode(segment)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jaxllm.checkpoint.config import read_config, resolve_dtype
+from jaxllm.checkpoint.config import read_spec, resolve_dtype
+from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
 from jaxllm.checkpoint.loader import load_params
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import named, place_params
@@ -23,6 +25,7 @@ from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.transformer import Params
 from jaxllm.sharding.expand import padded, repeated
+from jaxllm.text.tokenizer import FILE as TOKENIZER_FILE
 from jaxllm.text.tokenizer import Tokenizer, wrap
 
 EMBEDDED = "embedded"  # the name of the model in the package
@@ -37,14 +40,18 @@ class ModelSource(NamedTuple):
     params: Any  # the caller's pytree, or a function (abstract params, mesh) -> Params that loads them
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
-    directory: Path | None = None  # that it is read from
+    checkpoint: Checkpoint | None = None  # that it is read from
 
     @property
     def name(self) -> str:
-        """Where it can be found again: its directory, or `EMBEDDED`; "" for an object of the caller's."""
-        if self.directory is None:
+        """Where it can be found again: its directory or file, or `EMBEDDED`; "" for an object of the caller's."""
+        if self.checkpoint is None:
             return ""
-        return EMBEDDED if self.directory == DEFAULT_MODEL else str(self.directory.resolve())
+        path = self.checkpoint.path
+        if path == DEFAULT_MODEL:
+            return EMBEDDED
+        # A cache's files may be links to others, whose names don't say what they are.
+        return str(path.resolve() if path.is_dir() else path.parent.resolve() / path.name)
 
     def expand(self, mesh: Mesh) -> None:
         """Gives `model` the shapes that `mesh` can split. Raises `MeshError` if it can't, or the model's own code is
@@ -68,14 +75,14 @@ class ModelSource(NamedTuple):
 
 def model_source(model: Any, dtype: str, platform: str, tokenizer: Any) -> ModelSource:
     """`model` is what `LLM` takes. Raises `TypeError` or `ValueError` for what can't be served."""
-    tokenizer = None if tokenizer is None else wrap(tokenizer)
+    tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
     if model is None or isinstance(model, str | Path):
-        directory = DEFAULT_MODEL if model is None else Path(model)
-        spec = read_config(directory, resolve_dtype(dtype, platform))
+        checkpoint = open_checkpoint(DEFAULT_MODEL if model is None else model)
+        spec = read_spec(checkpoint, resolve_dtype(dtype, platform))
         abstract = transformer.abstract(spec.module.Model, spec.cfg)
-        tokenizer = tokenizer or Tokenizer.from_dir(directory)
-        load = partial(load_params, directory, spec)
-        return ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, directory)
+        tokenizer = tokenizer or checkpoint.tokenizer()
+        load = partial(load_params, checkpoint, spec)
+        return ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint)
     if dtype != "auto":
         raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
     eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -84,9 +91,15 @@ def model_source(model: Any, dtype: str, platform: str, tokenizer: Any) -> Model
     if isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
         return ModelSource(*_of_pair(*model), eos_ids, tokenizer)
     raise TypeError(
-        f"model is a {type(model).__qualname__}; give a directory in Hugging Face format, a Flax module with the "
-        "interface of jaxllm.models, or a pair (configuration, parameter pytree)"
+        f"model is a {type(model).__qualname__}; give a directory in Hugging Face format, a GGUF file, a Flax "
+        "module with the interface of jaxllm.models, or a pair (configuration, parameter pytree)"
     )
+
+
+def _tokenizer(given: Any) -> Tokenizer:
+    if isinstance(given, str | os.PathLike) and Path(given).name != TOKENIZER_FILE:
+        return open_checkpoint(given).tokenizer()
+    return wrap(given)
 
 
 def _of_pair(cfg: Any, params: Any) -> tuple[Any, nnx.Module, Params]:

@@ -33,7 +33,7 @@ def header_of(source: ModelSource, config: EngineConfig, mesh: Mesh, params: Par
         jax=jax.__version__,
         platform=platform_of(mesh),
         model=source.name,
-        config_digest="" if source.directory is None else _digest((source.directory / "config.json").read_bytes()),
+        config_digest="" if source.checkpoint is None else _digest(source.checkpoint.config_bytes()),
         params_digest=params_digest(params),
         dtype=str(jnp.dtype(source.cfg.dtype)),
         mesh=",".join(f"{axis}={size}" for axis, size in mesh.shape.items()),

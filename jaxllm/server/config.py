@@ -50,9 +50,11 @@ class ServerConfig:
 
 
 def model_names(model: str | None, given: list[str] | None) -> tuple[str, ...]:
-    """The names that requests may use for the model: the given ones, or its directory's."""
+    """The names that requests may use for the model: the given ones, or its directory's or file's."""
     if given:
         return tuple(dict.fromkeys(given))
     if model is None:
         return ("default",)
-    return tuple(dict.fromkeys([Path(model).resolve().name, model]))
+    path = Path(model)
+    name = path.stem if path.suffix.lower() == ".gguf" else path.resolve().name
+    return tuple(dict.fromkeys([name, model]))

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
 from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.grammar.sandbox import GrammarSandbox
@@ -57,22 +57,22 @@ class ServedModel:
         return self.tokenizer
 
 
-def read_model(config: ServerConfig, model_dir: str | None, *, created: int = 0) -> ServedModel:
-    """Reads a directory in Hugging Face format; None: the model of the package. Raises `ModelFormatError`, and
+def read_model(config: ServerConfig, model: str | None, *, created: int = 0) -> ServedModel:
+    """Reads a directory in Hugging Face format or a GGUF file; None: the model of the package. Raises `ModelFormatError`, and
     `ValueError` for an unknown chat template."""
-    directory = DEFAULT_MODEL if model_dir is None else Path(model_dir)
-    tokenizer = Tokenizer.from_dir(directory)
+    checkpoint = open_checkpoint(DEFAULT_MODEL if model is None else model)
+    tokenizer = checkpoint.tokenizer()
     return ServedModel(
         names=config.served_model_names,
         tokenizer=tokenizer,
-        defaults=recommended(directory),
+        defaults=recommended(checkpoint),
         created=created,
         chat_template=None if config.chat_template is None else tokenizer.chat.source(config.chat_template),
     )
 
 
-def recommended(model_dir: Path) -> dict[str, Any]:
-    """The sampling parameters that the directory sets to other values than the defaults."""
-    theirs, usual = default_sampling_params(model_dir), SamplingParams()
+def recommended(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The sampling parameters that the model sets to other values than the defaults."""
+    theirs, usual = default_sampling_params(checkpoint), SamplingParams()
     given = {name: getattr(theirs, name) for name in _RECOMMENDED}
     return {name: value for name, value in given.items() if value != getattr(usual, name)}

@@ -13,6 +13,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxllm.checkpoint.config import read_config
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.checkpoint.placement import check_mesh, place_params
 from jaxllm.errors import MeshError, ModelFormatError
@@ -89,7 +90,7 @@ def test_logits_equal_transformers(tmp_path, family, tied, shard_size, dtype, ro
     spec = read_config(tmp_path, jnp.float32)
     assert spec.eos_token_ids == (2, 3) and spec.cfg.tie_embeddings == tied
     graph = nnx.graphdef(transformer.abstract(spec.module.Model, spec.cfg))
-    params = load_params(tmp_path, spec, abstract_params(spec), make_mesh(None))
+    params = load_params(open_checkpoint(tmp_path), spec, abstract_params(spec), make_mesh(None))
 
     @jax.jit
     def ours(params, tokens):
@@ -189,7 +190,7 @@ def test_mesh_that_does_not_divide_is_refused_by_name(model_dir):
     write_config(model_dir, num_key_value_heads=2)
     spec = read_config(model_dir, jnp.float32)
     with pytest.raises(MeshError, match=r"'tensor' has 4 devices.*the 2 kv_heads of layers\.0\.attn\.o"):
-        load_params(model_dir, spec, abstract_params(spec), make_mesh("tensor=4"))
+        load_params(open_checkpoint(model_dir), spec, abstract_params(spec), make_mesh("tensor=4"))
     check_mesh(abstract_params(spec), make_mesh("tensor=2"))
 
 
@@ -211,6 +212,7 @@ import sys, jax
 jax.config.update("jax_platforms", "cpu")
 from pathlib import Path
 from jaxllm.checkpoint.config import read_config
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.sharding.mesh import make_mesh
 
@@ -222,7 +224,7 @@ model_dir = Path(sys.argv[1])
 spec, mesh = read_config(model_dir, jax.numpy.float32), make_mesh(None)
 jax.block_until_ready(jax.numpy.zeros(1))
 before = status("VmRSS")
-params = load_params(model_dir, spec, abstract_params(spec), mesh)
+params = load_params(open_checkpoint(model_dir), spec, abstract_params(spec), mesh)
 sizes = [leaf.nbytes for leaf in jax.tree.leaves(params)]
 print(status("VmHWM") - before, sum(sizes), max(sizes))
 """

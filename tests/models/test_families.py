@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxllm import LLM
 from jaxllm.checkpoint.config import read_config
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import load_params
 from jaxllm.models import gemma2, gemma3, llama, mistral, opt, phi3, qwen2, qwen3, transformer
 from jaxllm.models.cache import Dense, Paged
@@ -78,7 +79,7 @@ def test_dense_forward_equals_transformers(tmp_path, case):
     spec = read_config(tmp_path, jnp.float32)
     cfg = dataclasses.replace(spec.cfg, max_len=LENGTH)  # which longrope looks at
     graph, abstract = nnx.split(transformer.abstract(spec.module.Model, spec.cfg))
-    model = nnx.merge(graph, load_params(tmp_path, spec, abstract, make_mesh(None)))
+    model = nnx.merge(graph, load_params(open_checkpoint(tmp_path), spec, abstract, make_mesh(None)))
     model.cfg = cfg
     got = jax.jit(forward_fn(model))(nnx.state(model), jnp.asarray([tokens], jnp.int32))
     np.testing.assert_allclose(got[0], want, rtol=0, atol=1e-4 * np.abs(want).max())

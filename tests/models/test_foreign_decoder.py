@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from jaxllm import LLM
 from jaxllm.checkpoint.config import read_config
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.models import registry
 from jaxllm.sharding.mesh import make_mesh
@@ -33,7 +34,7 @@ class Loaded(Tiny):
         spec = read_config(directory, jnp.float32)
         self.cfg = spec.cfg
         self.model = model_cls(spec.cfg, rngs=nnx.Rngs(params=0))
-        nnx.update(self.model, load_params(directory, spec, abstract_params(spec), make_mesh(None)))
+        nnx.update(self.model, load_params(open_checkpoint(directory), spec, abstract_params(spec), make_mesh(None)))
 
 
 @pytest.fixture

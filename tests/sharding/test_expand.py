@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 from jaxllm.aot.prepare import find_model
 from jaxllm.bench import dummy
 from jaxllm.checkpoint.config import read_config
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import load_params
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import canonical_params, expansion_of, named, place_params, sharding_before
@@ -167,7 +168,7 @@ def test_a_checkpoint_and_arrays_make_the_same_parameters(tmp_path):
     spec, mesh = read_config(tmp_path, jnp.float32), make_mesh("tensor=8")
     abstract, changed = on_mesh(spec.module.Model, spec.cfg, mesh)
     whole = load(tmp_path)
-    loaded = load_params(tmp_path, spec, abstract, mesh)
+    loaded = load_params(open_checkpoint(tmp_path), spec, abstract, mesh)
     given = {
         "host": jax.tree.map(np.asarray, nnx.to_pure_dict(whole)),
         "one device": whole,

@@ -31,8 +31,8 @@ class Header:
     jaxllm: str  # versions
     jax: str
     platform: str
-    model: str  # its directory; "" for a model that the program brought
-    config_digest: str  # of the directory's config.json; "" if there is none
+    model: str  # its directory or file; "" for a model that the program brought
+    config_digest: str  # of its configuration; "" if there is none
     params_digest: str  # of the parameters' names, shapes and dtypes
     dtype: str
     mesh: str  # as `make_mesh` takes it

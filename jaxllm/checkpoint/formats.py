@@ -1,0 +1,88 @@
+"""What a model's files say, whatever their format: the seam between checkpoints and all that serve them."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxllm.checkpoint.files import read_json
+from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
+from jaxllm.checkpoint.gguf.reader import models_in
+from jaxllm.checkpoint.tensors import StoredTensor, find_tensors
+from jaxllm.errors import ModelFormatError
+from jaxllm.text.tokenizer import Tokenizer
+
+
+class Checkpoint(Protocol):
+    """The files of a model. Nothing is read before it is asked for; what can't be read is a `ModelFormatError`."""
+
+    path: Path  # of the directory or file, by which the model can be found again
+    config_path: Path  # the file that errors in the configuration name
+    config_name: str  # what the configuration is called in errors: "config.json"
+    generation_path: Path  # the file that errors in the generation configuration name
+
+    def config(self) -> dict[str, Any]:
+        """The content of its `config.json`, or what that of the same model would hold."""
+        ...
+
+    def config_bytes(self) -> bytes:
+        """The same in each copy of the model, and others for another configuration."""
+        ...
+
+    def generation_config(self) -> dict[str, Any]:
+        """The content of `generation_config.json`; empty if there is none."""
+        ...
+
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """The tensors by their names in a Hugging Face checkpoint. Their data is not read."""
+        ...
+
+    def tokenizer(self) -> Tokenizer:
+        """With the chat templates."""
+        ...
+
+
+class HuggingFaceDirectory:
+    """A directory with `config.json`, `tokenizer.json` and `*.safetensors`."""
+
+    config_name = "config.json"
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config_path, self.generation_path = path / self.config_name, path / "generation_config.json"
+
+    def config(self) -> dict[str, Any]:
+        if not self.path.is_dir():
+            raise ModelFormatError(
+                f"{self.path} is not a directory; give a local directory in Hugging Face format "
+                "(config.json, tokenizer.json, *.safetensors), or a .gguf file"
+            )
+        return read_json(self.config_path)
+
+    def config_bytes(self) -> bytes:
+        return self.config_path.read_bytes()
+
+    def generation_config(self) -> dict[str, Any]:
+        return read_json(self.generation_path) if self.generation_path.is_file() else {}
+
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        return find_tensors(self.path)
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_dir(self.path)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in a directory, or in a GGUF file (one in parts: the first). `ModelFormatError` for a directory
+    with several GGUF models."""
+    path = Path(path)
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        return GgufCheckpoint(path)
+    if path.is_dir() and not (path / HuggingFaceDirectory.config_name).exists():
+        models = models_in(path)
+        if len(models) == 1:
+            return GgufCheckpoint(models[0])
+        if models:
+            names = ", ".join(file.name for file in models[:5])
+            raise ModelFormatError(f"{path} holds {len(models)} GGUF models ({names}); give the path of one file")
+    return HuggingFaceDirectory(path)
