@@ -37,10 +37,10 @@ class LLM:
     `model` is a local directory in Hugging Face format (None: the small model in the package), a GGUF file or a
     directory with one, a Flax module with the interface of `jaxllm.models` (served as it is, its class and attributes
     included), or a pair (configuration, parameter pytree); parameters on the device are used where they lie.
-    `tokenizer` overrides the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or any object with
-    `encode` and `decode`. `dtype="auto"` is float32 on a CPU and bfloat16 elsewhere. `max_model_len` (tokens of prompt
-    and output), `max_num_seqs` (running at once), `max_num_batched_tokens` (a step's), `block_size` (tokens) and
-    `num_blocks` are sized from the model and the device when None. `mesh` is "tensor=4" (as is
+    `tokenizer` overrides the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or any
+    object with `encode` and `decode`. `dtype="auto"` is float32 on a CPU and bfloat16 elsewhere. `max_model_len`
+    (tokens of prompt and output), `max_num_seqs` (running at once), `max_num_batched_tokens` (a step's), `block_size`
+    (tokens) and `num_blocks` are sized from the model and the device when None. `mesh` is "tensor=4" (as is
     `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device. `gpu_memory_utilization` (0.92) is the
     share of each accelerator's whole memory that this process may use: what its other arrays take is left to them, and
     JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU unless set). When blocks run out, `preemption` of

@@ -41,6 +41,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from jaxllm.checkpoint.config import read_config
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.models import llama
 from jaxllm.models.context import StepContext
@@ -133,7 +134,7 @@ def batches(tokens: np.ndarray, batch: int, seq_len: int, rng: np.random.Generat
 def start_from(model_dir: Path, model: llama.Model) -> None:
     """Puts the parameters in `model_dir` into `model`, whose further layers then change nothing."""
     spec = read_config(model_dir, jnp.float32)
-    loaded = load_params(model_dir, spec, abstract_params(spec), make_mesh(None))
+    loaded = load_params(open_checkpoint(model_dir), spec, abstract_params(spec), make_mesh(None))
     values = {path: np.asarray(var[...]) for path, var in nnx.to_flat_state(loaded)}
     for path, var in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value = values.get(path, jnp.zeros_like(var[...]) if path[-2] in ("o", "down") else var[...])

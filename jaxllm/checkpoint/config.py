@@ -102,10 +102,9 @@ def read_spec(checkpoint: Checkpoint, dtype: Any) -> ModelSpec:
     except ValueError as error:
         raise ModelFormatError(f"{path}: {error}") from error
 
-    generation = _token_ids(checkpoint.generation_path, checkpoint.generation_config(), "eos_token_id", cfg.vocab)
-    return ModelSpec(
-        module=module, cfg=cfg, eos_token_ids=generation or _token_ids(path, hf, "eos_token_id", cfg.vocab)
-    )
+    eos = _token_ids(checkpoint.generation_path, checkpoint.generation_config(), "eos_token_id", cfg.vocab)
+    eos = eos or _token_ids(path, hf, "eos_token_id", cfg.vocab)
+    return ModelSpec(module=module, cfg=cfg, eos_token_ids=eos)
 
 
 def _architecture(hf: dict) -> ModuleType:

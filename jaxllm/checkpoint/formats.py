@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxllm.checkpoint.files import read_json
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
@@ -13,6 +13,7 @@ from jaxllm.errors import ModelFormatError
 from jaxllm.text.tokenizer import Tokenizer
 
 
+@runtime_checkable
 class Checkpoint(Protocol):
     """The files of a model. Nothing is read before it is asked for; what can't be read is a `ModelFormatError`."""
 

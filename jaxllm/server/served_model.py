@@ -58,8 +58,8 @@ class ServedModel:
 
 
 def read_model(config: ServerConfig, model: str | None, *, created: int = 0) -> ServedModel:
-    """Reads a directory in Hugging Face format or a GGUF file; None: the model of the package. Raises `ModelFormatError`, and
-    `ValueError` for an unknown chat template."""
+    """Reads a directory in Hugging Face format or a GGUF file; None: the model of the package. Raises
+    `ModelFormatError`, and `ValueError` for an unknown chat template."""
     checkpoint = open_checkpoint(DEFAULT_MODEL if model is None else model)
     tokenizer = checkpoint.tokenizer()
     return ServedModel(

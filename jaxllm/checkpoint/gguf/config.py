@@ -175,12 +175,12 @@ def _rope_scaling(
         raise keys.error("rope.scaling.type", "is not supported; supported: none, linear, yarn, and longrope's tensors")
     if not factor > 1:
         raise keys.error("rope.scaling.factor", "must be more than 1")
-    amplitude *= keys.number("rope.scaling.yarn_attn_factor", 1.0) * (0.1 * math.log(factor) + 1)
+    amplitude *= keys.number("rope.scaling.yarn_attn_factor", 1.0)  # of the paper's
     return {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": original,
-        "attention_factor": amplitude,
+        "attention_factor": None if amplitude == 1 else amplitude * (0.1 * math.log(factor) + 1),
         "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
     }

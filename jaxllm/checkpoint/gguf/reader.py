@@ -124,9 +124,8 @@ class _Header:
             )
         unit = BLOCKS[dtype].num_values
         if shape[-1] % unit or 0 in shape or unit > 1 and num_dims == 1:
-            raise self._error(
-                f"the tensor {name!r:.100} has shape {list(shape)}, but {dtype} has rows of blocks of {unit}"
-            )
+            rows = f"{dtype} has rows of blocks of {unit}"
+            raise self._error(f"the tensor {name!r:.100} has shape {list(shape)}, but {rows}")
         return StoredTensor(self._file, name, dtype, shape, offset)
 
     def _placed(self, info: StoredTensor, start: int) -> StoredTensor:

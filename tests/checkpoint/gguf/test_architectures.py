@@ -1,0 +1,185 @@
+"""A model of each architecture, as the converter writes it, is the model that transformers saved."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxllm import LLM
+from jaxllm.checkpoint.config import read_config
+from jaxllm.errors import ModelFormatError
+from tests.checkpoints import load
+from tests.gguf_files import QUANTISED, Converted, NoText
+from tests.hf_models import FACTORS, LLAMA3, LONGROPE, YARN, checkpoint
+from tests.tiny import greedy, ids
+
+pytest.importorskip("torch")
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 192}
+YARN_KEYS = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+CASES = {  # family, changes of the model, keys beside those that each file has
+    "llama": ("Llama", {}, {}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {}),
+    "llama_mqa": ("Llama", {"num_key_value_heads": 1, "head_dim": 32}, {}),
+    "llama_yarn": ("Llama", {"rope_parameters": YARN}, YARN_KEYS),
+    "mistral": ("Mistral", {"sliding_window": None}, {}),
+    "mistral_window": ("Mistral", {"sliding_window": 8}, {"attention.sliding_window": 8}),
+    "qwen2": ("Qwen2", {}, {"rope.dimension_count": 16}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}, {}),
+    "gemma2": ("Gemma2", {"query_pre_attn_scalar": 16}, {}),
+    "gemma3": (
+        "Gemma3",
+        {"query_pre_attn_scalar": 16, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        {
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 4.0,
+            "attention.sliding_window_pattern": 3,
+            "rope.freq_base_swa": 10000.0,
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 8}, {"rope.dimension_count": 16}),
+    "phi4_mini": ("Phi3", {"partial_rotary_factor": 0.75, "sliding_window": None}, {"rope.dimension_count": 12}),
+}
+
+
+def converted(tmp_path, case, dtype=lambda name: "Q8_0"):
+    """The directory with what a reader makes of the file, and the file."""
+    family, changes, keys = CASES[case]
+    model = checkpoint(tmp_path / "hf", family, seed=len(case), **(WIDE | changes))
+    written = Converted(family, model, dtype)
+    save_file(written.state, tmp_path / "hf/model.safetensors")
+    return tmp_path / "hf", written.write(tmp_path / "model.gguf", keys)
+
+
+def same(ours, theirs):
+    leaves, others = jax.tree.leaves_with_path(ours), jax.tree.leaves_with_path(theirs)
+    assert len(leaves) == len(others)
+    for (path, one), (other_path, other) in zip(leaves, others, strict=True):
+        assert path == other_path and one.dtype == other.dtype
+        assert np.array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8)), path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configuration_and_parameters_are_those_of_the_safetensors(tmp_path, case):
+    directory, file = converted(tmp_path, case)
+    ours, theirs = read_config(file, jnp.float32), read_config(directory, jnp.float32)
+    assert ours.module is theirs.module or case == "mistral"  # without a window it is a Llama
+    fields = dataclasses.asdict(ours.cfg), dataclasses.asdict(theirs.cfg)
+    assert fields[0] == fields[1]
+    same(load(file), load(directory))
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_greedy_tokens_are_those_of_the_safetensors(tmp_path, case):
+    directory, file = converted(tmp_path, case)
+    prompts = [ids(prompt)[0] for prompt in ([7], [3, 14, 15, 92, 65, 35])]
+    options = dict(tokenizer=NoText(), max_num_seqs=2, max_num_batched_tokens=8, block_size=8, num_blocks=48)
+    tokens = []
+    for model in (directory, file):
+        with LLM(model, **options) as llm:
+            tokens.append([out.outputs[0].token_ids for out in llm.generate(prompts, greedy(16))])
+    assert tokens[0] == tokens[1] and len(tokens[0][0]) == 16
+
+
+@pytest.mark.parametrize("dtype", sorted(QUANTISED))
+@pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16])
+def test_types_that_the_package_writes(tmp_path, dtype, wanted):
+    directory, file = converted(tmp_path, "llama_biases", lambda name: dtype)
+    same(load(file, wanted), load(directory, wanted))
+
+
+@pytest.mark.parametrize("case", ["llama", "phi3"])
+def test_mixed_types_on_a_mesh(tmp_path, case):
+    kinds = {"attn_q": "Q4_0", "attn_v": "Q5_1", "ffn_down": "F32", "attn_qkv": "Q4_1", "token_embd": "F16"}
+    directory, file = converted(tmp_path, case, lambda name: kinds.get(name.split(".")[-2], "Q8_0"))
+    mesh = "tensor=2" if case == "llama" else "tensor=1"
+    same(load(file, mesh=mesh), load(directory, mesh=mesh))
+
+
+def test_divisors_of_llama_3_1_are_its_rope(tmp_path):
+    model = checkpoint(tmp_path / "hf", "Llama", **WIDE, rope_parameters=LLAMA3)
+    written = Converted("Llama", model)
+    theirs = read_config(tmp_path / "hf", jnp.float32).cfg.layers[0].rope
+    plain = dataclasses.replace(theirs, factor=1.0).inv_freq(16, 256)
+    divisors = plain / theirs.inv_freq(16, 256)
+    file = written.write(tmp_path / "model.gguf", {})
+    written.tensors["rope_freqs.weight"] = (divisors.astype(np.float32), None)
+    ours = read_config(written.write(file), jnp.float32).cfg
+    np.testing.assert_allclose(ours.layers[0].rope.inv_freq(16, 256), theirs.inv_freq(16, 256), rtol=1e-6)
+    assert ours.max_len == 256 and ours.layers[0].rope.amplitude == 1.0
+    load(file)  # it is no parameter
+
+
+def test_longrope_of_phi_3(tmp_path):
+    changes = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32, "hidden_size": 48}
+    written = Converted("Phi3", checkpoint(tmp_path / "hf", "Phi3", **changes), _plain)
+    theirs = read_config(tmp_path / "hf", jnp.float32).cfg
+    for name, factors in zip(("short", "long"), FACTORS, strict=True):
+        written.tensors[f"rope_factors_{name}.weight"] = (np.array(factors, np.float32), None)
+    amplitude = theirs.layers[0].rope.amplitude
+    keys = {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": amplitude}
+    ours = read_config(written.write(tmp_path / "model.gguf", keys), jnp.float32).cfg
+    for length in (32, 256):
+        got, want = (cfg.layers[0].rope.inv_freq(12, length) for cfg in (ours, theirs))
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert ours.max_len == theirs.max_len and ours.layers[0].rope.amplitude == pytest.approx(amplitude)
+    del written.tensors["rope_factors_short.weight"]
+    file = written.write(tmp_path / "model.gguf", keys)
+    with pytest.raises(ModelFormatError, match="lacks the tensor rope_factors_short.weight"):
+        read_config(file, jnp.float32)
+
+
+def _plain(name):
+    return "F32"
+
+
+REFUSED = {
+    "llama.expert_count": (8, "expert_count=8 is not supported"),
+    "llama.logit_scale": (0.5, "logit_scale=0.5 is not supported"),
+    "llama.attention.causal": (False, "attention.causal=False is not supported"),
+    "llama.attention.value_length": (8, "value_length=8 differs"),
+    "llama.rope.scaling.type": ("magic", "rope.scaling.type='magic' is not supported"),
+    "llama.rope.dimension_count": (8, "partial_rotary_factor=0.5 is not supported"),
+    "llama.block_count": (0, "num_hidden_layers"),
+    "llama.attention.head_count": (0, "num_attention_heads"),
+    "llama.embedding_length": ("wide", "embedding_length='wide' must be an integer"),
+    "llama.context_length": (None, "lacks the key llama.context_length"),
+    "llama.attention.head_count_kv": ([2, 1, 2], "the same for all layers"),
+    "llama.attention.layer_norm_rms_epsilon": (0.0, "rms_norm_eps"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_not_supported_is_named(tmp_path, key):
+    value, message = REFUSED[key]
+    written = Converted("Llama", checkpoint(tmp_path / "hf", "Llama", **WIDE))
+    changes = {key.removeprefix("llama."): value} | ({"rope.scaling.factor": 2.0} if "type" in key else {})
+    file = written.write(tmp_path / "model.gguf", changes)
+    with pytest.raises(ModelFormatError, match=f"model.gguf.*{message}"):
+        read_config(file, jnp.float32)
+
+
+def test_unknown_architectures_and_tensors_are_named(tmp_path):
+    written = Converted("Llama", checkpoint(tmp_path / "hf", "Llama", **WIDE))
+    written.tensors["blk.0.ffn_gate_inp.weight"] = (np.ones((4, 64), np.float32), None)
+    with pytest.raises(ModelFormatError, match="'blk.0.ffn_gate_inp.weight' is unknown in a model of .*'llama'"):
+        load(written.write(tmp_path / "model.gguf"))
+    written.architecture = "mamba"
+    with pytest.raises(ModelFormatError, match="general.architecture='mamba' is not supported; supported: gemma2"):
+        load(written.write(tmp_path / "model.gguf"))
+
+
+def test_shapes_and_values_are_checked(tmp_path):
+    written = Converted("Llama", checkpoint(tmp_path / "hf", "Llama", **WIDE), _plain)
+    whole = dict(written.tensors)
+    del written.tensors["blk.1.attn_v.weight"]
+    with pytest.raises(ModelFormatError, match="not those of its metadata: missing model.layers.1.self_attn.v_proj"):
+        load(written.write(tmp_path / "model.gguf"))
+    written.tensors = whole | {"blk.1.attn_v.weight": (np.ones((16, 64), np.float32), None)}
+    with pytest.raises(ModelFormatError, match=r"blk.1.attn_v.weight has shape \[16, 64\], but metadata implies"):
+        load(written.write(tmp_path / "model.gguf"))
+    written.tensors = whole | {"blk.1.attn_q.weight": (np.full((64, 64), np.inf, np.float32), None)}
+    with pytest.raises(ModelFormatError, match="blk.1.attn_q.weight holds values that are not finite in float32"):
+        load(written.write(tmp_path / "model.gguf"))
