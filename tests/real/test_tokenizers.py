@@ -7,6 +7,7 @@ import pytest
 from jaxllm.text.tokenizer import Tokenizer
 from tests.real.hard_text import TEXTS
 
+jinja2 = pytest.importorskip("jinja2")
 transformers = pytest.importorskip("transformers")
 
 NAMES = ("llama3_1", "qwen3", "gemma3", "deepseek_v3", "gptoss")
@@ -14,7 +15,7 @@ WEATHER = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "description": "The weather in a city, \"now\" & later <soon>.",
+        "description": 'The weather in a city, "now" & later <soon>.',
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
@@ -27,12 +28,10 @@ CALL = {
 CHATS = {
     "a question": {"conversation": [QUESTION]},
     "a system message": {"conversation": [{"role": "system", "content": " Be brief. "}, QUESTION]},
-    "turns": {
-        "conversation": [QUESTION, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nSun."}, QUESTION],
-    },
+    "turns": {"conversation": [QUESTION, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nSun."}, QUESTION]},
     "tools": {"conversation": [QUESTION], "tools": [WEATHER]},
     "a tool's answer": {
-        "conversation": [QUESTION, CALL, {"role": "tool", "name": "get_weather", "content": "{\"t\": 21}"}],
+        "conversation": [QUESTION, CALL, {"role": "tool", "name": "get_weather", "content": '{"t": 21}'}],
         "tools": [WEATHER],
     },
     "no thinking": {"conversation": [QUESTION], "enable_thinking": False},
@@ -80,10 +79,9 @@ def test_chats(pair, chat):
         options |= CHATS[chat]
         try:
             want = theirs.apply_chat_template(**options, tokenize=False)
-        except Exception as error:
+        except jinja2.TemplateError:
             with pytest.raises(ValueError):
                 ours.apply_chat_template(**options, tokenize=False)
-            assert "jinja2" in type(error).__module__
         else:
             assert ours.apply_chat_template(**options, tokenize=False) == want
 
