@@ -11,19 +11,10 @@ from jaxllm import LLM, SamplingParams, StructuredOutputs
 from tests.real.smollm2 import CHATS, CITY, PROMPTS, TURNS
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32)
 LICENSE = (Path(__file__).parents[2] / "LICENSE").read_text()
-
-
-@pytest.fixture(scope="module")
-def reference(real):
-    pytest.importorskip("gguf")
-    file = real("smollm2.gguf")
-    model = transformers.AutoModelForCausalLM
-    return model.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -37,28 +28,13 @@ def wanted(llm, reference):
     """Prompts as ids, and the reference's greedy continuations."""
     prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     prompts += [llm.chat_prompt(chat)["prompt_token_ids"] for chat in CHATS]
-    return prompts, [continued(reference, ids, GREEDY.max_tokens) for ids in prompts]
+    return prompts, [reference(ids, GREEDY.max_tokens) for ids in prompts]
 
 
 @torch.no_grad()
-def continued(reference, ids, max_new_tokens, **options):
-    """Ids after the prompt's, end of sequence included."""
-    given = torch.tensor([ids])
-    out = reference.generate(
-        given,
-        attention_mask=torch.ones_like(given),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=2,
-        **options,
-    )
-    return out[0, len(ids) :].tolist()
-
-
-@torch.no_grad()
-def logprobs_of(reference, ids):
+def logprobs_of(model, ids):
     """`[len(ids) - 1, vocab]`: of each token after those before it."""
-    return torch.log_softmax(reference(torch.tensor([ids])).logits[0, :-1].double(), -1).numpy()
+    return torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1].double(), -1).numpy()
 
 
 def token_prompts(prompts):
@@ -84,12 +60,12 @@ def test_greedy_tokens_under_preemption(real, wanted):
         assert llm.stats().num_preemptions > 0
 
 
-def test_logprobs(llm, reference, wanted):
+def test_logprobs(llm, smollm2, wanted):
     prompts, _ = wanted
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=5)
     for prompt, output in zip(prompts, llm.generate(token_prompts(prompts), params), strict=True):
         (completion,) = output.outputs
-        want = logprobs_of(reference, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
+        want = logprobs_of(smollm2, [*prompt, *completion.token_ids])[len(prompt) - 1 :]
         for row, given in zip(want, completion.logprobs, strict=True):
             assert len(given) >= 5
             for token, logprob in given.items():
@@ -98,14 +74,14 @@ def test_logprobs(llm, reference, wanted):
 
 def test_a_prompt_of_4000_tokens(llm, reference):
     ids = (llm.tokenizer.encode(LICENSE) * 2)[:4000]
-    assert ids_of(llm.generate(token_prompts([ids]), GREEDY)) == [continued(reference, ids, GREEDY.max_tokens)]
+    assert ids_of(llm.generate(token_prompts([ids]), GREEDY)) == [reference(ids, GREEDY.max_tokens)]
 
 
-def test_perplexity(llm, reference):
+def test_perplexity(llm, smollm2):
     ids = llm.tokenizer.encode(LICENSE)
     (output,) = llm.generate(token_prompts([ids]), SamplingParams(max_tokens=1, prompt_logprobs=0))
     ours = [given[token].logprob for token, given in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
-    theirs = logprobs_of(reference, ids)[np.arange(len(ids) - 1), ids[1:]]
+    theirs = logprobs_of(smollm2, ids)[np.arange(len(ids) - 1), ids[1:]]
     assert math.exp(-np.mean(ours)) == pytest.approx(math.exp(-np.mean(theirs)), rel=1e-3)
 
 
@@ -116,7 +92,7 @@ def test_a_conversation_is_cached_turn_by_turn(llm, reference):
         chat.append({"role": "user", "content": turn})
         prompt = llm.chat_prompt(chat)["prompt_token_ids"]
         (output,) = llm.generate(token_prompts([prompt]), GREEDY)
-        assert ids_of([output]) == [continued(reference, prompt, GREEDY.max_tokens)]
+        assert ids_of([output]) == [reference(prompt, GREEDY.max_tokens)]
         assert len(chat) == 1 or output.num_cached_tokens > len(prompt) // 2
         chat.append({"role": "assistant", "content": output.outputs[0].text})
 
@@ -126,7 +102,7 @@ def test_beams(llm, reference, wanted):
     params = SamplingParams(beam_width=4, max_tokens=12)
     for prompt in prompts[:4]:
         (output,) = llm.generate(token_prompts([prompt]), params)
-        assert output.outputs[0].token_ids == continued(reference, prompt, 12, num_beams=4)
+        assert output.outputs[0].token_ids == reference(prompt, 12, num_beams=4)
 
 
 def test_structured_output(llm):
