@@ -27,6 +27,7 @@ def _parser() -> argparse.ArgumentParser:
     steps.add_argument("--steps", type=int, default=200, help="decode steps measured for each N (default 200)")
     steps.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     _add_memory(commands)
+    _add_tokenizers(commands)
     return parser
 
 
@@ -64,6 +65,14 @@ def _add_penalties(commands: Any) -> None:
     parser = commands.add_parser("penalties", help=text, description=text, allow_abbrev=False)
     _add_requests(parser, requests=256, output_len=64)
     add_model_arguments(parser)
+
+
+def _add_tokenizers(commands: Any) -> None:
+    text = "time and memory to load tokenizers and to use them"
+    parser = commands.add_parser("tokenizers", help=text, description=text, allow_abbrev=False)
+    parser.add_argument("directories", nargs="+", metavar="DIR", help="with a tokenizer.json each")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="processes for each (default: 3)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def _add_requests(parser: argparse.ArgumentParser, *, requests: int, output_len: int) -> None:
@@ -124,12 +133,25 @@ def _memory(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _tokenizers(arguments: argparse.Namespace) -> int:
+    check_at_least(1, repeats=arguments.repeats)
+    from benchmarks import tokenizers
+
+    return _print(tokenizers.run(arguments.directories, arguments.repeats), tokenizers.table, arguments)
+
+
 def _print(report: dict[str, Any], table: Callable[[dict[str, Any]], str], arguments: argparse.Namespace) -> int:
     print(json.dumps(report) if arguments.json else table(report))
     return 0
 
 
-_COMMANDS = {"preemption": _preemption, "penalties": _penalties, "steps": _steps, "memory": _memory}
+_COMMANDS = {
+    "preemption": _preemption,
+    "penalties": _penalties,
+    "steps": _steps,
+    "memory": _memory,
+    "tokenizers": _tokenizers,
+}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+"""SmolLM2 behind the server: chats as transformers continues them, a schema and a tool by the official client."""
+
+import json
+
+import pytest
+
+from jaxllm.text.tokenizer import Tokenizer
+from tests.real.smollm2 import CITY, QUESTIONS
+from tests.server.http.test_serve import serving
+
+openai = pytest.importorskip("openai")
+jsonschema = pytest.importorskip("jsonschema")
+pytestmark = pytest.mark.slow
+
+CODE = "import sys\nfrom jaxllm.serve import main\nsys.exit(main(sys.argv[1:]))"
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather in a city",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def client(real):
+    options = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8")
+    with serving("--model", str(real("smollm2.gguf")), *options, code=CODE) as command:
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{command.port}/v1", api_key="none", timeout=120)
+
+
+@pytest.fixture(scope="module")
+def model(client):
+    return client.models.list().data[0].id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats(client, model, reference, real, stream):
+    tokenizer = Tokenizer.from_gguf(real("smollm2.gguf"))
+    for question in QUESTIONS[:4]:
+        chat = [{"role": "user", "content": question}]
+        answer = client.chat.completions.create(
+            model=model, messages=chat, temperature=0, max_tokens=24, stream=stream, seed=0
+        )
+        text = (
+            "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+            if stream
+            else answer.choices[0].message.content
+        )
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+        assert text == tokenizer.decode(reference(ids, 24))
+
+
+def test_a_schema_is_followed(client, model):
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "Describe Rome as JSON."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}},
+        max_tokens=150,
+        temperature=0,
+    )
+    jsonschema.validate(json.loads(answer.choices[0].message.content), CITY)
+
+
+def test_a_tool_is_called(client, model):
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "How is the weather in Rome?"}],
+        tools=[{"type": "function", "function": WEATHER}],
+        tool_choice="required",
+        max_tokens=100,
+        temperature=0,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER["parameters"])
