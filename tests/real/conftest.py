@@ -32,15 +32,23 @@ def smollm2(real):
 
 
 @pytest.fixture(scope="session")
-def reference(smollm2):
-    """A function from a prompt's ids and a number of tokens to the greedy continuation, end of sequence included."""
+def logprobs(smollm2):
+    """A function from ids to `[len(ids) - 1, vocab]`: the reference's log-probabilities after each but the last."""
     import torch
 
-    @torch.no_grad()
-    def continued(ids, max_new_tokens, **options):
-        given = torch.tensor([ids])
-        mask = torch.ones_like(given)
-        sizes = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 2}
-        return smollm2.generate(given, attention_mask=mask, **sizes, **options)[0, len(ids) :].tolist()
+    def forward(ids):
+        with torch.inference_mode():
+            return torch.log_softmax(smollm2(torch.tensor([ids])).logits[0, :-1].double(), -1).numpy()
 
-    return continued
+    return forward
+
+
+@pytest.fixture(scope="session")
+def greedy_tokens(logprobs):
+    """A function from a prompt and its continuation to the token that the reference takes at each place, which are
+    the reference's own greedy tokens if all are those of the continuation: one pass where generating takes one each."""
+
+    def tokens(prompt, continuation):
+        return logprobs([*prompt, *continuation])[len(prompt) - 1 :].argmax(-1).tolist()
+
+    return tokens
