@@ -66,14 +66,6 @@ TEKKEN = (
 )
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
 DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
-FALCON = pre_tokenizers.Sequence(
-    [
-        pre_tokenizers.Punctuation("contiguous"),
-        GPT2,
-        pre_tokenizers.Digits(individual_digits=False),
-        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
-    ]
-)
 FAMILIES = {
     "gpt-2": dict(pre_tokenizer=GPT2),
     "smollm": dict(pre_tokenizer=DIGITS),
