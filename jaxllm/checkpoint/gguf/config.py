@@ -119,7 +119,9 @@ def _family_keys(architecture: Architecture, keys: _Keys, config: dict[str, Any]
     """The keys that only some families' configurations have."""
     window = keys.integer("attention.sliding_window", architecture.default_window) or None
     if architecture.name == "Phi3ForCausalLM":
-        return {"sliding_window": window}
+        max_len = config["max_position_embeddings"]
+        original = keys.integer("rope.scaling.original_context_length", max_len)
+        return {"sliding_window": window, "original_max_position_embeddings": original}
     if architecture.full_attention_each is None:
         if window is None or window >= config["max_position_embeddings"]:
             return {}

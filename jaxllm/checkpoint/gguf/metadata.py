@@ -64,7 +64,8 @@ class Metadata:
         return self._get(key, default, np.ndarray, "an array of numbers")
 
     def error(self, key: str, what: str) -> ModelFormatError:
-        shown = repr(self._values.get(key))
+        value = self._values.get(key)
+        shown = repr(value[:8].tolist() if isinstance(value, np.ndarray) else value)
         return ModelFormatError(
             f"{self.file}: {key}={shown:.100} {what}; download the file again, or convert the model again"
         )

@@ -71,12 +71,12 @@ def models_in(directory: Path) -> list[Path]:
 def _read_part(file: Path) -> tuple[Metadata, dict[str, StoredTensor]]:
     try:
         with file.open("rb") as stream:
-            return _Header(file, stream).read()
+            return _FileHeader(file, stream).read()
     except OSError as error:
         raise ModelFormatError(f"{file} cannot be read ({error}); check its permissions") from error
 
 
-class _Header:
+class _FileHeader:
     """The header of one open file."""
 
     def __init__(self, file: Path, stream: BinaryIO):
