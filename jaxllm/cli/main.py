@@ -10,6 +10,7 @@ COMMANDS = {  # modules of this folder
     "serve": "serves OpenAI's API over HTTP, and a chat page",
     "chat": "holds a conversation in the terminal",
     "generate": "completes prompts, or a file of requests",
+    "models": "lists, fetches and removes models of the hub",
     "bench": "measures the engine",
     "replay": "repeats on the device what an engine has recorded, for bug reports",
     "convert": "converts pickled weights and slow tokenizers",
