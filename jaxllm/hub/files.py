@@ -47,7 +47,8 @@ def _check_has_checkpoint(name: HubName, files: Collection[str]) -> None:
     if any(file.endswith(".bin") for file in files):
         raise ModelFormatError(
             f"{name} has pickled weights (*.bin) only, which can run code and are not fetched. Take another "
-            f"repository, or fetch them yourself (hf download {name.repo} --local-dir SRC) and run: jaxllm convert SRC OUT"
+            f"repository, or fetch them yourself and convert them: hf download {name.repo} --local-dir SRC && "
+            "jaxllm convert SRC OUT"
         )
     others = sorted(file for file in files if file.endswith(".safetensors"))
     raise ModelFormatError(

@@ -74,10 +74,10 @@ class DownloadProgress:
             def close(self) -> None:
                 pass
 
-            def update(self, n: float | None = 1) -> None:
+            def update(self, n: int | float | None = 1) -> None:
                 progress.add(int(n or 0))
 
-            def update_transfer(self, n: float | None = 1) -> None:
+            def update_transfer(self, n: int | float | None = 1) -> None:
                 """Bytes on the wire, which may be fewer than those of the file: not counted."""
 
             def set_postfix_str(self, *_: Any, **__: Any) -> None:
@@ -94,7 +94,7 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def size(num_bytes: float) -> str:
+def size(num_bytes: int | float) -> str:
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.3g} {unit}"
