@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.argument_checks import check_float
+from jaxllm.cli.completion import completes_models
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
 from jaxllm.errors import JaxLLMError
 
@@ -48,12 +49,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the engine's options. An option that is not given leaves the engine's default."""
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add(
+    model = add(
         "--model",
         metavar="NAME",
         help="a directory in Hugging Face format, a .gguf file, a model of the hub as org/name[@revision][:FILE.gguf], "
         "or smollm2 (default: the embedded model)",
     )
+    completes_models(model)
     add("--revision", metavar="REV", help="branch, tag or commit of a model of the hub (default: main)")
     add("--download-dir", metavar="DIR", help="where models of the hub are kept (default: huggingface_hub's cache)")
     add("--dtype", help="of weights and KV cache: bfloat16, float16, float32 or auto (default: auto)")

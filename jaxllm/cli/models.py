@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.cli.common import run_command
+from jaxllm.cli.completion import completes_models
 from jaxllm.errors import ModelNotFoundError
 from jaxllm.hub.names import SMOLLM2, HubName, parse_name
 
@@ -27,10 +28,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add(commands, "ls", "list names, revisions, sizes, and when they were last used")
     pull = _add(commands, "pull", "fetch a model, without serving it; prints where it is")
-    pull.add_argument("model", metavar="NAME", help=f"org/name, org/name@revision, org/name:FILE.gguf, or {SMOLLM2}")
+    model = pull.add_argument(
+        "model", metavar="NAME", help=f"org/name, org/name@revision, org/name:FILE.gguf, or {SMOLLM2}"
+    )
+    completes_models(model, paths=False)
     pull.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: main)")
     rm = _add(commands, "rm", "remove a model, or with org/name@revision one revision of it")
-    rm.add_argument("model", metavar="NAME", help=f"as ls prints it: org/name, org/name@revision, or {SMOLLM2}")
+    model = rm.add_argument("model", metavar="NAME", help=f"as ls prints it: org/name, org/name@revision, or {SMOLLM2}")
+    completes_models(model, paths=False)
     rm.add_argument("--yes", action="store_true", help="do not ask")
     return parser
 

