@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
@@ -27,6 +28,7 @@ class Repository:
     is_gated: bool = False  # without `TOKEN` no file is given
     cuts: dict[str, int] = field(default_factory=dict)  # file -> how often its connection is cut in the middle
     listed: dict[str, int] = field(default_factory=dict)  # file -> a size that is not its own
+    slow: set[str] = field(default_factory=set)  # files of which a KiB comes every half second
     short: set[str] = field(default_factory=set)  # files whose bodies lack a byte, and say so
 
 
@@ -117,10 +119,21 @@ class _Handler(BaseHTTPRequestHandler):
             start = int(asked.removeprefix("bytes=").split("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
             status, body = 206, body[start:]
+        if name in repo.slow:
+            return self._drip(body, **headers)
         if repo.cuts.get(name, 0):
             repo.cuts[name] -= 1
             return self._send(status, body, cut=len(body) // 2, **headers)
         return self._send(status, body[:-1] if name in repo.short else body, **headers)
+
+    def _drip(self, body: bytes, **headers: str) -> None:
+        self._send(200, body, cut=0, **headers)
+        for start in range(0, len(body), 1024):
+            try:
+                self.wfile.write(body[start : start + 1024])
+            except ConnectionError:  # whom it was for has gone
+                return
+            time.sleep(0.5)
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b"{}", **{"X-Error-Code": code})

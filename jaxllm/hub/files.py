@@ -1,7 +1,7 @@
 """Which files of a repository are fetched: configuration and tokenizer first, then the weights, and never code."""
 
 import fnmatch
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, read_json
@@ -9,18 +9,18 @@ from jaxllm.errors import ModelFormatError, ModelNotFoundError
 from jaxllm.hub.names import HubName
 
 CONFIG = "config.json"
-MAX_INDEX_BYTES = 100_000_000
+MAX_FILE_BYTES = 100_000_000  # of what is no weights: nothing larger would be read
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "LICENSE*")
 _TEMPLATES = "additional_chat_templates/*.jinja"
 
 
-def config_files(name: HubName, files: Collection[str]) -> list[str]:
-    """The configuration, tokenizer and licence among the `files` of a repository.
+def config_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
+    """The configuration, tokenizer and licence among the files of a repository, whose `sizes` are in bytes.
 
     Raises `ModelFormatError` if they hold no checkpoint that can be read, so that nothing is fetched.
     """
-    _check_has_checkpoint(name, files)
-    return sorted(file for file in files if _is_small(file))
+    _check_has_checkpoint(name, sizes)
+    return sorted(file for file, num_bytes in sizes.items() if _is_small(file) and num_bytes <= MAX_FILE_BYTES)
 
 
 def _is_small(file: str) -> bool:
@@ -63,7 +63,7 @@ def weight_files(snapshot: Path) -> list[str]:
     index = snapshot / WEIGHTS_INDEX
     if not index.is_file():
         return [WEIGHTS]
-    names = read_json(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
+    names = read_json(index, max_bytes=MAX_FILE_BYTES).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelFormatError(f"{index}: weight_map must map tensors to files; the repository is damaged")
     for file in names.values():

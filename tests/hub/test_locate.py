@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from jaxllm.errors import DownloadError, ModelAccessError, ModelFormatError, ModelNotFoundError
+from jaxllm.hub import download
 from jaxllm.hub.cache import list_models
 from jaxllm.hub.locate import locate
 from tests.fake_hub import TOKEN
@@ -101,6 +103,12 @@ def test_what_can_not_be_served_is_refused_before_any_weights(hub, files, change
     assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
 
 
+def test_large_files_beside_the_configuration_stay_there(hub, files):
+    hub.add("org/other", files | {"results.json": b"{}"}).listed["results.json"] = 10**9
+    locate("org/other")
+    assert "results.json" not in hub.fetched()
+
+
 def test_a_tokenizer_of_the_users_own_replaces_a_missing_one(hub, files):
     hub.add("org/other", {name: body for name, body in files.items() if name != "tokenizer.json"})
     assert locate("org/other", tokenizer=False).is_dir()
@@ -181,6 +189,24 @@ def test_a_connection_that_is_cut_for_good(hub, files, cache):
     hub.asked.clear()
     assert (locate("org/tiny") / "model-1.safetensors").read_bytes() == files["model-1.safetensors"]
     assert "model-1.safetensors" in hub.fetched() and "config.json" not in hub.fetched()
+
+
+def test_ctrl_c_ends_a_slow_download(hub, cache, monkeypatch):
+    hub.repos["org/tiny"].slow.add("model-1.safetensors")
+
+    def interrupted(futures):
+        while "model-1.safetensors" not in hub.fetched():
+            if all(future.done() for future in futures):  # the configuration
+                return list(futures)
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(download, "as_completed", interrupted)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        locate("org/tiny")
+    assert time.monotonic() - start < 5  # of 10 seconds and more
+    assert not list(cache.rglob("model-1.safetensors")) and not list(cache.rglob("*.incomplete"))
 
 
 def test_a_body_of_a_wrong_size(hub):
