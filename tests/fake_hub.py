@@ -28,6 +28,7 @@ class Repository:
     is_gated: bool = False  # without `TOKEN` no file is given
     cuts: dict[str, int] = field(default_factory=dict)  # file -> how often its connection is cut in the middle
     listed: dict[str, int] = field(default_factory=dict)  # file -> a size that is not its own
+    tells_sizes: bool = True
     slow: set[str] = field(default_factory=set)  # files of which a KiB comes every half second
     short: set[str] = field(default_factory=set)  # files whose bodies lack a byte, and say so
 
@@ -38,6 +39,7 @@ class FakeHub:
     def __init__(self):
         self.repos: dict[str, Repository] = {}
         self.asked: list[Asked] = []
+        self.status: int | None = None  # of every answer
         self.meeting: threading.Barrier | None = None  # of those who ask for a revision
 
     def add(self, name: str, files: dict[str, bytes], revision: str = "main") -> Repository:
@@ -87,6 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
         api, resolve = path.startswith("/api/models/"), "/resolve/" in path
         name = path.removeprefix("/api/models/").strip("/").split("/")
         repo = self.hub.repos.get("/".join(name[:2])) if api or resolve else None
+        if self.hub.status is not None:
+            return self._send(self.hub.status, b"{}")
         if repo is None:
             return self._refuse(404, "RepoNotFound")
         revision = path.split("/revision/" if api else "/resolve/")[1]
@@ -101,7 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.meeting is not None:
             self.hub.meeting.wait()
         siblings = [
-            {"rfilename": name, "size": repo.listed.get(name, len(body))} for name, body in repo.commits[commit].items()
+            {"rfilename": name} | ({"size": repo.listed.get(name, len(body))} if repo.tells_sizes else {})
+            for name, body in repo.commits[commit].items()
         ]
         self._send(200, json.dumps({"id": "org/name", "sha": commit, "siblings": siblings}).encode())
 

@@ -26,18 +26,19 @@ _LIBRARY = {"library_name": "jaxllm", "library_version": jaxllm.__version__}
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """One commit of a repository, which never changes, and the sizes of its files in bytes, by their paths."""
+    """One commit of a repository, which never changes, and the sizes of its files in bytes, by their paths; None for a
+    size that a mirror does not tell."""
 
     name: HubName  # as it was asked for
     hash: str
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int | None]
 
 
 def resolve(name: HubName) -> Commit:
     """Asks the hub, once, which commit `name` is and what it holds."""
     with explained(name):
         info = HfApi(**_LIBRARY).model_info(name.repo, revision=name.revision, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    sizes = {file.rfilename: file.size for file in info.siblings or ()}
     return Commit(name=name, hash=info.sha or name.revision, sizes=sizes)
 
 
@@ -56,7 +57,7 @@ def fetch(commit: Commit, files: Sequence[str], cache: Path, what: str) -> Path:
     missing = missing_files(commit, files, cache)
     if not missing:
         return snapshot
-    num_bytes = sum(commit.sizes[file] for file in missing)
+    num_bytes = sum(commit.sizes[file] or 0 for file in missing)
     check_disk(cache, num_bytes, str(commit.name))
     plural = "" if len(missing) == 1 else "s"
     note(f"{commit.name} is commit {commit.hash}: {what}, {size(num_bytes)} in {len(missing)} file{plural}, to {cache}")
@@ -107,8 +108,8 @@ def _fetch_one(commit: Commit, cache: Path, bar_class: Any, file: str) -> None:
         )
 
 
-def _is_whole(path: Path, num_bytes: int) -> bool:
-    return path.is_file() and path.stat().st_size == num_bytes
+def _is_whole(path: Path, num_bytes: int | None) -> bool:
+    return path.is_file() and num_bytes in (None, path.stat().st_size)
 
 
 def _discard(path: Path) -> None:

@@ -25,7 +25,7 @@ _AGAIN = "run the same command again: files that are complete are not fetched ag
 
 
 class HubUnreachable(DownloadError):
-    """Nobody answered."""
+    """Nobody answered, or nobody who could."""
 
 
 @contextmanager
@@ -76,7 +76,8 @@ def _explain_status(status: int, name: HubName) -> Exception:
         )
     if status == 404:
         return ModelNotFoundError(f"{name.repo} lacks a file that it lists (HTTP 404); it may be changing: try again")
-    return DownloadError(f"the hub answered HTTP {status} for {name.repo}; wait a little, then {_AGAIN}")
+    kind = HubUnreachable if status >= 500 or status == 429 else DownloadError
+    return kind(f"{constants.ENDPOINT} answers HTTP {status} for {name.repo}; wait a little, then {_AGAIN}")
 
 
 def _explain_connection(error: Exception, name: HubName) -> Exception:
@@ -91,15 +92,15 @@ def _explain_connection(error: Exception, name: HubName) -> Exception:
     if _is_unreachable(error):
         return HubUnreachable(
             f"{constants.ENDPOINT} can't be reached ({type(error).__name__}: {error}). Check the network, proxies and "
-            f"HF_ENDPOINT; or give the path of a local directory in place of {name}"
+            f"HF_ENDPOINT, then {_AGAIN}"
         )
     return DownloadError(f"the connection was cut while {name} was fetched ({type(error).__name__}: {error}); {_AGAIN}")
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Whether no connection came about. The HTTP library's own classes differ between releases of huggingface_hub."""
+    """Whether nobody answered. The HTTP library's own classes differ between releases of huggingface_hub."""
     names = {cls.__name__ for cls in type(error).__mro__}
-    return bool(names & {"ConnectError", "ConnectTimeout", "ProxyError"}) or isinstance(error, OfflineModeIsEnabled)
+    return bool(names & {"ConnectError", "TimeoutException", "ProxyError"}) or isinstance(error, OfflineModeIsEnabled)
 
 
 def not_cached(name: HubName, cache: Path, revisions: list[str]) -> ModelNotFoundError:

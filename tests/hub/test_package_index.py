@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from jaxllm.errors import DownloadError
+from jaxllm.errors import DownloadError, ModelNotFoundError
 from jaxllm.hub import package_index
 from jaxllm.hub.locate import locate
 from jaxllm.hub.package_index import Packaged
@@ -53,6 +53,12 @@ def test_the_short_name_leads_to_the_file(index, tmp_path, capsys):
     assert "smollm2 is Tiny.Q4_1.gguf, from tiny-model 1.0" in capsys.readouterr().err
     index.unlink()
     assert locate("smollm2") == path  # without the index
+
+
+def test_offline(index, offline):
+    offline()
+    with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE is set, and smollm2 is not in"):
+        locate("smollm2")
 
 
 def test_a_directory_of_the_users_choice(index, tmp_path):
