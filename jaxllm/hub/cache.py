@@ -1,5 +1,6 @@
 """The hub's cache on disk: which snapshots are complete, what they take, and removing them."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from huggingface_hub.errors import CacheNotFound
 from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
 from jaxllm.errors import ModelFormatError
 from jaxllm.hub.files import CONFIG, weight_files
-from jaxllm.hub.names import HubName
+from jaxllm.hub.names import HubName, local
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "models--"
 
@@ -30,7 +33,7 @@ class CachedModel(NamedTuple):
 
 def cache_dir(download_dir: str | os.PathLike[str] | None) -> Path:
     """The given directory, or huggingface_hub's own."""
-    return Path(download_dir or constants.HF_HUB_CACHE).expanduser().resolve()
+    return local(download_dir or constants.HF_HUB_CACHE).resolve()
 
 
 def home() -> Path:
@@ -93,9 +96,11 @@ def remember(cache: Path, name: HubName, commit: str) -> None:
 def list_models(cache: Path, repo: str | None = None) -> list[CachedModel]:
     """The revisions in the cache, of one repository or of all."""
     try:
-        repos = scan_cache_dir(cache).repos
+        scanned = scan_cache_dir(cache)
     except CacheNotFound:
         return []
+    for warning in scanned.warnings:
+        log.warning("left out, as it is damaged: %s", warning)
     found = [
         CachedModel(
             each.repo_id,
@@ -105,7 +110,7 @@ def list_models(cache: Path, repo: str | None = None) -> list[CachedModel]:
             each.last_accessed,
             _has_model(revision.snapshot_path),
         )
-        for each in repos
+        for each in scanned.repos
         if each.repo_type == "model" and repo in (None, each.repo_id)
         for revision in each.revisions
     ]

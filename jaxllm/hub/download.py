@@ -94,11 +94,8 @@ def _fetch_one(commit: Commit, cache: Path, bar_class: Any, file: str) -> None:
     stored = snapshot_dir(cache, repo, commit.hash) / file
     if stored.is_file() and not _is_whole(stored, want):
         _discard(stored)
-    path = Path(
-        hf_hub_download(
-            repo, file, revision=commit.hash, cache_dir=cache, tqdm_class=bar_class, **_LIBRARY
-        )  # the token is huggingface_hub's to find
-    )
+    # Without a token as argument, huggingface_hub finds the user's own.
+    path = Path(hf_hub_download(repo, file, revision=commit.hash, cache_dir=cache, tqdm_class=bar_class, **_LIBRARY))
     if not _is_whole(path, want):
         have = path.stat().st_size
         _discard(path)

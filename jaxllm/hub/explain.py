@@ -13,6 +13,7 @@ from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -57,6 +58,8 @@ def _explain(error: Exception, name: HubName) -> Exception:
             f"there is no directory {name.repo} here, and {constants.ENDPOINT} shows no repository of that name. Check "
             "its spelling; if it is private, log in with `hf auth login` or set HF_TOKEN"
         )
+    if isinstance(error, RemoteEntryNotFoundError):
+        return DownloadError(f"{name.repo} lacks a file that it lists ({error}); it may be changing: try again")
     if isinstance(error, HfHubHTTPError):
         return _explain_status(error.response.status_code, name)
     if isinstance(error, HFValidationError):
@@ -74,10 +77,10 @@ def _explain_status(status: int, name: HubName) -> Exception:
             f"the hub refuses {name.repo} (HTTP {status}): if HF_TOKEN is set, or `hf auth login` was run, the token "
             "may be wrong, expired, or not made for this repository"
         )
-    if status == 404:
-        return ModelNotFoundError(f"{name.repo} lacks a file that it lists (HTTP 404); it may be changing: try again")
-    kind = HubUnreachable if status >= 500 or status == 429 else DownloadError
-    return kind(f"{constants.ENDPOINT} answers HTTP {status} for {name.repo}; wait a little, then {_AGAIN}")
+    answer = f"{constants.ENDPOINT} answers HTTP {status} for {name.repo}"
+    if status >= 500 or status == 429:  # too many requests
+        return HubUnreachable(f"{answer}; wait a little, then {_AGAIN}")
+    return DownloadError(f"{answer}, as no hub does; check HF_ENDPOINT and proxies")
 
 
 def _explain_connection(error: Exception, name: HubName) -> Exception:

@@ -1,5 +1,6 @@
 """Reads what a user types as a model: a path, a name of the hub, or a short name."""
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ def parse_name(text: str, revision: str | None = None, known: Iterable[str] = ()
     `revision` is an option beside the name; `known` are names to suggest. Raises `ModelNotFoundError` for what is none
     of these, and `ValueError` for a revision that does not fit.
     """
-    path = Path(text).expanduser()
+    path = local(text)
     if text and (path.exists() or _looks_like_a_path(text)):
         if revision is not None:
             raise ValueError(f"revision={revision!r} is for names of the hub; {text} is a local path, so leave it out")
@@ -62,9 +63,14 @@ def parse_name(text: str, revision: str | None = None, known: Iterable[str] = ()
     return name
 
 
+def local(text: str | os.PathLike[str]) -> Path:
+    """A path as it was typed, with a leading ~ expanded."""
+    return Path(os.path.expanduser(text))
+
+
 def served_names(model: str) -> tuple[str, ...]:
     """The names of a served model, as it was typed: the folder's name too where it is a path."""
-    if not model or Path(model).expanduser().exists() or _looks_like_a_path(model):
+    if not model or local(model).exists() or _looks_like_a_path(model):
         return tuple(dict.fromkeys([Path(model).resolve().name, model]))
     return (model,)
 

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from jaxllm.errors import DownloadError, ModelNotFoundError
 from jaxllm.hub.cache import home
 from jaxllm.hub.download import check_disk
-from jaxllm.hub.names import SMOLLM2
+from jaxllm.hub.names import SMOLLM2, local
 from jaxllm.hub.progress import note, size
 
 
@@ -51,7 +51,7 @@ MODELS = {
 
 def folder_of(name: str, download_dir: str | os.PathLike[str] | None) -> Path:
     """Where a packaged model is kept."""
-    base = home() / "models" if download_dir is None else Path(download_dir).expanduser().resolve()
+    base = home() / "models" if download_dir is None else local(download_dir).resolve()
     return base / name
 
 

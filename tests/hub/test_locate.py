@@ -1,5 +1,6 @@
 """Names of the hub, against a hub of our own on this machine."""
 
+import errno
 import json
 import logging
 import os
@@ -283,9 +284,9 @@ def test_a_hub_that_is_down(hub, caplog):
 
 
 def test_what_is_no_hub(hub, monkeypatch):
-    hub.status = 418
-    with pytest.raises(DownloadError, match="HTTP 418"):
-        locate("org/tiny")
+    for hub.status in (404, 418):
+        with pytest.raises(DownloadError, match=f"HTTP {hub.status} for org/tiny, as no hub does"):
+            locate("org/tiny")
 
 
 def test_a_token_that_is_refused(hub):
@@ -302,6 +303,21 @@ def test_a_mirror_that_tells_no_sizes(hub, files):
 def test_a_directory_of_the_users_choice(hub, tmp_path, cache):
     assert locate("org/tiny", download_dir=tmp_path / "mine").is_relative_to(tmp_path / "mine")
     assert not cache.exists()
+
+
+def test_a_directory_that_can_not_be_one(hub, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DownloadError, match="org/tiny can't be stored .*--download-dir"):
+        locate("org/tiny", download_dir=tmp_path / "file")
+
+
+def test_a_disk_that_fills_up(hub, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(download, "hf_hub_download", full)
+    with pytest.raises(DownloadError, match="disk became full while org/tiny"):
+        locate("org/tiny")
 
 
 def test_what_is_no_name_passes_through(tmp_path):

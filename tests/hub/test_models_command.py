@@ -48,6 +48,13 @@ def test_ls(hub, files, capsys, cache):
     assert "kB, incomplete" in row
 
 
+def test_ls_says_what_it_leaves_out(hub, capsys, cache, caplog):
+    locate("org/tiny")
+    (cache / "models--org--broken/blobs").mkdir(parents=True)
+    assert len(run(capsys, "ls")[1].splitlines()) == 2
+    assert "damaged" in caplog.text and "models--org--broken" in caplog.text
+
+
 def test_rm(hub, files, capsys, cache):
     hub.add("org/tiny", files | {"LICENSE": b"another"}, "v2")
     newer = locate("org/tiny@v2")

@@ -28,7 +28,7 @@ def test_paths_come_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org/name").mkdir(parents=True)
     (tmp_path / "smollm2").mkdir()
-    for text in ("org/name", "smollm2", "./no", "/no", "~/no", "../no", "a/b/c"):
+    for text in ("org/name", "smollm2", "./no", "/no", "~/no", "~nobody/no", "../no", "a/b/c"):
         assert parse_name(text).name == text.rpartition("/")[2]
     assert parse_name("other/name") == HubName(repo="other/name")
 
