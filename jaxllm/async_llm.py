@@ -5,6 +5,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxllm.engine.build import build_engine
@@ -12,6 +13,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.loop import Delivery, EngineLoop
 from jaxllm.engine.mailbox import Mailbox
 from jaxllm.engine.stats import EngineStats
+from jaxllm.hub.locate import locate
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.prompts import parse_prompt
@@ -21,8 +23,17 @@ class AsyncLLM:
     """A model that serves concurrent requests from any number of asyncio tasks, in any number of event loops. Takes
     `LLM`'s arguments. It closes itself when nothing refers to it any more."""
 
-    def __init__(self, model: Any = None, **options: Any):
-        self._engine = build_engine(model, **options)
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
+        tokenizer: Any = None,
+        **options: Any,
+    ):
+        model = locate(model, revision=revision, download_dir=download_dir, tokenizer=tokenizer is None)
+        self._engine = build_engine(model, tokenizer=tokenizer, **options)
         self._ids = itertools.count()
         self._loop = EngineLoop(self._engine, _deliver)
         self._loop.start()

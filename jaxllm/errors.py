@@ -9,6 +9,18 @@ class ModelFormatError(JaxLLMError, ValueError):
     """A checkpoint that cannot be used: unsupported, incomplete, misshapen, truncated or hostile."""
 
 
+class ModelNotFoundError(JaxLLMError, ValueError):
+    """A model's name that leads to none: a typing error, no such repository, revision or file, or none in the cache."""
+
+
+class ModelAccessError(JaxLLMError):
+    """A model that the hub gives only to those who have accepted its licence, or are logged in."""
+
+
+class DownloadError(JaxLLMError):
+    """A download that did not come to its end: no network, a cut connection, a wrong size, a full disk."""
+
+
 class MeshError(JaxLLMError, ValueError):
     """A mesh that does not fit the model or the machine."""
 

@@ -19,6 +19,7 @@ from jaxllm.engine.caller import CallerLoop, Inbox
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineError
+from jaxllm.hub.locate import locate
 from jaxllm.models.transformer import Params
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
@@ -35,26 +36,31 @@ class LLM:
     Ctrl-C takes effect between two steps, a second one at once: that loses the requests that run, and no more.
 
     `model` is a local directory in Hugging Face format (None: the small model in the package), a GGUF file or a
-    directory with one, a Flax module with the interface of `jaxllm.models` (served as it is, its class and attributes
-    included), or a pair (configuration, parameter pytree); parameters on the device are used where they lie.
-    `tokenizer` overrides the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or any
-    object with `encode` and `decode`. `dtype="auto"` is float32 on a CPU and bfloat16 elsewhere. `max_model_len`
-    (tokens of prompt and output), `max_num_seqs` (running at once), `max_num_batched_tokens` (a step's), `block_size`
-    (tokens) and `num_blocks` are sized from the model and the device when None. `mesh` is "tensor=4" (as is
-    `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device. `gpu_memory_utilization` (0.92) is the
-    share of each accelerator's whole memory that this process may use: what its other arrays take is left to them, and
-    JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU unless set). When blocks run out, `preemption` of
-    the last requests is by "swap" to at most `swap_space` GiB of host memory, or by "recompute"; "auto" measures which
-    is faster. `seed` is for requests that bring none. `record` names a new file for what the engine asks of the device,
-    prompts included: `jaxllm replay FILE` does it again, for bug reports.
+    directory with one, a name of the hub as "org/name", "org/name@revision" or "org/name:FILE.gguf" (fetched into
+    huggingface_hub's cache, or `download_dir`; `revision` is another way to give that), a Flax module with the
+    interface of `jaxllm.models` (served as it is, its class and attributes included), or a pair (configuration,
+    parameter pytree); parameters on the device are used where they lie. `tokenizer` overrides the model's: a directory,
+    a GGUF file, a `tokenizers` or `transformers` tokenizer, or any object with `encode` and `decode`. `dtype="auto"` is
+    float32 on a CPU and bfloat16 elsewhere. `max_model_len` (tokens of prompt and output), `max_num_seqs` (running at
+    once), `max_num_batched_tokens` (a step's), `block_size` (tokens) and `num_blocks` are sized from the model and the
+    device when None. `mesh` is "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one
+    device. `gpu_memory_utilization` (0.92) is the share of each accelerator's whole memory that this process may use:
+    what its other arrays take is left to them, and JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU
+    unless set). When blocks run out, `preemption` of the last requests is by "swap" to at most `swap_space` GiB of host
+    memory, or by "recompute"; "auto" measures which is faster. `seed` is for requests that bring none. `record` names a
+    new file for what the engine asks of the device, prompts included: `jaxllm replay FILE` does it again, for bug
+    reports.
 
-    Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, each with what to do about it.
+    Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, and for names `ModelNotFoundError`,
+    `ModelAccessError` or `DownloadError`, each with what to do about it.
     """
 
     def __init__(
         self,
         model: str | Path | nnx.Module | tuple[Any, Any] | None = None,
         *,
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
         tokenizer: Any = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
@@ -71,6 +77,7 @@ class LLM:
         seed: int = 0,
         record: str | Path | None = None,
     ):
+        model = locate(model, revision=revision, download_dir=download_dir, tokenizer=tokenizer is None)
         self.engine = build_engine(
             model,
             tokenizer=tokenizer,

@@ -69,7 +69,8 @@ def test_all_folders_come_from_one_tree():
         ("jaxllm.pallas_kernels", ["jaxllm.models", "jaxllm.sharding", "jaxllm.engine", "jaxllm.llm"]),
         ("jaxllm.sharding", ["jaxllm.models", "jaxllm.pallas_kernels", "jaxllm.engine", "jaxllm.llm"]),
         ("jaxllm.models", ["jaxllm.engine", "jaxllm.checkpoint", "jaxllm.llm", "jaxllm.text"]),
-        ("jaxllm.checkpoint", ["jaxllm.engine", "jaxllm.llm"]),
+        ("jaxllm.checkpoint", ["jaxllm.engine", "jaxllm.llm", "jaxllm.hub"]),
+        ("jaxllm.hub", ["jaxllm.engine", "jaxllm.llm", "jaxllm.server", "jaxllm.cli", "jax"]),
         ("jaxllm.text", ["jaxllm.engine", "jaxllm.llm", "jax"]),
         ("jaxllm.grammar", ["jaxllm.engine", "jaxllm.llm", "jaxllm.server", "jax"]),
         ("jaxllm.engine", ["jaxllm.llm", "jaxllm.async_llm", "jaxllm.server", "jaxllm.cli"]),
@@ -109,7 +110,7 @@ JAX_FREE = [
     *("jaxllm.text", "jaxllm.grammar", "jaxllm.convert", "jaxllm.cli", "jaxllm.server.http", "jaxllm.server.openai"),
     *("jaxllm.server.observe", "jaxllm.server.page", "jaxllm.server.server", "jaxllm.server.served_model"),
     *("jaxllm.server.engine.client", "jaxllm.server.engine.process_client", "jaxllm.server.engine.engine_process"),
-    *("jaxllm.engine.intake", "jaxllm.checkpoint.files", "jaxllm.checkpoint.tensors"),
+    *("jaxllm.hub", "jaxllm.engine.intake", "jaxllm.checkpoint.files", "jaxllm.checkpoint.tensors"),
     *("jaxllm.checkpoint.generation_config", "jaxllm.sampling_params", "jaxllm.structured_outputs", "jaxllm.outputs"),
 ]
 IN_THE_WORKER = {  # of conversions; they need packages of the `convert` extra

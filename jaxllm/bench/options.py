@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxllm.cli.common import add_engine_arguments, engine_kwargs
+from jaxllm.cli.common import add_engine_arguments, located_kwargs
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,8 @@ def model_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `open_llm`. Raises `ValueError` for invalid ones, before jax is imported."""
     if arguments.dummy_weights and arguments.model is None:
         raise ValueError("--dummy-weights needs a model configuration; give its directory or config.json with --model")
-    return {"dummy_weights": arguments.dummy_weights, **engine_kwargs(arguments)}
+    located = located_kwargs(arguments, weights=not arguments.dummy_weights)
+    return {"dummy_weights": arguments.dummy_weights, **located}
 
 
 def check_at_least(least: int, **options: Any) -> None:

@@ -9,7 +9,7 @@ from jaxllm.bench.options import add_model_arguments, check_at_least, model_opti
 from jaxllm.bench.workload import KINDS, MAX_VOCAB, check_kinds
 from jaxllm.cli.common import (
     add_engine_arguments,
-    engine_kwargs,
+    located_kwargs,
     program,
     run_command,
     setup_compilation_cache,
@@ -124,7 +124,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     check_at_least(0, seconds=arguments.seconds)
     from jaxllm.bench import serve
 
-    engine = engine_kwargs(arguments)
+    engine = located_kwargs(arguments)
     if arguments.compare:
         setup_device_memory(arguments.gpu_memory_utilization)
         setup_compilation_cache()

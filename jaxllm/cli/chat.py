@@ -5,7 +5,6 @@ import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from jaxllm.cli.common import (
@@ -21,6 +20,7 @@ from jaxllm.cli.conversation import Conversation
 from jaxllm.cli.sampling_options import add_sampling_arguments, parse_field, sampling_fields, with_defaults
 from jaxllm.cli.terminal import Meter, clean
 from jaxllm.cli.terminal_input import LineInput
+from jaxllm.hub.names import served_names
 from jaxllm.sampling_params import SamplingParams
 
 MAX_TOKENS = 512  # of an answer
@@ -79,7 +79,8 @@ def _run(arguments: argparse.Namespace) -> int:
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
         chat = ChatSession(llm, conversation, fields, lines, quiet=arguments.quiet)
         if lines.is_terminal and not arguments.quiet:
-            print(f"{Path(arguments.model or 'the embedded model').name}. /help lists the commands.")
+            name = served_names(arguments.model)[0] if arguments.model else "the embedded model"
+            print(f"{name}. /help lists the commands.")
         return chat.run()
 
 

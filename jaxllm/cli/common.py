@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.argument_checks import check_float
+from jaxllm.cli.completion import completes_models
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
 from jaxllm.errors import JaxLLMError
 
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 _ENGINE_OPTIONS = (
     "model",
+    "revision",
+    "download_dir",
     "dtype",
     "mesh",
     "max_model_len",
@@ -46,7 +49,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the engine's options. An option that is not given leaves the engine's default."""
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--model", metavar="PATH", help="directory in Hugging Face format, or .gguf file (default: the embedded model)")
+    model = add(
+        "--model",
+        metavar="NAME",
+        help="a directory in Hugging Face format, a .gguf file, a model of the hub as org/name[@revision][:FILE.gguf], "
+        "or smollm2 (default: the embedded model)",
+    )
+    completes_models(model)
+    add("--revision", metavar="REV", help="branch, tag or commit of a model of the hub (default: main)")
+    add("--download-dir", metavar="DIR", help="where models of the hub are kept (default: huggingface_hub's cache)")
     add("--dtype", help="of weights and KV cache: bfloat16, float16, float32 or auto (default: auto)")
     add("--mesh", metavar="SPEC", help="devices per axis, e.g. tensor=4 (default: one device)")
     add("--max-model-len", type=int, metavar="N", help="maximum tokens of a sequence, prompt included")
@@ -67,6 +78,17 @@ def engine_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(arguments, name) for name in _ENGINE_OPTIONS}
     given["enable_prefix_caching"] = False if arguments.no_prefix_caching else None
     return {name: value for name, value in given.items() if value is not None}
+
+
+def located_kwargs(arguments: argparse.Namespace, *, weights: bool = True) -> dict[str, Any]:
+    """As `engine_kwargs`, with the path of the model in place of its name: for several processes, which need not each
+    ask the hub. Without `weights` its configuration is enough."""
+    from jaxllm.hub.locate import locate
+
+    given = engine_kwargs(arguments)
+    places = {name: given.pop(name) for name in ("revision", "download_dir") if name in given}
+    model = locate(given.pop("model", None), **places, weights=weights)
+    return given if model is None else {"model": str(model), **given}
 
 
 def run_command(command: Callable[[], int]) -> int:

@@ -1,15 +1,18 @@
 """`jaxllm COMMAND`: dispatches to the commands of this folder."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 import jaxllm
+from jaxllm.cli.completion import VARIABLE, complete
 
 COMMANDS = {  # modules of this folder
     "serve": "serves OpenAI's API over HTTP, and a chat page",
     "chat": "holds a conversation in the terminal",
     "generate": "completes prompts, or a file of requests",
+    "models": "lists, fetches and removes models of the hub",
     "bench": "measures the engine",
     "replay": "repeats on the device what an engine has recorded, for bug reports",
     "convert": "converts pickled weights and slow tokenizers",
@@ -20,6 +23,8 @@ _HELP, _VERSION = ("-h", "--help", "help"), ("-V", "--version", "version")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the command's exit code; 2 if there is no such command."""
+    if argv is None and VARIABLE in os.environ:
+        complete(COMMANDS)
     name, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     if name in COMMANDS:
         return import_module(f"jaxllm.cli.{name}").main(rest[:-1])

@@ -21,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="a recording; replay only those of people you trust")
-    parser.add_argument("--model", metavar="DIR", help="where the model is (default: where it was)")
+    parser.add_argument("--model", metavar="NAME", help="the model, as for other commands (default: where it was)")
     return parser
 
 
@@ -31,7 +31,8 @@ def _replay(arguments: argparse.Namespace) -> int:
         setup_device_memory(None)
         setup_compilation_cache()
         from jaxllm.engine.replay import replay  # imports jax, which --help does not need
+        from jaxllm.hub.locate import locate
 
-        report = replay(file, arguments.model)
+        report = replay(file, locate(arguments.model))
     print(report)
     return int(not report.is_equal)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxllm.cli.common import add_engine_arguments, engine_kwargs, program, run_command
+from jaxllm.cli.common import add_engine_arguments, located_kwargs, program, run_command
 
 TOOL_PARSERS, REASONING_PARSERS = ("auto", "hermes", "llama", "none"), ("auto", "think", "none")
 KEY_VARIABLE = "JAXLLM_API_KEY"
@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
-    add("--served-model-name", nargs="+", metavar="NAME", help="model name in requests (default: its folder's name)")
+    add("--served-model-name", nargs="+", metavar="NAME", help="model name in requests (default: that of --model)")
     add(
         "--api-key",
         action="append",
@@ -84,8 +84,8 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     # A random seed: requests without one give a different text each time.
-    options = engine_kwargs(arguments) | {"seed": secrets.randbits(63)}
-    return asyncio.run(_serve(config, arguments.model, options, arguments.otlp_traces_endpoint))
+    options: dict[str, Any] = located_kwargs(arguments) | {"seed": secrets.randbits(63)}
+    return asyncio.run(_serve(config, options.get("model"), options, arguments.otlp_traces_endpoint))
 
 
 async def _serve(config: Any, model_dir: str | None, options: dict[str, Any], traces: str | None) -> int:

@@ -2,7 +2,8 @@
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
+
+from jaxllm.hub.names import served_names
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -50,11 +51,9 @@ class ServerConfig:
 
 
 def model_names(model: str | None, given: list[str] | None) -> tuple[str, ...]:
-    """The names that requests may use for the model: the given ones, or its directory's or file's."""
+    """The names that requests may use for the model: the given ones, or what its user calls it."""
     if given:
         return tuple(dict.fromkeys(given))
     if model is None:
         return ("default",)
-    path = Path(model)
-    name = path.stem if path.suffix.lower() == ".gguf" else path.resolve().name
-    return tuple(dict.fromkeys([name, model]))
+    return served_names(model)

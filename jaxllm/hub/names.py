@@ -1,0 +1,95 @@
+"""Reads what a user types as a model: a path, a name of the hub, or a short name."""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxllm.errors import ModelNotFoundError
+
+SMOLLM2 = "smollm2"  # of the Python package index
+ACCEPTED = (
+    "a local directory or .gguf file, a name of the hub as org/name, org/name@revision or org/name:FILE.gguf, or "
+    f"{SMOLLM2}"
+)
+MAIN = "main"  # the hub's default branch
+
+_WORD = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[^@:]+))?(?::(?P<file>[^@:]+))?", re.ASCII)
+_REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubName:
+    """A model of the hub. `str` gives what a user would type for it."""
+
+    repo: str  # org/name
+    revision: str = MAIN  # a branch, a tag or a commit
+    file: str | None = None  # a .gguf file of the repository, in place of a checkpoint
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a full commit hash, which never means anything else."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == MAIN else f"@{self.revision}"
+        return f"{self.repo}{revision}" + (f":{self.file}" if self.file else "")
+
+
+def parse_name(text: str, revision: str | None = None, known: Iterable[str] = ()) -> Path | HubName | None:
+    """A path, a name of the hub, or None for `SMOLLM2`. A path that exists comes first.
+
+    `revision` is an option beside the name; `known` are names to suggest. Raises `ModelNotFoundError` for what is none
+    of these, and `ValueError` for a revision that does not fit.
+    """
+    path = local(text)
+    if text and (path.exists() or _looks_like_a_path(text)):
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for names of the hub; {text} is a local path, so leave it out")
+        return path
+    if text == SMOLLM2:
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for names of the hub; {SMOLLM2} has one version only")
+        return None
+    match = _NAME.fullmatch(text)
+    if match is None or ".." in text or "--" in match["repo"]:
+        raise ModelNotFoundError(f"{text!r} is no model: give {ACCEPTED}.{_suggestion(text, known)}")
+    name = HubName(repo=match["repo"], revision=_one_revision(match["revision"], revision), file=match["file"])
+    if name.file is not None and not name.file.lower().endswith(".gguf"):
+        raise ModelNotFoundError(f"{text!r} names the file {name.file!r}; after a colon goes a .gguf file")
+    return name
+
+
+def local(text: str | os.PathLike[str]) -> Path:
+    """A path as it was typed, with a leading ~ expanded."""
+    return Path(os.path.expanduser(text))
+
+
+def served_names(model: str) -> tuple[str, ...]:
+    """The names of a served model, as it was typed: that of the folder or the GGUF file too where it is a path."""
+    if not model or local(model).exists() or _looks_like_a_path(model):
+        path = Path(model).resolve()
+        return tuple(dict.fromkeys([path.stem if path.suffix.lower() == ".gguf" else path.name, model]))
+    return (model,)
+
+
+def _looks_like_a_path(text: str) -> bool:
+    return text.startswith((".", "/", "~")) or text.split("@")[0].split(":")[0].count("/") > 1
+
+
+def _one_revision(typed: str | None, option: str | None) -> str:
+    if typed and option and typed != option:
+        raise ValueError(f"the name says @{typed} and the option revision={option!r}; give one of them")
+    revision = typed or option or MAIN
+    if not _REVISION.fullmatch(revision) or ".." in revision:
+        raise ModelNotFoundError(f"revision {revision!r} is not the name of a branch, a tag or a commit")
+    return revision
+
+
+def _suggestion(text: str, known: Iterable[str]) -> str:
+    wanted = text.rpartition("/")[2].lower()
+    near = [name for name in known if wanted and wanted in name.lower()]
+    return f" In the cache: {', '.join(sorted(near)[:3])}" if near else ""
