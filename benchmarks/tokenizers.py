@@ -1,4 +1,4 @@
-"""What a tokenizer costs: loading it, the tables of its streams, encoding and decoding, and the memory for all of it."""
+"""What a tokenizer costs: loading it, the tables of its streams, encoding and decoding, and the memory for all."""
 
 import json
 import os
