@@ -71,7 +71,7 @@ def test_a_tool_is_called(client, model):
         model=model,
         messages=[{"role": "user", "content": "How is the weather in Rome?"}],
         tools=[{"type": "function", "function": WEATHER}],
-        tool_choice="required",
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
         max_tokens=100,
         temperature=0,
     )
