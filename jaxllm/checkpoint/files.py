@@ -9,6 +9,11 @@ from jaxllm.errors import ModelFormatError
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is that of a GGUF file, by its name."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
 def read_json(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:
     """Reads a JSON object from a file of at most `max_bytes`. Raises `ModelFormatError` for anything else."""
     if not path.is_file():

@@ -4,6 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxllm.checkpoint.files import is_gguf
+
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -56,5 +58,5 @@ def model_names(model: str | None, given: list[str] | None) -> tuple[str, ...]:
     if model is None:
         return ("default",)
     path = Path(model)
-    name = path.stem if path.suffix.lower() == ".gguf" else path.resolve().name
+    name = path.stem if is_gguf(path) else path.resolve().name
     return tuple(dict.fromkeys([name, model]))
