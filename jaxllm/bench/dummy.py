@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxllm.checkpoint.config import ModelSpec, read_config, resolve_dtype
+from jaxllm.checkpoint.files import is_gguf
 from jaxllm.checkpoint.loader import abstract_params
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import named, sharding_before
@@ -30,7 +31,7 @@ def dummy_model(path: Path, dtype: str, mesh: Mesh) -> tuple[Any, Params]:
     `dtype` is a name or "auto". Each device makes its own shards only. Raises `ModelFormatError`,
     `MeshError`, `OutOfMemoryError`, or `ValueError` for a file of another name.
     """
-    if path.is_file() and path.suffix.lower() != ".gguf":
+    if path.is_file() and not is_gguf(path):
         if path.name != "config.json":
             raise ValueError(f"{path} is not named config.json; give a config.json, or the directory that holds it")
         path = path.parent

@@ -8,6 +8,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from jaxllm.checkpoint.files import is_gguf
+
 
 def about(llm: Any, *, model: str | None, dummy_weights: bool) -> dict[str, Any]:
     """Date, machine, model and engine, ready for JSON. `model` is the user's argument; only its name is reported."""
@@ -58,6 +60,8 @@ def heading(report: dict[str, Any]) -> str:
 
 
 def _name(path: Path) -> str:
+    if is_gguf(path):
+        return path.stem
     path = path.resolve()
     return path.parent.name if path.is_file() else path.name
 

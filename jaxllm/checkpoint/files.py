@@ -1,12 +1,37 @@
 """Files of a model directory: their names, JSON of bounded size, and what an index of shards may name."""
 
 import json
+import re
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from jaxllm.errors import ModelFormatError
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+GGUF_PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MAX_GGUF_PARTS = 1000
+
+
+def gguf_parts(name: str) -> list[str]:
+    """The names of the GGUF files that hold the model whose only or first file is `name`. Raises `ModelFormatError`
+    for another part of a model."""
+    match = GGUF_PART.fullmatch(name)
+    if match is None:
+        return [name]
+    count = int(match["count"])
+    if not 1 <= count <= MAX_GGUF_PARTS:
+        raise ModelFormatError(f"{name} is one of {count} parts by its name; at most {MAX_GGUF_PARTS} are read")
+    if int(match["number"]) != 1:
+        first = f"{match['model']}-00001-of-{match['count']}.gguf"
+        raise ModelFormatError(f"{name} is a part of a model; give the first one, {first}")
+    return [f"{match['model']}-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is that of a GGUF file, by its name."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def read_json(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:

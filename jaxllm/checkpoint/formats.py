@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxllm.checkpoint.files import read_json
+from jaxllm.checkpoint.files import is_gguf, read_json
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
 from jaxllm.checkpoint.gguf.reader import models_in
 from jaxllm.checkpoint.tensors import StoredTensor, find_tensors
@@ -77,7 +77,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in a directory, or in a GGUF file (one in parts: the first). `ModelFormatError` for a directory
     with several GGUF models."""
     path = Path(path)
-    if path.suffix.lower() == ".gguf" and not path.is_dir():
+    if is_gguf(path):
         return GgufCheckpoint(path)
     if path.is_dir() and not (path / HuggingFaceDirectory.config_name).exists():
         models = models_in(path)

@@ -72,10 +72,11 @@ def _files(model_dir: Path) -> list[Path]:
         return [model_dir / WEIGHTS]
     index = model_dir / WEIGHTS_INDEX
     if not index.is_file():
-        others = sorted(file.name for file in model_dir.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+        others = sorted(file.name for file in model_dir.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
         raise ModelFormatError(
             f"{model_dir} has neither {WEIGHTS} nor {WEIGHTS_INDEX}, but {others[:3] or 'no other weights'}. "
-            "Only safetensors are read, as other formats can run code; download them, or convert pytorch_model*.bin: "
+            "Only safetensors are read here, as other formats can run code (a .gguf is a model by itself: give its "
+            "path); download them, or convert pytorch_model*.bin: "
             f"python -m jaxllm.convert {shlex.quote(str(model_dir))} NEW_DIR"
         )
     names = read_json(index, max_bytes=100_000_000).get("weight_map")

@@ -66,7 +66,7 @@ def find_complete(cache: Path, name: HubName) -> Path | None:
         commit = ref.read_text().strip()
     snapshot = snapshot_dir(cache, name.repo, commit)
     if name.file is not None:
-        return snapshot / name.file if (snapshot / name.file).is_file() else None
+        return snapshot / name.file if all((snapshot / part).is_file() for part in name.parts) else None
     return snapshot if is_complete(snapshot) else None
 
 

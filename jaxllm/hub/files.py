@@ -76,15 +76,17 @@ def check_holds(name: HubName, files: Collection[str], wanted: Collection[str]) 
     """Raises `ModelFormatError` if the repository lacks one of the `wanted` weight files."""
     if missing := sorted(set(wanted) - set(files)):
         raise ModelFormatError(
-            f"{WEIGHTS_INDEX} of {name} names {', '.join(missing[:3])}, which the repository lacks; take another "
-            "revision"
+            f"{name} needs {', '.join(missing[:3])}, which the repository lacks; take another revision"
         )
 
 
-def gguf_file(name: HubName, files: Collection[str]) -> str:
-    """The `.gguf` file that `name` asks for. Raises `ModelNotFoundError`."""
+def gguf_files(name: HubName, files: Collection[str]) -> list[str]:
+    """The `.gguf` file that `name` asks for, and the further parts of its model. Raises `ModelNotFoundError`, or
+    `ModelFormatError` for a part other than the first."""
     if name.file is not None and name.file in files and ".." not in PurePosixPath(name.file).parts:
-        return name.file
+        wanted = name.parts
+        check_holds(name, files, wanted)
+        return wanted
     there = sorted(file for file in files if file.lower().endswith(".gguf"))
     raise ModelNotFoundError(
         f"{name.repo} has no file {name.file}; of that kind it has {', '.join(there[:10]) or 'none'}"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxllm.checkpoint.files import gguf_parts, is_gguf
 from jaxllm.errors import ModelNotFoundError
 
 SMOLLM2 = "smollm2"  # of the Python package index
@@ -33,6 +34,13 @@ class HubName:
     def is_pinned(self) -> bool:
         """Whether the revision is a full commit hash, which never means anything else."""
         return _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def parts(self) -> list[str]:
+        """The `.gguf` files of the model whose only or first one is `file`."""
+        assert self.file is not None
+        folder, slash, file = self.file.rpartition("/")
+        return [f"{folder}{slash}{part}" for part in gguf_parts(file)]
 
     def __str__(self) -> str:
         revision = "" if self.revision == MAIN else f"@{self.revision}"
@@ -72,7 +80,7 @@ def served_names(model: str) -> tuple[str, ...]:
     """The names of a served model, as it was typed: that of the folder or the GGUF file too where it is a path."""
     if not model or local(model).exists() or _looks_like_a_path(model):
         path = Path(model).resolve()
-        return tuple(dict.fromkeys([path.stem if path.suffix.lower() == ".gguf" else path.name, model]))
+        return tuple(dict.fromkeys([path.stem if is_gguf(path) else path.name, model]))
     return (model,)
 
 

@@ -39,8 +39,7 @@ def find_or_fetch(name: HubName, cache: Path, *, weights: bool, tokenizer: bool)
 def _fetch(commit: Commit, cache: Path, weights: bool, tokenizer: bool) -> Path:
     name = commit.name
     if name.file is not None:
-        file = files.gguf_file(name, commit.sizes)
-        return fetch(commit, [file], cache, "a GGUF file") / file
+        return fetch(commit, files.gguf_files(name, commit.sizes), cache, "a GGUF model") / name.file
     snapshot = fetch(commit, files.config_files(name, commit.sizes), cache, "configuration and tokenizer")
     wanted = files.weight_files(snapshot)
     files.check_holds(name, commit.sizes, wanted)

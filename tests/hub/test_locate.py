@@ -93,7 +93,7 @@ def test_templates_in_a_folder_come_along(hub, files):
         ({"tokenizer.json": b"{}"}, "not a sound tokenizer"),
         ({"tokenizer.json": None, "tokenizer.model": b"x"}, "jaxllm.convert"),
         ({"model.safetensors.index.json": b"[]"}, "not a JSON object"),
-        ({"model-1.safetensors": None}, "names model-1.safetensors, which the repository lacks"),
+        ({"model-1.safetensors": None}, "needs model-1.safetensors, which the repository lacks"),
     ],
 )
 def test_what_can_not_be_served_is_refused_before_any_weights(hub, files, changes, match):
@@ -140,6 +140,20 @@ def test_an_index_with_a_hostile_name(hub, files, hostile):
     with pytest.raises(ModelFormatError, match="must be a .*safetensors file beside it"):
         locate("org/evil")
     assert not [name for name in hub.fetched() if "safetensors" in name and "index" not in name]
+
+
+def test_a_gguf_model_in_parts(hub, cache):
+    parts = [f"sub/big-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    hub.add("org/big", {part: part.encode() for part in parts} | {"other.gguf": b"no"})
+    first = locate(f"org/big:{parts[0]}")
+    assert sorted(hub.fetched()) == parts
+    assert [(first.parent / part.split("/")[1]).is_file() for part in parts] == [True] * 3
+    assert locate(f"org/big:{parts[0]}") == first and len(hub.fetched()) == 3
+    with pytest.raises(ModelFormatError, match="give the first one, big-00001-of-00003.gguf"):
+        locate(f"org/big:{parts[1]}")
+    hub.add("org/part", {parts[0]: b"GGUF"})
+    with pytest.raises(ModelFormatError, match="needs sub/big-00002-of-00003.gguf, sub/big-00003-of-00003.gguf, which"):
+        locate(f"org/part:{parts[0]}")
 
 
 def test_a_gguf_file(hub, cache):

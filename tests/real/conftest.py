@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.real.smollm2 import SMOLLM2
+
 FOLDER = Path(os.environ.get("JAXLLM_REAL_FILES", Path.home() / ".cache" / "jaxllm-ci" / "real"))
 
 
@@ -26,7 +28,7 @@ def smollm2(real):
     """SmolLM2 as transformers reads its file, in float32."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("gguf")
-    file = real("smollm2.gguf")
+    file = real(SMOLLM2)
     model = transformers.AutoModelForCausalLM
     return model.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
 

@@ -1,5 +1,6 @@
-"""What SmolLM2 is asked."""
+"""SmolLM2-135M-Instruct: where `.ci/real_files` puts it, and what it is asked."""
 
+SMOLLM2 = "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",

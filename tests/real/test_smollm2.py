@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams, StructuredOutputs
-from tests.real.smollm2 import CHATS, CITY, PROMPTS, TURNS
+from tests.real.smollm2 import CHATS, CITY, PROMPTS, SMOLLM2, TURNS
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ LICENSE = (Path(__file__).parents[2] / "LICENSE").read_text()
 
 @pytest.fixture(scope="module")
 def llm(real):
-    with LLM(real("smollm2.gguf"), dtype="float32", max_model_len=4608, num_blocks=640, max_num_seqs=64) as llm:
+    with LLM(real(SMOLLM2), dtype="float32", max_model_len=4608, num_blocks=640, max_num_seqs=64) as llm:
         yield llm
 
 
@@ -50,7 +50,7 @@ def test_64_at_once(llm, alone):
 
 def test_preempted(real, alone):
     prompts, tokens = alone
-    with LLM(real("smollm2.gguf"), dtype="float32", max_model_len=256, num_blocks=12, max_num_seqs=16) as llm:
+    with LLM(real(SMOLLM2), dtype="float32", max_model_len=256, num_blocks=12, max_num_seqs=16) as llm:
         assert tokens_of(llm, prompts) == tokens
         assert llm.stats().num_preemptions > 0
 

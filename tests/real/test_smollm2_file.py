@@ -16,12 +16,12 @@ from tests.checkpoint.gguf.test_tokenizer import HARD
 from tests.checkpoints import load
 from tests.gguf_files import gguf
 from tests.real.hard_text import TEXTS
-from tests.real.smollm2 import PROMPTS
+from tests.real.smollm2 import PROMPTS, SMOLLM2
 
 
 @pytest.fixture
 def file(real):
-    return real("smollm2.gguf")
+    return real(SMOLLM2)
 
 
 def metadata(file) -> dict:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxllm.checkpoint.formats import open_checkpoint
-from tests.real.smollm2 import CITY, QUESTIONS
+from tests.real.smollm2 import CITY, QUESTIONS, SMOLLM2
 from tests.server.http.test_serve import serving
 
 openai = pytest.importorskip("openai")
@@ -28,7 +28,7 @@ WEATHER = {
 @pytest.fixture(scope="module")
 def client(real):
     options = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--tool-call-parser", "hermes")
-    with serving("--model", str(real("smollm2.gguf")), *options, code=CODE) as command:
+    with serving("--model", str(real(SMOLLM2)), *options, code=CODE) as command:
         yield openai.OpenAI(base_url=f"http://127.0.0.1:{command.port}/v1", api_key="none", timeout=120)
 
 
@@ -39,7 +39,7 @@ def model(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_chats(client, model, greedy_tokens, real, stream):
-    tokenizer = open_checkpoint(real("smollm2.gguf")).tokenizer()
+    tokenizer = open_checkpoint(real(SMOLLM2)).tokenizer()
     for question in QUESTIONS[:3]:
         chat = [{"role": "user", "content": question}]
         answer = client.chat.completions.create(

@@ -1,12 +1,12 @@
 """Reads the header of GGUF files, which may be hostile: every length and count is checked before memory is taken."""
 
-import re
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from jaxllm.checkpoint.files import GGUF_PART, gguf_parts
 from jaxllm.checkpoint.gguf.blocks import BLOCKS, TYPE_NAMES
 from jaxllm.checkpoint.gguf.metadata import Metadata
 from jaxllm.checkpoint.tensors import StoredTensor
@@ -17,11 +17,9 @@ _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 2**28  # the largest vocabularies take some 20 MB
 _MAX_STRINGS = 2**22  # of an array: an object each
 _MAX_KEYS = 2**16
-_MAX_PARTS = 1000
 _MAX_DIMS = 4
 _FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-_PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def read_gguf(file: Path) -> tuple[Metadata, dict[str, StoredTensor]]:
@@ -47,14 +45,7 @@ def read_gguf(file: Path) -> tuple[Metadata, dict[str, StoredTensor]]:
 
 def find_parts(file: Path) -> list[Path]:
     """The files of the model that `file` is, or is the first part of. Raises `ModelFormatError` for a missing one."""
-    match = _PART.fullmatch(file.name)
-    count = 1 if match is None else int(match["count"])
-    if not 1 <= count <= _MAX_PARTS:
-        raise ModelFormatError(f"{file} is one of {count} parts by its name; at most {_MAX_PARTS} are read")
-    if match is not None and int(match["number"]) != 1:
-        first = f"{match['model']}-00001-of-{match['count']}.gguf"
-        raise ModelFormatError(f"{file} is a part of a model; give the first one, {first}")
-    names = [file.name] if match is None else [f"{match['model']}-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+    names = gguf_parts(file.name)
     for name in names:
         if not file.with_name(name).is_file():
             raise ModelFormatError(f"{file.with_name(name)} is missing, or not a file; download it")
@@ -64,7 +55,7 @@ def find_parts(file: Path) -> list[Path]:
 def models_in(directory: Path) -> list[Path]:
     """The GGUF files in a directory; of one in parts the first."""
     files = sorted(file for file in directory.glob("*.gguf") if file.is_file())
-    numbers = [(file, _PART.fullmatch(file.name)) for file in files]
+    numbers = [(file, GGUF_PART.fullmatch(file.name)) for file in files]
     return [file for file, match in numbers if match is None or int(match["number"]) == 1]
 
 
