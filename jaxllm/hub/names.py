@@ -79,8 +79,8 @@ def local(text: str | os.PathLike[str]) -> Path:
 def served_names(model: str) -> tuple[str, ...]:
     """The names of a served model, as it was typed: that of the folder or the GGUF file too where it is a path."""
     if not model or local(model).exists() or _looks_like_a_path(model):
-        path = Path(model).resolve()
-        return tuple(dict.fromkeys([path.stem if is_gguf(path) else path.name, model]))
+        path = local(model)  # a file of the hub's cache leads to one without its name
+        return tuple(dict.fromkeys([path.stem if is_gguf(path) else path.resolve().name, model]))
     return (model,)
 
 

@@ -248,6 +248,8 @@ def test_who_may_come_is_said():
 def test_names_of_the_model():
     assert model_names(None, None) == ("default",)
     assert model_names("/x/Qwen3-0.6B/", None) == ("Qwen3-0.6B", "/x/Qwen3-0.6B/")
+    assert model_names("/x/Qwen3-0.6B-Q8_0.gguf", None) == ("Qwen3-0.6B-Q8_0", "/x/Qwen3-0.6B-Q8_0.gguf")
+    assert model_names("Qwen/Qwen3-0.6B", None) == ("Qwen/Qwen3-0.6B",)
     assert model_names("/x", ["a", "b", "a"]) == ("a", "b")
 
 
