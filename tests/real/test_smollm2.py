@@ -10,7 +10,7 @@ import pytest
 from jaxllm import LLM, SamplingParams, StructuredOutputs
 from tests.real.smollm2 import CHATS, CITY, PROMPTS, SMOLLM2, TURNS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_TOKENS = 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)

@@ -10,7 +10,7 @@ from tests.server.http.test_serve import serving
 
 openai = pytest.importorskip("openai")
 jsonschema = pytest.importorskip("jsonschema")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CODE = "import sys\nfrom jaxllm.serve import main\nsys.exit(main(sys.argv[1:]))"
 WEATHER = {
