@@ -39,6 +39,8 @@ def test_ids_and_texts(name, tmp_path_factory):
         ids = theirs.encode(text, bos=True, eos=False)
         assert ours.encode(text) == ids
         assert ours.decode(ids) == theirs.decode(ids)
+        stream = ours.stream()
+        assert "".join(map(stream.push, ids)) + stream.flush() == ours.decode(ids)
 
 
 def test_a_chat_has_the_ids_of_the_reference(tmp_path_factory):
