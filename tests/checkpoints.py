@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -102,3 +103,12 @@ def write_index(model_dir, weight_map):
 def load(model_dir, dtype=jnp.float32, mesh=None):
     spec = read_config(model_dir, dtype)
     return load_params(open_checkpoint(model_dir), spec, abstract_params(spec), make_mesh(mesh))
+
+
+def check_same(ours, theirs):
+    """That two states are equal, bit by bit."""
+    leaves, others = jax.tree.leaves_with_path(ours), jax.tree.leaves_with_path(theirs)
+    assert len(leaves) == len(others)
+    for (path, one), (other_path, other) in zip(leaves, others, strict=True):
+        assert path == other_path and one.dtype == other.dtype
+        assert np.array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8)), path

@@ -11,9 +11,7 @@ from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.formats import HuggingFaceDirectory, open_checkpoint
 from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.sharding.mesh import make_mesh
-from tests.checkpoint.gguf.test_architectures import same
-from tests.checkpoint.gguf.test_tokenizer import HARD
-from tests.checkpoints import load
+from tests.checkpoints import check_same, load
 from tests.gguf_files import gguf
 from tests.real.hard_text import TEXTS
 from tests.real.smollm2 import PROMPTS, SMOLLM2
@@ -49,7 +47,7 @@ def test_ids_are_those_of_llama_cpp(file):
     special = [AddedToken(t, normalized=False) for t, kind in zip(tokens, kinds, strict=True) if kind == 3]
     source.add_special_tokens(special)
     ours = open_checkpoint(file).tokenizer()
-    for text in [*HARD, *TEXTS, *PROMPTS, "<|im_start|>user\nHi<|im_end|>\n"]:
+    for text in [*TEXTS, *PROMPTS, "<|im_start|>user\nHi<|im_end|>\n"]:
         want = source.encode(text).ids
         assert ours.encode(text) == want, text
         assert ours.decode(want, False) == source.decode(want, skip_special_tokens=False)
@@ -71,6 +69,6 @@ def test_parameters_are_those_that_transformers_reads(file, smollm2, tmp_path):
     save_file(state, tmp_path / "model.safetensors")
     spec = read_config(file, jnp.float32)
     mesh = make_mesh(None)
-    same(load(file), load_params(HuggingFaceDirectory(tmp_path), spec, abstract_params(spec), mesh))
+    check_same(load(file), load_params(HuggingFaceDirectory(tmp_path), spec, abstract_params(spec), mesh))
     halves = load_params(open_checkpoint(file), (low := read_config(file, jnp.bfloat16)), abstract_params(low), mesh)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(halves))

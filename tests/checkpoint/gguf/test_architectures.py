@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from safetensors.numpy import save_file
 from jaxllm import LLM
 from jaxllm.checkpoint.config import read_config
 from jaxllm.errors import ModelFormatError
-from tests.checkpoints import load
+from tests.checkpoints import check_same, load
 from tests.gguf_files import QUANTISED, Converted, NoText
 from tests.hf_models import FACTORS, LLAMA3, LONGROPE, YARN, checkpoint
 from tests.tiny import greedy, ids
@@ -53,14 +52,6 @@ def converted(tmp_path, case, dtype=lambda name: "Q8_0"):
     return tmp_path / "hf", written.write(tmp_path / "model.gguf", keys)
 
 
-def same(ours, theirs):
-    leaves, others = jax.tree.leaves_with_path(ours), jax.tree.leaves_with_path(theirs)
-    assert len(leaves) == len(others)
-    for (path, one), (other_path, other) in zip(leaves, others, strict=True):
-        assert path == other_path and one.dtype == other.dtype
-        assert np.array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8)), path
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_configuration_and_parameters_are_those_of_the_safetensors(tmp_path, case):
     directory, file = converted(tmp_path, case)
@@ -68,7 +59,7 @@ def test_configuration_and_parameters_are_those_of_the_safetensors(tmp_path, cas
     assert ours.module is theirs.module or case == "mistral"  # without a window it is a Llama
     fields = dataclasses.asdict(ours.cfg), dataclasses.asdict(theirs.cfg)
     assert fields[0] == fields[1]
-    same(load(file), load(directory))
+    check_same(load(file), load(directory))
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3"])
@@ -87,7 +78,7 @@ def test_greedy_tokens_are_those_of_the_safetensors(tmp_path, case):
 @pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16])
 def test_types_that_the_package_writes(tmp_path, dtype, wanted):
     directory, file = converted(tmp_path, "llama_biases", lambda name: dtype)
-    same(load(file, wanted), load(directory, wanted))
+    check_same(load(file, wanted), load(directory, wanted))
 
 
 @pytest.mark.parametrize("case", ["llama", "phi3"])
@@ -95,7 +86,7 @@ def test_mixed_types_on_a_mesh(tmp_path, case):
     kinds = {"attn_q": "Q4_0", "attn_v": "Q5_1", "ffn_down": "F32", "attn_qkv": "Q4_1", "token_embd": "F16"}
     directory, file = converted(tmp_path, case, lambda name: kinds.get(name.split(".")[-2], "Q8_0"))
     mesh = "tensor=2" if case == "llama" else "tensor=1"
-    same(load(file, mesh=mesh), load(directory, mesh=mesh))
+    check_same(load(file, mesh=mesh), load(directory, mesh=mesh))
 
 
 def test_divisors_of_llama_3_1_are_its_rope(tmp_path):
