@@ -15,7 +15,7 @@ import jaxllm
 from jaxllm.errors import DownloadError
 from jaxllm.hub.cache import snapshot_dir
 from jaxllm.hub.explain import explained
-from jaxllm.hub.names import HubName
+from jaxllm.hub.names import HubName, is_commit
 from jaxllm.hub.progress import DownloadProgress, note, size
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,13 @@ def resolve(name: HubName) -> Commit:
     """Asks the hub, once, which commit `name` is and what it holds."""
     with explained(name):
         info = HfApi(**_LIBRARY).model_info(name.repo, revision=name.revision, files_metadata=True)
+    commit = info.sha or name.revision
+    if not is_commit(commit):  # it becomes a part of paths
+        raise DownloadError(
+            f"what answers for the hub gives {commit!r:.100} as the commit of {name}, which is none; check HF_ENDPOINT"
+        )
     sizes = {file.rfilename: file.size for file in info.siblings or ()}
-    return Commit(name=name, hash=info.sha or name.revision, sizes=sizes)
+    return Commit(name=name, hash=commit, sizes=sizes)
 
 
 def missing_files(commit: Commit, files: Sequence[str], cache: Path) -> list[str]:

@@ -33,7 +33,7 @@ class HubName:
     @property
     def is_pinned(self) -> bool:
         """Whether the revision is a full commit hash, which never means anything else."""
-        return _COMMIT.fullmatch(self.revision) is not None
+        return is_commit(self.revision)
 
     @property
     def parts(self) -> list[str]:
@@ -45,6 +45,11 @@ class HubName:
     def __str__(self) -> str:
         revision = "" if self.revision == MAIN else f"@{self.revision}"
         return f"{self.repo}{revision}" + (f":{self.file}" if self.file else "")
+
+
+def is_commit(text: str) -> bool:
+    """Whether it is the full hash of a commit."""
+    return _COMMIT.fullmatch(text) is not None
 
 
 def parse_name(text: str, revision: str | None = None, known: Iterable[str] = ()) -> Path | HubName | None:

@@ -303,6 +303,15 @@ def test_what_is_no_hub(hub, monkeypatch):
             locate("org/tiny")
 
 
+def test_a_commit_that_is_none(hub, cache):
+    repo = hub.repos["org/tiny"]
+    (files,) = repo.commits.values()
+    repo.commits["../../.."], repo.refs["main"] = files, "../../.."
+    with pytest.raises(DownloadError, match=r"gives '../../..' as the commit of org/tiny"):
+        locate("org/tiny")
+    assert not hub.fetched()
+
+
 def test_a_token_that_is_refused(hub):
     hub.status = 403
     with pytest.raises(ModelAccessError, match=r"refuses org/tiny \(HTTP 403\).*token"):
