@@ -101,7 +101,7 @@ def _remove(arguments: argparse.Namespace) -> int:
         return 0
     if not isinstance(name, HubName) or name.file is not None:
         raise ModelNotFoundError(f"{arguments.model!r} is no name that ls prints; remove your own files yourself")
-    plan = cache.removal(cache.cache_dir(arguments.download_dir), _revisions(name, arguments))
+    plan = cache.removal(cache.cache_dir(arguments.download_dir), name.repo, _revisions(name, arguments))
     if not _agrees(arguments, arguments.model, size(plan.expected_freed_size)):
         return 1
     plan.execute()

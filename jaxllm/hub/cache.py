@@ -1,5 +1,6 @@
 """The hub's cache on disk: which snapshots are complete, what they take, and removing them."""
 
+import dataclasses
 import logging
 import os
 import tempfile
@@ -126,6 +127,9 @@ def describe(models: Sequence[CachedModel]) -> list[str]:
     return [f"{model.commit} ({', '.join(model.refs)})" if model.refs else model.commit for model in models]
 
 
-def removal(cache: Path, models: Sequence[CachedModel]) -> Any:
-    """What removing the revisions frees: an object with `expected_freed_size` in bytes, and `execute()`."""
-    return scan_cache_dir(cache).delete_revisions(*(model.commit for model in models))
+def removal(cache: Path, repo: str, models: Sequence[CachedModel]) -> Any:
+    """What removing revisions of `repo` frees: an object with `expected_freed_size` in bytes, and `execute()`."""
+    scanned = scan_cache_dir(cache)
+    # A copy of a repository has the same commits, and the library goes by the commit alone.
+    own = frozenset(each for each in scanned.repos if each.repo_type == "model" and each.repo_id == repo)
+    return dataclasses.replace(scanned, repos=own).delete_revisions(*(model.commit for model in models))

@@ -55,6 +55,16 @@ def test_ls_says_what_it_leaves_out(hub, capsys, cache, caplog):
     assert "damaged" in caplog.text and "models--org--broken" in caplog.text
 
 
+def test_rm_leaves_a_copy_of_the_repository(hub, files, capsys, cache):
+    names = ("a/tiny", "org/tiny", "z/tiny")
+    for name in names:
+        hub.add(name, files)
+        locate(name)
+    assert len({locate(name).name for name in names}) == 1, "they have one commit"
+    assert run(capsys, "rm", "org/tiny", "--yes")[0] == 0
+    assert [(cache / f"models--{name.replace('/', '--')}").exists() for name in names] == [True, False, True]
+
+
 def test_rm(hub, files, capsys, cache):
     hub.add("org/tiny", files | {"LICENSE": b"another"}, "v2")
     newer = locate("org/tiny@v2")
