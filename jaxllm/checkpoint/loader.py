@@ -75,8 +75,8 @@ def load_params(checkpoint: Checkpoint, spec: ModelSpec, params: Params, mesh: M
     """Reads a checkpoint into arrays like the abstract `params`, split over `mesh` (see `expand_model`).
 
     The host holds two parameters at most, besides those that live there; quantised values become those of the model's
-    dtype, some rows at a time. A mesh (`MeshError`) and tensors
-    (`ModelFormatError`) that don't fit the model are found before data is read, non-finite values then.
+    dtype, some rows at a time. A mesh (`MeshError`) and tensors (`ModelFormatError`) that don't fit the model are found
+    before data is read, non-finite values then.
     """
     params = jax.tree.map(lambda leaf: leaf, params)
     check_mesh(params, mesh)

@@ -13,6 +13,7 @@ from jaxllm.text.chat_template import ChatTemplates, parse_templates
 from jaxllm.text.fast_parts import SPACE, bos_and_eos, merges_by_score
 
 _TEMPLATE = "tokenizer.chat_template"
+_MAX_PIECE = 1024  # characters: the merges of a piece take time by the square of its length
 # Phi-3's other special tokens take the white space after them, which the file does not say.
 _PHI3_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -76,6 +77,12 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
                 tokens[i], added[i] = token, AddedToken(token, normalized=True, special=False)
     ids = {token: i for i, token in enumerate(tokens)}
     scores = {t: s for t, s, kind in zip(tokens, vocabulary.scores, kinds, strict=True) if kind == NORMAL}
+    longest = max(map(len, scores), default=0)
+    if longest > _MAX_PIECE:
+        raise ModelFormatError(
+            f"{vocabulary.metadata.file}: tokenizer.ggml.tokens has one of {longest} characters; at most {_MAX_PIECE} "
+            "are read: download the file again"
+        )
     unknown = vocabulary.special_ids["unk_token"]
     model = models.BPE(
         ids, merges_by_score(scores), unk_token=tokens[unknown], fuse_unk=True, byte_fallback=BYTE in kinds

@@ -191,6 +191,14 @@ def test_sentencepiece_ids_are_those_of_the_library(sentencepiece_models, tmp_pa
         assert ours.encode(text) == [source.bos_id(), *want], text
 
 
+def test_long_pieces_are_no_work(sentencepiece_models, tmp_path):
+    keys = sentencepiece_keys(sentencepiece_models["llama"], has_prefix=True)
+    for key, value in (("tokens", "a" * 100_000), ("scores", 0.0), ("token_type", NORMAL)):
+        keys[key].append(value)
+    with pytest.raises(ModelFormatError, match="one of 100000 characters; at most 1024"):
+        read(tmp_path, **keys)
+
+
 def test_phi_3_takes_the_space_after_its_tokens(sentencepiece_models, tmp_path):
     keys = sentencepiece_keys(sentencepiece_models["llama"], has_prefix=True)
     for kind, token in ((CONTROL, "<|user|>"), (CONTROL, "<|endoftext|>")):
