@@ -50,6 +50,20 @@ class StoredTensor(NamedTuple):
         """Size of what is at one index of the first axis."""
         return _num_bytes(self.dtype, math.prod(self.shape[1:]))
 
+    def not_finite(self, dtype: np.dtype) -> ModelFormatError:
+        """The error of values that are not, as those of this dtype."""
+        return ModelFormatError(
+            f"{self.file}: {self.name} holds values that are not finite in {dtype}; download the file again, or choose "
+            "a dtype of wider range"
+        )
+
+    def unreadable(self, reason: str) -> ModelFormatError:
+        return ModelFormatError(f"{self.file} cannot be read ({reason}); check the disk")
+
+    def shorter(self) -> ModelFormatError:
+        """The error of a file that ends before its tensor does."""
+        return ModelFormatError(f"{self.file} became shorter while it was read; download it again")
+
 
 def _num_bytes(dtype: str, num_values: int) -> int:
     return num_values // BLOCKS[dtype].num_values * BLOCKS[dtype].num_bytes
@@ -115,9 +129,9 @@ def read(tensor: StoredTensor, memory: np.ndarray, pool: Executor) -> np.ndarray
     try:
         complete = all(pool.map(partial(_read_into, tensor), starts, parts))
     except OSError as error:
-        raise ModelFormatError(f"{tensor.file} cannot be read ({error}); check the disk") from error
+        raise tensor.unreadable(str(error)) from error
     if not complete:
-        raise ModelFormatError(f"{tensor.file} became shorter while it was read; download it again")
+        raise tensor.shorter()
     return data
 
 

@@ -161,6 +161,7 @@ class Engine:
         self._is_torn = True  # unless it comes to its end
         updates = self._step()
         self._is_torn = False
+        self.runner.compile_plan.stepped(is_stepping=self._in_flight is not None)
         return updates
 
     def _check_alive(self) -> None:
@@ -201,8 +202,11 @@ class Engine:
         return self.requests.updates(updated)
 
     def _schedule(self) -> Plan | None:
-        plan = self.scheduler.schedule(self.runner.max_tokens(self._needs_full_sampler))
+        limit = self.runner.max_tokens(self._needs_full_sampler)
+        plan = self.scheduler.schedule(limit)
         if plan is not None:
+            is_cut = limit <= plan.num_tokens < self.config.max_num_batched_tokens  # for want of an executable
+            plan.num_wanted = plan.num_tokens + (self.scheduler.num_left_tokens() if is_cut else 0)
             self._steps.count(plan.num_tokens)
             for sequence, _ in plan.admitted:
                 sequence.request.scheduled()

@@ -15,6 +15,7 @@ TARGETS = (
     "jaxllm_normalize",
     "jaxllm_draw",
     "jaxllm_best",
+    "jaxllm_zeros",
 )
 
 
@@ -28,11 +29,17 @@ def is_built() -> bool:
 
 
 @functools.cache
+def load() -> ctypes.CDLL:
+    """The library, for functions that are no custom calls."""
+    return ctypes.CDLL(str(_library()))
+
+
+@functools.cache
 def instruction_set() -> str:
-    """Loads the library, registers its custom calls, and returns the instruction set that this CPU runs."""
+    """Registers the custom calls, and returns the instruction set that this CPU runs."""
     import jax
 
-    library = ctypes.CDLL(str(_library()))
+    library = load()
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     library.jaxllm_instruction_set.restype = ctypes.c_char_p

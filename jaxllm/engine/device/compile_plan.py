@@ -1,6 +1,8 @@
 """The compile plan: every executable the engine will ever run, known before the start, compiled in the background."""
 
 import logging
+import os
+import sys
 import threading
 import time
 import weakref
@@ -12,11 +14,19 @@ from jaxllm.errors import EngineDeadError
 
 log = logging.getLogger(__name__)
 
+_NICE = 19  # priority of the thread that compiles what nobody waits for
+_IDLE_S = 0.3  # without a step, after which nobody's request is under way
+_POLL_S = 0.1
+
 Job = Callable[[], Any]  # returns a `jax.stages.Lowered`
 
 
 class CompilePlan:
-    """Compiles `jobs` (name -> a function that lowers) one after the other, in their order, in one thread.
+    """Compiles `jobs` (name -> a function that lowers), in two threads, each one job at a time.
+
+    One compiles at once what is `first`, what someone waits for, and what `want` names. The other, at low priority,
+    goes through the rest in the order of `jobs` while the first has nothing to do: when the engine idles, and while it
+    steps for no more than `share` of the time.
 
     An executable accepts only the shapes, dtypes and shardings it was compiled for: anything else raises a TypeError
     that names the argument, so nothing ever compiles behind the engine's back.
@@ -26,21 +36,36 @@ class CompilePlan:
     """
 
     def __init__(
-        self, jobs: Mapping[Hashable, Job], check: Callable[[Hashable, Any], None] = lambda name, compiled: None
+        self,
+        jobs: Mapping[Hashable, Job],
+        check: Callable[[Hashable, Any], None] = lambda name, compiled: None,
+        *,
+        first: Collection[Hashable] = (),
+        share: float = 1.0,
     ):
-        self._check = check
+        self._check, self._share = check, share
         self.names = tuple(jobs)
         self.seconds = 0.0
         self.waited_at = 0.0  # time.monotonic() when someone last waited for an executable: no hang, but work
+        self._jobs = dict(jobs)  # left to do
         self._done: dict[Hashable, Any] = {}
         self._retries: set[Hashable] = set()  # failed once
         self._failures: dict[Hashable, Exception] = {}  # failed twice
-        self._wanted: list[Collection[Hashable]] = []  # by those who wait
+        self._awaited: list[Collection[Hashable]] = []  # by those who wait
+        self._wanted = dict.fromkeys(first)
+        self._compiling: set[Hashable] = set()
+        self._is_stepping, self._active_at = False, time.monotonic()
+        self._rest_at = 0.0  # time.monotonic() from which the rest may go on beside steps
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        thread = threading.Thread(target=self._run, args=(dict(jobs),), name="jaxllm-compile", daemon=True)
-        self._close = weakref.finalize(self, _stop_and_join, self._stop, thread)  # at the latest when Python exits
-        thread.start()
+        threads = [
+            threading.Thread(target=self._run, args=(take, nice), name=f"jaxllm-compile{name}", daemon=True)
+            for name, take, nice in (("", self._next_wanted, 0), ("-rest", self._next_of_rest, _NICE))
+        ]
+        # At the latest when Python exits.
+        self._close = weakref.finalize(self, _stop_and_join, self._stop, self._changed, threads)
+        for thread in threads:
+            thread.start()
 
     @property
     def total(self) -> int:
@@ -77,26 +102,39 @@ class CompilePlan:
 
     def wait_all(self) -> None:
         """Blocks until nothing is left to compile. Raises like `wait`."""
+        self.want(self.names)
         with self._changed:
             while self.num_done + self.num_failed < self.total:
                 self._sleep(lambda: None)
             self._raise_failures(self.names)
 
+    def want(self, names: Sequence[Hashable]) -> None:
+        """Has `names` compiled next, and waits for none of them."""
+        with self._changed:
+            self._wanted |= dict.fromkeys(names)
+            self._changed.notify_all()
+
+    def stepped(self, *, is_stepping: bool) -> None:
+        """Notes that the engine did something just now, and whether a step is still in flight."""
+        self._is_stepping, self._active_at = is_stepping, time.monotonic()
+
     def close(self) -> None:
-        """Stops after the executable being compiled, which can't be interrupted."""
+        """Stops after the executables being compiled, which can't be interrupted."""
         self._close()
 
     def abandon(self) -> None:
-        """As `close`, without waiting for the executable being compiled."""
+        """As `close`, without waiting for the executables being compiled."""
         self._stop.set()
 
     @contextmanager
     def _wait_for(self, names: Collection[Hashable]) -> Iterator[None]:
-        self._wanted.append(names)
+        self._awaited.append(names)
+        self._changed.notify_all()
         try:
             yield
         finally:
-            self._wanted.remove(names)
+            self._awaited.remove(names)
+            self._active_at = time.monotonic()  # whoever waited is about to step
 
     def _raise_failures(self, names: Sequence[Hashable]) -> None:
         for name in names:
@@ -113,32 +151,55 @@ class CompilePlan:
         self.waited_at = time.monotonic()
         tick()
 
-    def _run(self, jobs: dict[Hashable, Job]) -> None:
-        while jobs and not self._stop.is_set():
-            name = self._next(jobs)
+    def _run(self, take: Callable[[], Hashable | None], nice: int) -> None:
+        _lower_priority(nice)
+        while (name := self._take(take)) is not None:
             start = time.perf_counter()
             compiled, error = None, None
             try:
-                compiled = jobs[name]().compile()
+                compiled = self._jobs[name]().compile()
                 self._check(name, compiled)
             except Exception as raised:  # noqa: BLE001 - whatever the compiler raises is told to those who wait
                 error = raised
             with self._changed:
-                self.seconds += time.perf_counter() - start
-                if error is None:
-                    self._done[name] = compiled
-                else:
-                    self._note(name, error)
-                if error is None or name in self._failures:
-                    del jobs[name]
+                self._finish(name, compiled, error, time.perf_counter() - start)
                 self._changed.notify_all()
 
-    def _next(self, jobs: Mapping[Hashable, Job]) -> Hashable:
-        """The first of `jobs`; one that failed before comes last, unless someone waits for it."""
+    def _take(self, take: Callable[[], Hashable | None]) -> Hashable | None:
+        """The next job of a thread, once there is one; None when all are done, or the plan is closed."""
         with self._changed:
-            wanted = {name for names in self._wanted for name in names}
-            later = self._retries - wanted
-            return next((name for name in jobs if name not in later), next(iter(jobs)))
+            while self._jobs and not self._stop.is_set():
+                if (name := take()) is not None:
+                    self._compiling.add(name)
+                    return name
+                self._changed.wait(_POLL_S)
+        return None
+
+    def _next_wanted(self) -> Hashable | None:
+        """What someone waits for, or else what is wanted; a wanted one that failed before is left for later."""
+        free = self._jobs.keys() - self._compiling
+        for name in (name for names in self._awaited for name in names if name in free):
+            return name
+        return next((name for name in self._wanted if name in free - self._retries), None)
+
+    def _next_of_rest(self) -> Hashable | None:
+        """The first of the rest if now is the time for it; one that failed before comes last."""
+        now = time.monotonic()
+        is_idle = not self._is_stepping and now >= self._active_at + _IDLE_S
+        if self._compiling or self._next_wanted() is not None or not (is_idle or now >= self._rest_at):
+            return None
+        return next((name for name in self._jobs if name not in self._retries), next(iter(self._jobs)))
+
+    def _finish(self, name: Hashable, compiled: Any, error: Exception | None, seconds: float) -> None:
+        self.seconds += seconds
+        self._rest_at = time.monotonic() + seconds * (1 / self._share - 1)
+        self._compiling.remove(name)
+        if error is None:
+            self._done[name] = compiled
+        else:
+            self._note(name, error)
+        if error is None or name in self._failures:
+            del self._jobs[name]
 
     def _note(self, name: Hashable, error: Exception) -> None:
         if name not in self._retries:
@@ -149,7 +210,19 @@ class CompilePlan:
             log.error("compiling %s failed twice; the engine goes on without it: %s", name, error)
 
 
-def _stop_and_join(stop: threading.Event, thread: threading.Thread) -> None:
+def _stop_and_join(stop: threading.Event, changed: threading.Condition, threads: Sequence[threading.Thread]) -> None:
     stop.set()
-    if thread is not threading.current_thread():
-        thread.join()
+    with changed:
+        changed.notify_all()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+def _lower_priority(nice: int) -> None:
+    """Of this thread, where threads have one of their own: a step's threads go before it."""
+    if nice and sys.platform == "linux":
+        try:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+        except OSError as error:  # a sandbox may forbid it
+            log.info("executables are compiled at the process's priority: %s", error)

@@ -22,6 +22,8 @@ from jaxllm.pallas_kernels.native import huge_pages
 
 log = logging.getLogger(__name__)
 
+_COMPILE_SHARE = 0.1  # of the time of a CPU that steps too, for what no request needs yet
+
 Results = list[Array | np.ndarray]  # of commands, in their order
 
 
@@ -34,7 +36,8 @@ class Executor:
         lowering = Lowering(model_shape, config, mesh)
         self.temp_bound = memory.step_bytes(model_shape, config, mesh)
         check = partial(_check_memory, ("step", config.max_num_batched_tokens), self.temp_bound)
-        self.compile_plan = CompilePlan(lowering.jobs(), check)
+        share = _COMPILE_SHARE if lowering.placement.platform == "cpu" else 1.0
+        self.compile_plan = CompilePlan(lowering.jobs(), check, first=lowering.first(), share=share)
         self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory
         self.moves = BlockMoves(self.compile_plan.awaited)
         self.leaves: list[Array] = []

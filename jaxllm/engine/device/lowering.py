@@ -35,6 +35,7 @@ from jaxllm.engine.device.state import (
 )
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels.dispatch import Placement
+from jaxllm.pallas_kernels.zeros import zeros
 from jaxllm.sharding.rules import replicated, sharding
 
 
@@ -54,7 +55,7 @@ class Lowering:
         """Name -> lowering of every executable: a step for each bucket of tokens, four for each bucket of samples, the
         admits, three more, and those that move blocks.
 
-        Smallest first: the first four suffice to serve a request.
+        Smallest first.
         """
         most, moves = self.config.max_num_seqs, block_moves.jobs(self.state().pools, self.config.max_num_seqs)
         admits = {("admit", rows): partial(self.lower_admit, rows) for rows in ADMIT_SIZES}
@@ -66,6 +67,16 @@ class Lowering:
             jobs |= {"rules": self.lower_rules, "prompt_logprobs": self.lower_prompt_logprobs} | admits
             jobs |= {name: job for name, job in moves.items() if isinstance(name, tuple) and name[0] == "copy"}
         return jobs | moves  # swaps last: until then, preempted sequences are recomputed
+
+    def first(self) -> tuple[Hashable, ...]:
+        """The executables that suffice to serve a request."""
+        tokens = token_ladder(self.config.max_num_batched_tokens)[0]
+        return (
+            "init",
+            ("admit", ADMIT_SIZES[0]),
+            ("step", tokens),
+            ("sample", token_ladder(self.config.max_num_seqs)[0]),
+        )
 
     def _samplers(self, layout: SampleLayout) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
         lowerings = {
@@ -122,7 +133,7 @@ class Lowering:
         state = self.state()
 
         def init() -> DeviceState:
-            pools = [jnp.zeros(pool.shape, pool.dtype) for pool in state.kv_pools]
+            pools = [zeros(pool.shape, pool.dtype, placement=self.placement) for pool in state.kv_pools]
             history = jnp.zeros(state.history.shape, jnp.int32)
             return DeviceState(pools, history, *self._empty_tables(), jnp.zeros(state.hidden.shape, state.hidden.dtype))
 

@@ -13,7 +13,9 @@ from jaxtyping import Array
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.commands import Command
 from jaxllm.engine.device.compile_plan import CompilePlan
+from jaxllm.engine.device.demand import Demand
 from jaxllm.engine.device.encoder import Buckets, Encoder, PromptLogprobSpan, spans_of
+from jaxllm.engine.device.packing import pick_bucket
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.preemption_costs import PreemptionCosts
 from jaxllm.errors import EngineDeadError
@@ -47,6 +49,7 @@ class Forward(NamedTuple):
     """A step whose forward pass is dispatched, and whose samples are not yet."""
 
     plan: Plan
+    bucket: int  # of tokens; 0 if the plan has no rows
     dispatched_at: float  # seconds of time.perf_counter
     done: list[Array]  # what is there once it is over; nothing if the plan has no rows
 
@@ -55,8 +58,9 @@ class Handle(NamedTuple):
     """A dispatched step: its plan, and what the host will read of it, which is on its way there."""
 
     plan: Plan
-    dispatched_at: float  # seconds of time.perf_counter
-    done: list[Array]  # as of `Forward`
+    bucket: int  # as of `Forward`, and so the next two
+    dispatched_at: float
+    done: list[Array]
     tokens: Array | None  # int32 [samples]: the sampled tokens; or [samples, width]: with their log-probabilities
     candidates: Array | None  # int32 [samples, width] if there are beams
     spans: list[PromptLogprobSpan]
@@ -85,6 +89,7 @@ class Runner:
         self._buckets = self._encoder.all  # those of the step that is planned now
         self._usable: dict[bool, Buckets] = {}  # with and without the full sampler
         self._compiled_at = -1  # executables there were when these were last looked for
+        self._demand = Demand(self._buckets.tokens)
         weakref.finalize(self, self.compile_plan.abandon)  # nobody waits for the rest
         self.costs = PreemptionCosts(executor.page_bytes)
 
@@ -148,12 +153,13 @@ class Runner:
         now = time.perf_counter()
         if plan.swap_outs or plan.swap_ins:
             self._num_unsettled = 2
-        return Forward(plan, now, self.executor.apply(self._encoder.encode_forward(plan, self._buckets)))
+        bucket = pick_bucket(self._buckets.tokens, plan.num_tokens) if plan.num_tokens else 0
+        return Forward(plan, bucket, now, self.executor.apply(self._encoder.encode_forward(plan, self._buckets)))
 
     def dispatch_sample(self, forward: Forward, masks: np.ndarray | None = None) -> Handle:
         """Puts the second half on the queue, and awaits nothing. `masks` is of `empty_masks`, if some samples follow a
         grammar, and is not written any more from now on."""
-        plan, now, done = forward
+        plan, bucket, now, done = forward
         results = self.executor.apply(self._encoder.encode_sample(plan, self._buckets, masks))
         tokens = candidates = None
         if plan.num_samples:
@@ -165,7 +171,7 @@ class Runner:
         for result in (tokens, candidates, *results):
             if result is not None:
                 result.copy_to_host_async()
-        return Handle(plan, now, done, tokens, candidates, spans_of(plan), results)
+        return Handle(plan, bucket, now, done, tokens, candidates, spans_of(plan), results)
 
     def collect(self, handle: Handle) -> Result:
         """Waits for a step. Raises what it raised."""
@@ -193,8 +199,14 @@ class Runner:
 
     def _observe(self, handle: Handle) -> None:
         start, self._collected_at = max(handle.dispatched_at, self._collected_at), time.perf_counter()
-        plan = handle.plan
-        self.costs.observe_step(plan.num_tokens, plan.num_tokens - len(plan.decodes), self._collected_at - start)
+        plan, seconds = handle.plan, self._collected_at - start
+        self.costs.observe_step(plan.num_tokens, plan.num_tokens - len(plan.decodes), seconds)
+        compiled = self.compile_plan
+        if compiled.num_done < compiled.total:
+            patience = compiled.seconds / compiled.num_done
+            lacks = self._demand.observe(plan.num_wanted, handle.bucket, seconds, patience=patience)
+            if lacks is not None:
+                compiled.want(self._encoder.names(lacks, full=plan.full_sampler))
 
     def knows_bandwidth(self) -> bool:
         """Whether copies to the host and back can be weighed; measures them if they can be, once."""

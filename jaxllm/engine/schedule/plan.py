@@ -62,6 +62,7 @@ class Plan:
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)  # one that samples, another from its logits
     new_blocks: list[tuple[int, ...]] = field(default_factory=list)  # slot, index in its block table, and pages
     num_tokens: int = 0
+    num_wanted: int = 0  # of tokens, at least, that the step would have if it could be larger
     num_samples: int = 0
     full_sampler: bool = False
     alters_logits: bool = False  # perhaps, apart from masks of grammars

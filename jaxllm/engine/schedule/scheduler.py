@@ -61,6 +61,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(len(self.running_set) or self.waiting)
 
+    def num_left_tokens(self) -> int:
+        """Tokens that could be computed beside those that are planned, but for the waiting sequences' prompts: of these
+        one each is counted. O(running)."""
+        left = sum(max(0, each.num_tokens - each.num_computed) for each in self.running_set.individuals)
+        return left + len(self.waiting)
+
     def add(self, group: SequenceGroup) -> None:
         """Queues a request's sequences. They must fit the pool alone: the engine has refused them otherwise."""
         for sequence in group.sequences:

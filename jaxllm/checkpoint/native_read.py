@@ -1,0 +1,85 @@
+"""Plain tensors into arrays in C++: read, cast and placed in one call that holds no lock of Python's, so that
+executables are traced meanwhile."""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxllm.checkpoint.tensors import StoredTensor
+from jaxllm.pallas_kernels import native
+
+_MOST_AXES, _MOST_THREADS = 8, 16
+_KINDS = {"F32": 0, "F16": 1, "BF16": 2, "float32": 0, "float16": 1, "bfloat16": 2}
+_NOT_CAST = {("F32", "float16"), ("BF16", "float16")}
+_NOT_FINITE, _TOO_SHORT, _CANNOT_READ = 1, 2, 3  # statuses
+
+
+class Job(NamedTuple):
+    """A plain tensor, and its place with the axes that the tensor has in its file."""
+
+    tensor: StoredTensor
+    view: np.ndarray
+
+
+class _Job(ctypes.Structure):  # as in native/load_ops.cc
+    _fields_ = (
+        ("target", ctypes.c_void_p),
+        ("offset", ctypes.c_int64),
+        ("sizes", ctypes.c_int64 * _MOST_AXES),
+        ("strides", ctypes.c_int64 * _MOST_AXES),
+        ("file", ctypes.c_int32),
+        ("source_kind", ctypes.c_int32),
+        ("target_kind", ctypes.c_int32),
+        ("num_axes", ctypes.c_int32),
+        ("status", ctypes.c_int32),
+        ("error", ctypes.c_int32),
+    )
+
+
+def supports(tensor: StoredTensor, target: np.ndarray) -> bool:
+    """Whether the kernel is built and casts to the target's dtype; numpy reads the rest."""
+    pair = (tensor.dtype, target.dtype.name)
+    return all(kind in _KINDS for kind in pair) and pair not in _NOT_CAST and native.is_built()
+
+
+def read(jobs: Sequence[Job]) -> None:
+    """Does the jobs, with all cores. ModelFormatError for files that can't be read, and for values not finite."""
+    with ExitStack() as opened:
+        files: dict[Path, int] = {}
+        for job in jobs:
+            if job.tensor.file not in files:
+                try:
+                    files[job.tensor.file] = os.open(job.tensor.file, os.O_RDONLY)
+                except OSError as error:
+                    raise job.tensor.unreadable(str(error)) from error
+                opened.callback(os.close, files[job.tensor.file])
+        packed = (_Job * len(jobs))(*(_pack(job, files[job.tensor.file]) for job in jobs))
+        threads = min(_MOST_THREADS, os.cpu_count() or 1)
+        native.load().jaxllm_read_tensors(packed, ctypes.c_int64(len(jobs)), ctypes.c_int32(threads))
+    for job, done in zip(jobs, packed, strict=True):
+        if done.status == _NOT_FINITE:
+            raise job.tensor.not_finite(job.view.dtype)
+        if done.status == _TOO_SHORT:
+            raise job.tensor.shorter()
+        if done.status == _CANNOT_READ:
+            raise job.tensor.unreadable(os.strerror(done.error))
+
+
+def _pack(job: Job, file: int) -> _Job:
+    view, tensor = job.view, job.tensor
+    axes = ctypes.c_int64 * _MOST_AXES
+    return _Job(
+        target=view.ctypes.data,
+        offset=tensor.offset,
+        sizes=axes(*view.shape),
+        strides=axes(*(stride // view.itemsize for stride in view.strides)),
+        file=file,
+        source_kind=_KINDS[tensor.dtype],
+        target_kind=_KINDS[view.dtype.name],
+        num_axes=view.ndim,
+    )

@@ -1,0 +1,187 @@
+// Tensors of files into arrays of another order and dtype: read, cast and placed by many threads in one call, which
+// holds no lock of Python's.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+namespace jaxllm {
+namespace {
+
+constexpr int kMostAxes = 8;
+constexpr int64_t kChunkBytes = 256 << 10;  // of a file that a thread reads at once; it stays in the L2 cache
+constexpr int64_t kChunkRows = 32;          // at least, so that a transposed row of the target is written in whole lines
+
+enum Kind : int32_t { kFloat32, kFloat16, kBfloat16 };
+enum Status : int32_t { kOk, kNotFinite, kTooShort, kCannotRead };
+
+}  // namespace
+
+// As in checkpoint/native_read.py.
+struct Job {
+  char* target;
+  int64_t offset;              // bytes, in the file
+  int64_t sizes[kMostAxes];    // of the tensor's axes, in the order of the file
+  int64_t strides[kMostAxes];  // of each in the target, in elements
+  int32_t file, source_kind, target_kind, num_axes;
+  int32_t status, error;  // set by the call
+};
+
+namespace {
+
+int64_t width(int32_t kind) { return kind == kFloat32 ? 4 : 2; }
+
+uint32_t widen(uint32_t bits, Kind kind) {  // to the bits of a float32
+  if (kind == kBfloat16) return bits << 16;
+  const uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return sign | 0x7f800000u | magnitude << 13;  // infinite, or NaN
+  float scaled;
+  const uint32_t shifted = magnitude << 13;  // the exponent's bias is 112 less
+  std::memcpy(&scaled, &shifted, 4);
+  scaled *= 0x1p112f;
+  uint32_t out;
+  std::memcpy(&out, &scaled, 4);
+  return sign | out;
+}
+
+uint16_t narrow(uint32_t bits) {  // to bfloat16, to the nearest, ties to even
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+template <Kind from, Kind to>
+struct Cast {
+  using Source = std::conditional_t<from == kFloat32, uint32_t, uint16_t>;
+  using Target = std::conditional_t<to == kFloat32, uint32_t, uint16_t>;
+  static constexpr Target exponent = to == kFloat32 ? 0x7f800000u : to == kBfloat16 ? 0x7f80u : 0x7c00u;
+
+  static Target of(Source bits) {
+    if constexpr (from == to) return bits;
+    const uint32_t wide = from == kFloat32 ? bits : widen(bits, from);
+    if constexpr (to == kFloat32) return wide;
+    return narrow(wide);
+  }
+
+  // Writes `n` values, `step` apart in both. Returns whether all are finite in the target's kind.
+  static bool row(const Source* source, int64_t source_step, Target* target, int64_t target_step, int64_t n) {
+    bool bad = false;
+    if (source_step == 1 && target_step == 1) {
+      for (int64_t i = 0; i < n; i++) {
+        target[i] = of(source[i]);
+        bad |= (target[i] & exponent) == exponent;
+      }
+    } else {
+      for (int64_t i = 0; i < n; i++) {
+        const Target value = of(source[i * source_step]);
+        target[i * target_step] = value;
+        bad |= (value & exponent) == exponent;
+      }
+    }
+    return !bad;
+  }
+};
+
+// A chunk: `rows` of the tensor's first axis, from `first` on, which lie at `source`.
+template <typename C>
+bool place(const Job& job, const char* source, int64_t first, int64_t rows) {
+  using Source = typename C::Source;
+  using Target = typename C::Target;
+  int64_t steps[kMostAxes], sizes[kMostAxes], step = 1;
+  for (int i = job.num_axes - 1; i >= 0; i--) {
+    sizes[i] = i == 0 ? rows : job.sizes[i];
+    steps[i] = step;
+    step *= sizes[i];
+  }
+  // The innermost loop runs along the axis whose values lie closest in the target.
+  int inner = job.num_axes - 1;
+  for (int i = 0; i < job.num_axes; i++)
+    if (sizes[i] > 1 && (sizes[inner] == 1 || job.strides[i] < job.strides[inner])) inner = i;
+  Target* const target = reinterpret_cast<Target*>(job.target) + first * job.strides[0];
+  const Source* const begin = reinterpret_cast<const Source*>(source);
+  int64_t index[kMostAxes] = {};
+  bool finite = true;
+  for (;;) {
+    int64_t from = 0, to = 0;
+    for (int i = 0; i < job.num_axes; i++) from += index[i] * steps[i], to += index[i] * job.strides[i];
+    finite &= C::row(begin + from, steps[inner], target + to, job.strides[inner], sizes[inner]);
+    int axis = job.num_axes - 1;
+    for (; axis >= 0; axis--) {
+      if (axis == inner) continue;
+      if (++index[axis] < sizes[axis]) break;
+      index[axis] = 0;
+    }
+    if (axis < 0) return finite;
+  }
+}
+
+bool place_any(const Job& job, const char* source, int64_t first, int64_t rows) {
+  const auto pair = [](int32_t from, int32_t to) { return from * 4 + to; };
+  switch (pair(job.source_kind, job.target_kind)) {
+    case kFloat32 * 4 + kFloat32: return place<Cast<kFloat32, kFloat32>>(job, source, first, rows);
+    case kFloat32 * 4 + kBfloat16: return place<Cast<kFloat32, kBfloat16>>(job, source, first, rows);
+    case kFloat16 * 4 + kFloat32: return place<Cast<kFloat16, kFloat32>>(job, source, first, rows);
+    case kFloat16 * 4 + kFloat16: return place<Cast<kFloat16, kFloat16>>(job, source, first, rows);
+    case kFloat16 * 4 + kBfloat16: return place<Cast<kFloat16, kBfloat16>>(job, source, first, rows);
+    case kBfloat16 * 4 + kFloat32: return place<Cast<kBfloat16, kFloat32>>(job, source, first, rows);
+    default: return place<Cast<kBfloat16, kBfloat16>>(job, source, first, rows);
+  }
+}
+
+Status read_all(int file, char* into, int64_t bytes, int64_t offset, int32_t* error) {
+  while (bytes > 0) {
+    const ssize_t n = pread(file, into, bytes, offset);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) {
+      *error = errno;
+      return kCannotRead;
+    }
+    if (n == 0) return kTooShort;
+    into += n, bytes -= n, offset += n;
+  }
+  return kOk;
+}
+
+}  // namespace
+}  // namespace jaxllm
+
+// Reads each job's tensor into its target, with `num_threads` threads, and sets its status.
+extern "C" void jaxllm_read_tensors(jaxllm::Job* jobs, int64_t num_jobs, int32_t num_threads) {
+  using namespace jaxllm;
+  struct Chunk {
+    Job* job;
+    int64_t first, rows, row_bytes;
+  };
+  std::vector<Chunk> chunks;
+  int64_t most_bytes = 0;
+  for (Job* job = jobs; job < jobs + num_jobs; job++) {
+    int64_t row_bytes = width(job->source_kind);
+    for (int i = 1; i < job->num_axes; i++) row_bytes *= job->sizes[i];
+    const int64_t step = std::max(kChunkRows, kChunkBytes / row_bytes);
+    for (int64_t first = 0; first < job->sizes[0]; first += step)
+      chunks.push_back({job, first, std::min(step, job->sizes[0] - first), row_bytes});
+    most_bytes = std::max(most_bytes, std::min(step, job->sizes[0]) * row_bytes);
+  }
+  std::vector<std::atomic<int32_t>> statuses(num_jobs);
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    std::vector<char> memory(most_bytes);
+    for (size_t i; (i = next.fetch_add(1)) < chunks.size();) {
+      const auto [job, first, rows, row_bytes] = chunks[i];
+      int32_t error = 0;
+      Status status = read_all(job->file, memory.data(), rows * row_bytes, job->offset + first * row_bytes, &error);
+      if (status == kOk && !place_any(*job, memory.data(), first, rows)) status = kNotFinite;
+      int32_t expected = kOk;
+      if (status != kOk && statuses[job - jobs].compare_exchange_strong(expected, status)) job->error = error;
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int32_t i = 1; i < num_threads; i++) threads.emplace_back(work);
+  work();
+  for (auto& thread : threads) thread.join();
+  for (int64_t i = 0; i < num_jobs; i++) jobs[i].status = statuses[i];
+}
