@@ -141,6 +141,7 @@ class Engine:
         """Blocks until the executables of the next step are compiled. It may be interrupted: nothing changes here."""
         if not self.runner.max_tokens(self._needs_full_sampler):
             self.runner.wait_first(self._needs_full_sampler)
+        self.runner.wait_expected()
 
     @property
     def _needs_full_sampler(self) -> bool:
@@ -159,6 +160,7 @@ class Engine:
         if not self._has_state:
             self._build_state()
         self._is_torn = True  # unless it comes to its end
+        self.runner.compile_plan.stepped(is_stepping=True)
         updates = self._step()
         self._is_torn = False
         self.runner.compile_plan.stepped(is_stepping=self._in_flight is not None)

@@ -100,6 +100,12 @@ class CompilePlan:
                 self._sleep(tick)
         tick()
 
+    def settle(self, names: Sequence[Hashable]) -> None:
+        """Blocks until nothing is left to try for any of `names`, whatever came of it."""
+        with self._changed, self._wait_for(names):
+            while not self._jobs.keys().isdisjoint(names) and not self._stop.is_set():
+                self._sleep(lambda: None)
+
     def wait_all(self) -> None:
         """Blocks until nothing is left to compile. Raises like `wait`."""
         self.want(self.names)
@@ -134,7 +140,6 @@ class CompilePlan:
             yield
         finally:
             self._awaited.remove(names)
-            self._active_at = time.monotonic()  # whoever waited is about to step
 
     def _raise_failures(self, names: Sequence[Hashable]) -> None:
         for name in names:
@@ -194,6 +199,8 @@ class CompilePlan:
         self.seconds += seconds
         self._rest_at = time.monotonic() + seconds * (1 / self._share - 1)
         self._compiling.remove(name)
+        if any(name in names for names in self._awaited):
+            self._active_at = time.monotonic()  # whoever waits is about to step
         if error is None:
             self._done[name] = compiled
         else:

@@ -8,20 +8,24 @@ from jaxllm.engine.device.packing import pick_bucket
 
 class Demand:
     """Adds up the seconds that steps lose because the bucket they would best run in is not compiled: to padding, and
-    to tokens that had to be left for later steps. `sizes` are all buckets, in tokens, ascending."""
+    to tokens that are left for later steps. `sizes` are all buckets, in tokens, ascending."""
 
     def __init__(self, sizes: Sequence[int]):
         self._sizes = sizes
-        self._lost: defaultdict[int, float] = defaultdict(float)  # seconds, by bucket
+        self._lost: defaultdict[int, float] = defaultdict(float)  # seconds so far, by bucket
+        self._told: set[int] = set()
 
     def observe(self, num_tokens: int, bucket: int, seconds: float, *, patience: float) -> int | None:
-        """Notes a step that ran in `bucket` and would have had `num_tokens`. Returns the bucket that it lacked, once
-        more than `patience` seconds have been lost for that one."""
+        """Notes a step of `seconds` that ran in `bucket` and would have had `num_tokens`. Returns the bucket it lacked
+        if with the steps that are left of these tokens more than `patience` seconds will have been lost for that."""
         best = pick_bucket(self._sizes, min(num_tokens, self._sizes[-1]))
-        if best == bucket:
+        self._told -= {told for told in self._told if told <= bucket}  # it is there
+        if best == bucket or any(told >= best for told in self._told):  # that one will do
             return None
         self._lost[best] += seconds * (1 - min(best, bucket) / max(best, bucket))
-        if self._lost[best] <= patience:
+        ahead = seconds * max(0.0, num_tokens / bucket - 1)
+        if self._lost[best] + ahead <= patience:
             return None
         del self._lost[best]
+        self._told.add(best)
         return best

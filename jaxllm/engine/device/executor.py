@@ -22,7 +22,7 @@ from jaxllm.pallas_kernels.native import huge_pages
 
 log = logging.getLogger(__name__)
 
-_COMPILE_SHARE = 0.1  # of the time of a CPU that steps too, for what no request needs yet
+_COMPILE_SHARE = 0.05  # of the time of a CPU that steps too, for what no request needs yet
 
 Results = list[Array | np.ndarray]  # of commands, in their order
 

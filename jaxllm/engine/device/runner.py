@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -90,6 +90,7 @@ class Runner:
         self._usable: dict[bool, Buckets] = {}  # with and without the full sampler
         self._compiled_at = -1  # executables there were when these were last looked for
         self._demand = Demand(self._buckets.tokens)
+        self._expected: list[Hashable] = []  # executables that will be there before steps without them are over
         weakref.finalize(self, self.compile_plan.abandon)  # nobody waits for the rest
         self.costs = PreemptionCosts(executor.page_bytes)
 
@@ -130,6 +131,12 @@ class Runner:
                 error = error or failed
         assert error is not None
         raise error
+
+    def wait_expected(self) -> None:
+        """Blocks while an executable is compiled with which the prompt at hand, alone so far, is over sooner."""
+        if self._expected:
+            names, self._expected = self._expected, []
+            self.compile_plan.settle(names)
 
     def wait_all(self) -> None:
         """Blocks until nothing is left to compile. Raises `EngineDeadError` if something failed to."""
@@ -206,7 +213,9 @@ class Runner:
             patience = compiled.seconds / compiled.num_done
             lacks = self._demand.observe(plan.num_wanted, handle.bucket, seconds, patience=patience)
             if lacks is not None:
-                compiled.want(self._encoder.names(lacks, full=plan.full_sampler))
+                names = self._encoder.names(lacks, full=plan.full_sampler)
+                compiled.want(names)
+                self._expected = [] if plan.num_samples else names
 
     def knows_bandwidth(self) -> bool:
         """Whether copies to the host and back can be weighed; measures them if they can be, once."""
