@@ -49,7 +49,8 @@ class LLM:
     unless set). When blocks run out, `preemption` of the last requests is by "swap" to at most `swap_space` GiB of host
     memory, or by "recompute"; "auto" measures which is faster. `seed` is for requests that bring none. `record` names a
     new file for what the engine asks of the device, prompts included: `jaxllm replay FILE` does it again, for bug
-    reports.
+    reports. `compilation_cache` is a private folder for executables, which the next start loads, or whether to have
+    one; None is ~/.cache/jaxllm, unless JAX's own cache is configured (it serves then) or switched off.
 
     Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, and for names `ModelNotFoundError`,
     `ModelAccessError` or `DownloadError`, each with what to do about it.
@@ -76,6 +77,7 @@ class LLM:
         swap_space: float | None = None,
         seed: int = 0,
         record: str | Path | None = None,
+        compilation_cache: bool | str | Path | None = None,
     ):
         model = locate(model, revision=revision, download_dir=download_dir, tokenizer=tokenizer is None)
         self.engine = build_engine(
@@ -95,6 +97,7 @@ class LLM:
             swap_space=swap_space,
             seed=seed,
             record=record,
+            compilation_cache=compilation_cache,
         )
         path = DEFAULT_MODEL if model is None else model
         self._checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else None

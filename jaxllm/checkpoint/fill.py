@@ -80,7 +80,8 @@ class Filler:
                 jobs.append(native_read.Job(one.tensor, one.part.source_axes(one.target)))
             else:
                 slow.append(one)
-        native_read.read(jobs)
+        if jobs:
+            native_read.read(jobs)
         for one in slow:
             self._fill(one)
 

@@ -47,6 +47,7 @@ def build_engine(
     swap_space: float | None = None,
     seed: int = 0,
     record: str | Path | None = None,
+    compilation_cache: bool | str | Path | None = None,
 ) -> Engine:
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments."""
     if tensor_parallel_size is not None:
@@ -83,7 +84,9 @@ def build_engine(
     explicit_len = max_model_len is not None
     config = size_engine(shape, wanted, mesh, num_blocks, device, explicit_len=explicit_len, has_params=has_params)
     shape = with_max_len(shape, source.model, config.max_model_len)
-    executor: CommandExecutor = Executor(shape, config, mesh)  # compiles while the parameters load
+    executor: CommandExecutor = Executor(  # compiles while the parameters load
+        shape, config, mesh, compilation_cache=compilation_cache
+    )
     try:
         if record is not None:
             executor = recording.record(executor, source, config, record)

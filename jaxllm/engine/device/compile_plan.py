@@ -40,10 +40,11 @@ class CompilePlan:
         jobs: Mapping[Hashable, Job],
         check: Callable[[Hashable, Any], None] = lambda name, compiled: None,
         *,
+        compile: Callable[[Any], Any] = lambda lowered: lowered.compile(),
         first: Collection[Hashable] = (),
         share: float = 1.0,
     ):
-        self._check, self._share = check, share
+        self._check, self._compile, self._share = check, compile, share
         self.names = tuple(jobs)
         self.seconds = 0.0
         self.waited_at = 0.0  # time.monotonic() when someone last waited for an executable: no hang, but work
@@ -162,7 +163,7 @@ class CompilePlan:
             start = time.perf_counter()
             compiled, error = None, None
             try:
-                compiled = self._jobs[name]().compile()
+                compiled = self._compile(self._jobs[name]())
                 self._check(name, compiled)
             except Exception as raised:  # noqa: BLE001 - whatever the compiler raises is told to those who wait
                 error = raised

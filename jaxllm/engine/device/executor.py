@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from jaxllm.engine.device import memory
 from jaxllm.engine.device.block_moves import BlockMoves, host_bytes, measure_bandwidth
 from jaxllm.engine.device.commands import Command, unknown
 from jaxllm.engine.device.compile_plan import CompilePlan
+from jaxllm.engine.device.executable_store import open_store
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
 from jaxllm.engine.device.state import DeviceState
@@ -28,16 +30,26 @@ Results = list[Array | np.ndarray]  # of commands, in their order
 
 
 class Executor:
-    """Runs on `mesh`. Compiling starts at once; the commands "update_params" and "init" must come before the others."""
+    """Runs on `mesh`. Compiling starts at once; the commands "update_params" and "init" must come before the others.
+    `compilation_cache` is as in `open_store`."""
 
-    def __init__(self, model_shape: ModelShape, config: EngineConfig, mesh: Mesh):
+    def __init__(
+        self,
+        model_shape: ModelShape,
+        config: EngineConfig,
+        mesh: Mesh,
+        *,
+        compilation_cache: bool | str | Path | None = False,
+    ):
         self.mesh = mesh
         self.abstract_params = jax.tree.unflatten(model_shape.treedef, model_shape.leaves)
         lowering = Lowering(model_shape, config, mesh)
         self.temp_bound = memory.step_bytes(model_shape, config, mesh)
         check = partial(_check_memory, ("step", config.max_num_batched_tokens), self.temp_bound)
         share = _COMPILE_SHARE if lowering.placement.platform == "cpu" else 1.0
-        self.compile_plan = CompilePlan(lowering.jobs(), check, first=lowering.first(), share=share)
+        self.compile_plan = CompilePlan(
+            lowering.jobs(), check, compile=open_store(compilation_cache, mesh), first=lowering.first(), share=share
+        )
         self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory
         self.moves = BlockMoves(self.compile_plan.awaited)
         self.leaves: list[Array] = []

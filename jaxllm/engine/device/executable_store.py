@@ -1,0 +1,157 @@
+"""Compiled executables, kept on disk from one start to the next.
+
+JAX has a cache of its own, which is the whole process's: it serves where it is configured. This one is for a library
+in somebody's script, whose options stay the caller's.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import platform
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 2 << 30
+_SUFFIX = ".executable"
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+Compile = Callable[[Any], Any]  # a `jax.stages.Lowered` to a `jax.stages.Compiled`
+
+
+class ExecutableStore:
+    """Executables in the files of `folder`, up to `max_bytes`; those that were used least recently go first.
+
+    Loading one runs its code, so `folder` must be private (`private_folder`). Files that can't be read or written cost
+    time, and no more.
+    """
+
+    def __init__(self, folder: Path, mesh: Mesh, *, max_bytes: int = MAX_BYTES):
+        self._folder, self._max_bytes = folder, max_bytes
+        self._devices = list(mesh.devices.flat)
+        self._target = hashlib.sha256(repr(_target(self._devices)).encode()).digest()
+        self._num_bytes: int | None = None  # in the folder, as of the first file that is written
+
+    def compile(self, lowered: Any) -> Any:
+        """The executable of a `jax.stages.Lowered`, from the folder if it is there."""
+        digest = hashlib.sha256(self._target)
+        digest.update(lowered.as_text().encode())
+        file = self._folder / f"{digest.hexdigest()}{_SUFFIX}"
+        compiled = self._load(file, lowered)
+        if compiled is None:
+            compiled = lowered.compile()
+            self._save(file, compiled)
+        return compiled
+
+    def _load(self, file: Path, lowered: Any) -> Any:
+        try:
+            data = file.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.info("%s can't be read, and is compiled anew: %s", file, error)
+            return None
+        digest, payload = data[:32], data[32:]
+        if hashlib.sha256(payload).digest() != digest:
+            log.info("%s is damaged, and is compiled anew", file)
+            return None
+        try:
+            compiled = serialize_executable.deserialize_and_load(
+                payload, lowered.in_tree, lowered.out_tree, self._devices[0].client, self._devices
+            )
+        except Exception as error:  # noqa: BLE001 - the runtime raises what it likes; compiling is always right
+            log.info("%s can't be loaded, and is compiled anew: %s", file, error)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(file)
+        return compiled
+
+    def _save(self, file: Path, compiled: Any) -> None:
+        try:
+            payload, _, _ = serialize_executable.serialize(compiled)
+            self._make_room(len(payload))
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as written:
+                written.write(hashlib.sha256(payload).digest() + payload)
+            os.replace(written.name, file)
+        except Exception as error:  # noqa: BLE001 - not every runtime can serialize; the executable itself is sound
+            log.info("an executable is not kept for the next start: %s", error)
+
+    def _make_room(self, num_bytes: int) -> None:
+        if self._num_bytes is None:
+            self._num_bytes = sum(size for _, size, _ in self._files())
+        self._num_bytes += num_bytes
+        if self._num_bytes <= self._max_bytes:
+            return
+        for _, size, file in sorted(self._files(), reverse=True):  # the least recently used one last
+            if self._num_bytes <= self._max_bytes:
+                break
+            file.unlink(missing_ok=True)
+            self._num_bytes -= size
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        """Seconds since its last use, bytes and path of each."""
+        return [(-(status := file.stat()).st_mtime, status.st_size, file) for file in self._folder.glob(f"*{_SUFFIX}")]
+
+
+def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
+    """What compiles for devices of `mesh`. `where` is a folder, or whether there is one: None is jaxllm's own unless
+    JAX has a cache configured or switched off. ValueError for a folder that is not private."""
+    if where is None:
+        configured = jax.config.jax_compilation_cache_dir is not None
+        where = not configured and jax.config.jax_enable_compilation_cache
+    if where is False or jax.process_count() > 1:
+        return lambda lowered: lowered.compile()
+    try:
+        folder = private_folder(default_folder() if where is True else Path(where).expanduser())
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        log.warning("there is no compilation cache, so that each start compiles everything: %s", error)
+        return lambda lowered: lowered.compile()
+    return ExecutableStore(folder, mesh).compile
+
+
+def default_folder() -> Path:
+    # The XDG specification ignores relative paths.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "jaxllm" / "executables"
+
+
+def private_folder(folder: Path) -> Path:
+    """`folder`, created if missing. ValueError if others can write to it: they could run code as this user."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid():
+        trouble = f"belongs to user {status.st_uid}, not to you (user {os.getuid()})"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        trouble = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    else:
+        return folder
+    raise ValueError(
+        f"the compilation cache {folder} {trouble}, but the code in it runs as you. Remove it, or give another: "
+        "compilation_cache=, or JAX_COMPILATION_CACHE_DIR"
+    )
+
+
+def _target(devices: list[Any]) -> tuple[Any, ...]:
+    """What an executable depends on besides its program."""
+    first = devices[0]
+    options = sorted((name, repr(value)) for name, value in jax.config.values.items())
+    flags = [os.environ.get(name, "") for name in _FLAGS]
+    version = jax.__version__, jax.lib.__version__, first.client.platform_version
+    return version, first.device_kind, [device.id for device in devices], _processor(), flags, options
+
+
+def _processor() -> str:
+    """The instruction sets of this machine, which code for CPUs is made for."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    return f"{platform.machine()} {platform.processor()}"
