@@ -1,4 +1,13 @@
-import jax
+import atexit
+import os
+import shutil
+import tempfile
+
+# What a session compiles it finds again, and nobody else does.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxllm-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+import jax  # noqa: E402
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -48,3 +48,24 @@ def test_nothing_happens_where_they_are_not_wanted(monkeypatch, tmp_path):
     assert not huge_pages.wanted() and huge_pages.collapse_soon([jnp.zeros(SIZE)]) is None
     (tmp_path / "missing").write_text("always [madvise] never\n")
     assert huge_pages.wanted() and huge_pages.collapse_soon([]) is None
+
+
+def test_an_arena_gives_aligned_memory_that_nobody_else_has(monkeypatch):
+    monkeypatch.setattr(huge_pages.Arena, "CHUNK", 1 << 20)
+    arena, parts = huge_pages.Arena(), []
+    for num_bytes in (1, 100, 1 << 19, 1 << 19, 3 << 20, 0, 64):
+        part = arena.empty(num_bytes)
+        assert part.nbytes == num_bytes and part.ctypes.data % huge_pages.ALIGNMENT == 0
+        part[:] = len(parts)
+        parts.append(part)
+    del arena
+    for i, part in enumerate(parts):
+        assert (part == i).all()
+
+
+@pytest.mark.skipif(not huge_pages.wanted(), reason="this system gives nobody huge pages")
+def test_an_arena_lies_in_huge_pages():
+    part = huge_pages.Arena().empty(32 << 20)
+    part[:] = 1
+    if not huge_bytes(part.ctypes.data + len(part) // 2):
+        pytest.skip("no huge page is free")

@@ -105,7 +105,8 @@ class CompilePlan:
         """Blocks until nothing is left to try for any of `names`, whatever came of it."""
         with self._changed, self._wait_for(names):
             while not self._jobs.keys().isdisjoint(names) and not self._stop.is_set():
-                self._sleep(lambda: None)
+                self._changed.wait(_POLL_S)
+                self.waited_at = time.monotonic()
 
     def wait_all(self) -> None:
         """Blocks until nothing is left to compile. Raises like `wait`."""
@@ -153,7 +154,7 @@ class CompilePlan:
     def _sleep(self, tick: Callable[[], None]) -> None:
         if self._stop.is_set():
             raise EngineDeadError("the engine was closed while it compiled")
-        self._changed.wait(0.1)
+        self._changed.wait(_POLL_S)
         self.waited_at = time.monotonic()
         tick()
 

@@ -1,6 +1,9 @@
 """The compile plan: its order, what waits for it, and what a failure leaves."""
 
+import os
+import sys
 import threading
+import time
 
 import pytest
 
@@ -27,8 +30,8 @@ def made(monkeypatch):
     """Plans made by the test, closed after it."""
     plans = []
 
-    def make(*jobs):
-        plans.append(CompilePlan({job.name: job for job in jobs}))
+    def make(*jobs, **options):
+        plans.append(CompilePlan({job.name: job for job in jobs}, **options))
         return plans[-1]
 
     yield make
@@ -97,3 +100,87 @@ def test_closing_stops_after_the_current_job(made):
     assert plan.ready("slow") and not plan.ready("never")
     with pytest.raises(EngineDeadError, match="closed"):
         plan.wait(["never"])
+
+
+def wait_until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_what_is_first_comes_first_then_what_is_wanted_then_the_rest(made):
+    gate, order = threading.Event(), []
+    jobs = [Fake(i, lambda i=i: order.append(i) or gate.wait(10)) for i in range(6)]
+    plan = made(*jobs, first=[4, 2])
+    wait_until(lambda: order)
+    plan.want([5])
+    gate.set()
+    plan.wait_all()
+    assert order[:3] == [4, 2, 5] and sorted(order[3:]) == [0, 1, 3]
+
+
+def test_the_rest_does_not_go_on_while_the_engine_steps(made):
+    order = []
+    jobs = [Fake(i, lambda i=i: order.append(i) or time.sleep(0.02)) for i in range(4)]
+    plan = made(*jobs, first=[0], share=1e-6)
+    plan.stepped(is_stepping=True)
+    plan.wait([0])
+    time.sleep(0.5)
+    assert order == [0]
+    plan.want([3])
+    wait_until(lambda: plan.ready(3))
+    assert order == [0, 3]
+    plan.stepped(is_stepping=False)
+    plan.stepped(is_stepping=False)  # it has just done something: whoever reads that may ask for more
+    time.sleep(0.1)
+    assert order == [0, 3]
+    wait_until(lambda: plan.num_done == 4)
+    assert order == [0, 3, 1, 2]
+
+
+def test_the_rest_has_its_share_of_a_busy_engine(made):
+    jobs = [Fake(i, lambda: time.sleep(0.01)) for i in range(4)]
+    plan = made(*jobs, first=[0], share=0.1)
+    plan.stepped(is_stepping=True)
+    wait_until(lambda: plan.num_done == 4)
+
+
+def test_the_rest_is_compiled_at_low_priority(made):
+    seen = {}
+
+    def note(name):
+        seen[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    made(*(Fake(i, lambda i=i: note(i)) for i in range(2)), first=[0])
+    wait_until(lambda: len(seen) == 2)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert seen[0] == own and seen[1] == (19 if sys.platform == "linux" else own)
+
+
+def test_what_someone_waits_for_passes_what_is_compiled_for_nobody(made):
+    gate, started = threading.Event(), threading.Event()
+    plan = made(Fake("slow", lambda: started.set() or gate.wait(10)), Fake("awaited"), Fake("later"))
+    assert started.wait(10)
+    plan.wait(["awaited"])
+    assert plan.ready("awaited") and not plan.ready("slow") and not plan.ready("later")
+    gate.set()
+
+
+def test_settling_outlives_failures_and_the_end(made):
+    plan = made(Fake("bad", failing(2)), Fake("good"))
+    plan.settle(["good", "bad"])
+    assert plan.ready("good") and plan.num_failed == 1
+    started, gate = threading.Event(), threading.Event()
+    plan = made(Fake("slow", lambda: started.set() or gate.wait(10)), first=["slow"])
+    started.wait(10)
+    threading.Timer(0.05, plan.abandon).start()
+    plan.settle(["slow"])
+    assert not plan.ready("slow")
+    gate.set()
+
+
+def test_compiling_goes_through_what_the_plan_is_given(made):
+    plan = made(Fake("a"), compile=lambda lowered: f"from the cache: {lowered.name}")
+    plan.wait_all()
+    assert plan["a"] == "from the cache: a"

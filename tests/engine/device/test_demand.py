@@ -1,0 +1,35 @@
+"""Which executable the work lacks most, by the seconds that are lost without it."""
+
+from jaxllm.engine.device.demand import Demand
+
+SIZES = (1, 8, 64, 512)
+
+
+def test_nothing_is_lacked_in_the_best_bucket():
+    demand = Demand(SIZES)
+    assert all(demand.observe(60, 64, 10.0, patience=0.1) is None for _ in range(20))
+
+
+def test_padding_is_lost_by_and_by():
+    demand = Demand(SIZES)
+    told = [demand.observe(5, 64, 0.1, patience=0.3) for _ in range(6)]  # 7/8 of each step
+    assert told == [None, None, None, 8, None, None]
+
+
+def test_a_long_prompt_in_small_steps_says_so_at_once():
+    demand = Demand(SIZES)
+    assert demand.observe(60, 1, 0.01, patience=0.3) == 64  # 59 steps more
+    assert demand.observe(59, 1, 0.01, patience=0.3) is None  # said
+    assert Demand(SIZES).observe(20, 1, 0.01, patience=0.3) is None  # over sooner than compiled
+
+
+def test_more_than_the_largest_bucket_wants_that_one():
+    assert Demand(SIZES).observe(10_000, 64, 1.0, patience=0.3) == 512
+
+
+def test_what_is_wanted_serves_smaller_steps_too():
+    demand = Demand(SIZES)
+    assert demand.observe(512, 8, 1.0, patience=0.3) == 512
+    assert demand.observe(60, 8, 1.0, patience=0.3) is None  # the larger one comes
+    assert demand.observe(400, 512, 1.0, patience=0.3) is None
+    assert demand.observe(60, 512, 1.0, patience=0.3) == 64  # it is there, and too large
