@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     steps.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     _add_memory(commands)
     _add_tokenizers(commands)
+    _add_compiling(commands)
     return parser
 
 
@@ -75,6 +76,15 @@ def _add_tokenizers(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
+def _add_compiling(commands: Any) -> None:
+    text = "speed of requests while executables compile behind them, beside that when all are there"
+    parser = commands.add_parser("compiling", help=text, description=text, allow_abbrev=False)
+    _add_requests(parser, requests=64, output_len=96)
+    what = "for which a lone request is repeated (default: 12)"
+    parser.add_argument("--seconds", type=int, default=12, metavar="N", help=what)
+    add_model_arguments(parser)
+
+
 def _add_requests(parser: argparse.ArgumentParser, *, requests: int, output_len: int) -> None:
     for name, default, what in (
         ("--requests", requests, "handed in at once"),
@@ -98,9 +108,14 @@ def _run(name: str, arguments: argparse.Namespace, *more: str) -> int:
     sizes = {name: getattr(arguments, name) for name in ("requests", "input_len", "output_len", "repeats", *more)}
     check_at_least(1, **sizes)
     model = model_options(arguments)
-    setup_compilation_cache()
+    if name != "compiling":
+        setup_compilation_cache()
     benchmark = import_module(f"benchmarks.{name}")
     return _print(benchmark.run(model, **sizes, seed=arguments.seed), benchmark.table, arguments)
+
+
+def _compiling(arguments: argparse.Namespace) -> int:
+    return _run("compiling", arguments, "seconds")
 
 
 def _steps(arguments: argparse.Namespace) -> int:
@@ -151,6 +166,7 @@ _COMMANDS = {
     "steps": _steps,
     "memory": _memory,
     "tokenizers": _tokenizers,
+    "compiling": _compiling,
 }
 
 

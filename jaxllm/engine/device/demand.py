@@ -13,17 +13,20 @@ class Demand:
     def __init__(self, sizes: Sequence[int]):
         self._sizes = sizes
         self._lost: defaultdict[int, float] = defaultdict(float)  # seconds so far, by bucket
+        self._fastest: dict[int, float] = {}  # seconds of a step, by bucket: the first of all takes much longer
         self._told: set[int] = set()
 
     def observe(self, num_tokens: int, bucket: int, seconds: float, *, patience: float) -> int | None:
         """Notes a step of `seconds` that ran in `bucket` and would have had `num_tokens`. Returns the bucket it lacked
         if with the steps that are left of these tokens more than `patience` seconds will have been lost for that."""
+        is_first = bucket not in self._fastest
+        self._fastest[bucket] = min(seconds, self._fastest.get(bucket, seconds))
         best = pick_bucket(self._sizes, min(num_tokens, self._sizes[-1]))
         self._told -= {told for told in self._told if told <= bucket}  # it is there
         if best == bucket or any(told >= best for told in self._told):  # that one will do
             return None
         self._lost[best] += seconds * (1 - min(best, bucket) / max(best, bucket))
-        ahead = seconds * max(0.0, num_tokens / bucket - 1)
+        ahead = 0.0 if is_first else self._fastest[bucket] * max(0.0, num_tokens / bucket - 1)
         if self._lost[best] + ahead <= patience:
             return None
         del self._lost[best]

@@ -18,9 +18,11 @@ def test_padding_is_lost_by_and_by():
 
 def test_a_long_prompt_in_small_steps_says_so_at_once():
     demand = Demand(SIZES)
+    assert demand.observe(61, 1, 0.2, patience=0.3) is None  # the first of all, which says nothing yet
     assert demand.observe(60, 1, 0.01, patience=0.3) == 64  # 59 steps more
     assert demand.observe(59, 1, 0.01, patience=0.3) is None  # said
-    assert Demand(SIZES).observe(20, 1, 0.01, patience=0.3) is None  # over sooner than compiled
+    short = Demand(SIZES)
+    assert [short.observe(n, 1, 0.01, patience=0.3) for n in (20, 19, 18)] == [None] * 3  # over sooner than compiled
 
 
 def test_more_than_the_largest_bucket_wants_that_one():
