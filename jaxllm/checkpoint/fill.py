@@ -61,6 +61,11 @@ class Filling(NamedTuple):
     tensor: StoredTensor
 
     @property
+    def stored_part(self) -> "WeightPart":
+        """The part with the axes that are stored."""
+        return self.part.interleaved() if self.tensor.is_interleaved else self.part
+
+    @property
     def target(self) -> np.ndarray:
         return self.host[self.part.place]
 
@@ -76,8 +81,8 @@ class Filler:
         """ModelFormatError for files that can't be read, and for values that are not finite."""
         slow, jobs = [], []
         for one in fillings:
-            if one.tensor.is_plain and native_read.supports(one.tensor, one.host):
-                jobs.append(native_read.Job(one.tensor, one.part.source_axes(one.target)))
+            if native_read.supports(one.tensor, one.host):
+                jobs.append(native_read.Job(one.tensor, one.stored_part.source_axes(one.target)))
             else:
                 slow.append(one)
         if jobs:
@@ -94,14 +99,13 @@ class Filler:
             source = data.view(FLOATS[tensor.dtype]).reshape(tensor.shape)
             is_finite = _copy(rearrange(source, part.axes, **part.sizes), filling.target, self._pool)
         else:
-            is_finite = _decode(data, part, tensor, filling.target, self._pool)
+            is_finite = _decode(data, filling.stored_part, tensor, filling.target, self._pool)
         if not is_finite:
             raise tensor.not_finite(host.dtype)
 
 
 def _decode(data: np.ndarray, part: WeightPart, tensor: StoredTensor, target: np.ndarray, pool: Executor) -> bool:
     """Dequantises and copies groups of rows of the tensor. False if not all of it is finite."""
-    part = part.interleaved() if tensor.is_interleaved else part
     view = part.source_axes(target)
     row_axes = re.findall(r"\w+", re.findall(r"\([^)]*\)|\w+", part.axes.split("->")[0])[0])
     lengths, most_rows = [part.sizes[axis] for axis in row_axes], max(1, _TILE // math.prod(tensor.shape[1:]))

@@ -1,4 +1,4 @@
-"""Plain tensors into arrays in C++: read, cast and placed in one call that holds no lock of Python's, so that
+"""Tensors into arrays in C++: read, dequantised, cast and placed in one call that holds no lock of Python's, so that
 executables are traced meanwhile."""
 
 import ctypes
@@ -14,13 +14,14 @@ from jaxllm.checkpoint.tensors import StoredTensor
 from jaxllm.pallas_kernels import native
 
 _MOST_AXES, _MOST_THREADS = 8, 16
-_KINDS = {"F32": 0, "F16": 1, "BF16": 2, "float32": 0, "float16": 1, "bfloat16": 2}
-_NOT_CAST = {("F32", "float16"), ("BF16", "float16")}
+_BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # as in native/gguf_blocks.h
+_SOURCES = {name: kind for kind, name in enumerate(("F32", "F16", "BF16", *_BLOCKS))}
+_TARGETS = {"float32": 0, "float16": 1, "bfloat16": 2}
 _NOT_FINITE, _TOO_SHORT, _CANNOT_READ = 1, 2, 3  # statuses
 
 
 class Job(NamedTuple):
-    """A plain tensor, and its place with the axes that the tensor has in its file."""
+    """A tensor, and its place with the axes that the tensor has in its file."""
 
     tensor: StoredTensor
     view: np.ndarray
@@ -36,15 +37,20 @@ class _Job(ctypes.Structure):  # as in native/load_ops.cc
         ("source_kind", ctypes.c_int32),
         ("target_kind", ctypes.c_int32),
         ("num_axes", ctypes.c_int32),
+        ("shift", ctypes.c_float),
         ("status", ctypes.c_int32),
         ("error", ctypes.c_int32),
     )
 
 
 def supports(tensor: StoredTensor, target: np.ndarray) -> bool:
-    """Whether the kernel is built and casts to the target's dtype; numpy reads the rest."""
-    pair = (tensor.dtype, target.dtype.name)
-    return all(kind in _KINDS for kind in pair) and pair not in _NOT_CAST and native.is_built()
+    """Whether the kernel is built and knows how; numpy reads the rest."""
+    if tensor.dtype not in _SOURCES or target.dtype.name not in _TARGETS or not target.size:
+        return False
+    if tensor.dtype in _BLOCKS and len(tensor.shape) < 2:  # it divides the first axis, and no block
+        return False
+    is_same = tensor.dtype == "F16" and not tensor.shift
+    return (target.dtype.name != "float16" or is_same) and native.is_built()
 
 
 def read(jobs: Sequence[Job]) -> None:
@@ -79,7 +85,8 @@ def _pack(job: Job, file: int) -> _Job:
         sizes=axes(*view.shape),
         strides=axes(*(stride // view.itemsize for stride in view.strides)),
         file=file,
-        source_kind=_KINDS[tensor.dtype],
-        target_kind=_KINDS[view.dtype.name],
+        source_kind=_SOURCES[tensor.dtype],
+        target_kind=_TARGETS[view.dtype.name],
         num_axes=view.ndim,
+        shift=tensor.shift,
     )

@@ -21,6 +21,7 @@ X86 = {  # instruction set -> its flags; one object each, chosen from at run tim
 }
 TABLES = {"portable": "kPortable", "avx2": "kAvx2", "avx512": "kAvx512"}
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-Wno-psabi"]  # psabi: vectors as arguments, within one object only
+EXACT = "-ffp-contract=off"  # where results are equal bit by bit to numpy's
 
 
 class BuildError(Exception):
@@ -53,7 +54,7 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
 def _compile(command: list[str], include: Path, folder: Path) -> list[Path]:
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     jobs = [
-        [*command, "-isystem", str(include), "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+        [*command, EXACT, "-isystem", str(include), "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
         for source in sorted(HERE.glob("*ops.cc"))
     ]
     for isa, table in TABLES.items():

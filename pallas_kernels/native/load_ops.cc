@@ -10,14 +10,17 @@
 #include <thread>
 #include <vector>
 
+#include "gguf_blocks.h"
+
 namespace jaxllm {
 namespace {
 
 constexpr int kMostAxes = 8;
 constexpr int64_t kChunkBytes = 256 << 10;  // of a file that a thread reads at once; it stays in the L2 cache
 constexpr int64_t kChunkRows = 32;          // at least, so that a transposed row of the target is written in whole lines
+constexpr int64_t kLongRow = 64 << 10;      // bytes of a row from which one is enough
 
-enum Kind : int32_t { kFloat32, kFloat16, kBfloat16 };
+enum Kind : int32_t { kFloat32, kFloat16, kBfloat16, kBlocks };  // from the last on, of `kBlockTypes`
 enum Status : int32_t { kOk, kNotFinite, kTooShort, kCannotRead };
 
 }  // namespace
@@ -29,24 +32,24 @@ struct Job {
   int64_t sizes[kMostAxes];    // of the tensor's axes, in the order of the file
   int64_t strides[kMostAxes];  // of each in the target, in elements
   int32_t file, source_kind, target_kind, num_axes;
+  float shift;            // added to each value
   int32_t status, error;  // set by the call
 };
 
 namespace {
 
-int64_t width(int32_t kind) { return kind == kFloat32 ? 4 : 2; }
+int64_t num_bytes(int32_t kind, int64_t values) {
+  if (kind < kBlocks) return values * (kind == kFloat32 ? 4 : 2);
+  const BlockType& type = kBlockTypes[kind - kBlocks];
+  return values / type.values * type.bytes;
+}
 
 uint32_t widen(uint32_t bits, Kind kind) {  // to the bits of a float32
   if (kind == kBfloat16) return bits << 16;
-  const uint32_t sign = (bits & 0x8000u) << 16, magnitude = bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return sign | 0x7f800000u | magnitude << 13;  // infinite, or NaN
-  float scaled;
-  const uint32_t shifted = magnitude << 13;  // the exponent's bias is 112 less
-  std::memcpy(&scaled, &shifted, 4);
-  scaled *= 0x1p112f;
+  const float value = half_to_float(static_cast<uint16_t>(bits));
   uint32_t out;
-  std::memcpy(&out, &scaled, 4);
-  return sign | out;
+  std::memcpy(&out, &value, 4);
+  return out;
 }
 
 uint16_t narrow(uint32_t bits) {  // to bfloat16, to the nearest, ties to even
@@ -119,9 +122,8 @@ bool place(const Job& job, const char* source, int64_t first, int64_t rows) {
   }
 }
 
-bool place_any(const Job& job, const char* source, int64_t first, int64_t rows) {
-  const auto pair = [](int32_t from, int32_t to) { return from * 4 + to; };
-  switch (pair(job.source_kind, job.target_kind)) {
+bool place_any(const Job& job, int32_t kind, const char* source, int64_t first, int64_t rows) {
+  switch (kind * 4 + job.target_kind) {
     case kFloat32 * 4 + kFloat32: return place<Cast<kFloat32, kFloat32>>(job, source, first, rows);
     case kFloat32 * 4 + kBfloat16: return place<Cast<kFloat32, kBfloat16>>(job, source, first, rows);
     case kFloat16 * 4 + kFloat32: return place<Cast<kFloat16, kFloat32>>(job, source, first, rows);
@@ -130,6 +132,29 @@ bool place_any(const Job& job, const char* source, int64_t first, int64_t rows) 
     case kBfloat16 * 4 + kFloat32: return place<Cast<kBfloat16, kFloat32>>(job, source, first, rows);
     default: return place<Cast<kBfloat16, kBfloat16>>(job, source, first, rows);
   }
+}
+
+// The float32 values of a chunk's bytes, with the job's shift.
+void to_floats(const Job& job, const char* source, int64_t values, float* out) {
+  const uint8_t* bytes = reinterpret_cast<const uint8_t*>(source);
+  if (job.source_kind >= kBlocks) {
+    const BlockType& type = kBlockTypes[job.source_kind - kBlocks];
+    for (int64_t i = 0; i < values; i += type.values, bytes += type.bytes) type.dequantize(bytes, out + i);
+  } else {
+    for (int64_t i = 0; i < values; i++) {
+      uint32_t bits;
+      if (job.source_kind == kFloat32) {
+        std::memcpy(&bits, bytes + 4 * i, 4);
+      } else {
+        uint16_t narrow_bits;
+        std::memcpy(&narrow_bits, bytes + 2 * i, 2);
+        bits = widen(narrow_bits, static_cast<Kind>(job.source_kind));
+      }
+      std::memcpy(out + i, &bits, 4);
+    }
+  }
+  if (job.shift != 0)
+    for (int64_t i = 0; i < values; i++) out[i] += job.shift;
 }
 
 Status read_all(int file, char* into, int64_t bytes, int64_t offset, int32_t* error) {
@@ -154,27 +179,37 @@ extern "C" void jaxllm_read_tensors(jaxllm::Job* jobs, int64_t num_jobs, int32_t
   using namespace jaxllm;
   struct Chunk {
     Job* job;
-    int64_t first, rows, row_bytes;
+    int64_t first, rows, row_values, row_bytes;
   };
   std::vector<Chunk> chunks;
-  int64_t most_bytes = 0;
+  int64_t most_bytes = 0, most_values = 0;
   for (Job* job = jobs; job < jobs + num_jobs; job++) {
-    int64_t row_bytes = width(job->source_kind);
-    for (int i = 1; i < job->num_axes; i++) row_bytes *= job->sizes[i];
-    const int64_t step = std::max(kChunkRows, kChunkBytes / row_bytes);
+    int64_t row_values = 1;
+    for (int i = 1; i < job->num_axes; i++) row_values *= job->sizes[i];
+    const int64_t row_bytes = num_bytes(job->source_kind, row_values);
+    const int64_t step = std::max(row_bytes < kLongRow ? kChunkRows : 1, kChunkBytes / row_bytes);
     for (int64_t first = 0; first < job->sizes[0]; first += step)
-      chunks.push_back({job, first, std::min(step, job->sizes[0] - first), row_bytes});
-    most_bytes = std::max(most_bytes, std::min(step, job->sizes[0]) * row_bytes);
+      chunks.push_back({job, first, std::min(step, job->sizes[0] - first), row_values, row_bytes});
+    const int64_t rows = std::min(step, job->sizes[0]);
+    most_bytes = std::max(most_bytes, rows * row_bytes);
+    if (job->source_kind >= kBlocks || job->shift != 0) most_values = std::max(most_values, rows * row_values);
   }
   std::vector<std::atomic<int32_t>> statuses(num_jobs);
   std::atomic<size_t> next{0};
   const auto work = [&] {
     std::vector<char> memory(most_bytes);
+    std::vector<float> floats(most_values);
     for (size_t i; (i = next.fetch_add(1)) < chunks.size();) {
-      const auto [job, first, rows, row_bytes] = chunks[i];
+      const auto [job, first, rows, row_values, row_bytes] = chunks[i];
       int32_t error = 0;
       Status status = read_all(job->file, memory.data(), rows * row_bytes, job->offset + first * row_bytes, &error);
-      if (status == kOk && !place_any(*job, memory.data(), first, rows)) status = kNotFinite;
+      const char* source = memory.data();
+      int32_t kind = job->source_kind;
+      if (status == kOk && (kind >= kBlocks || job->shift != 0)) {
+        to_floats(*job, source, rows * row_values, floats.data());
+        source = reinterpret_cast<const char*>(floats.data()), kind = kFloat32;
+      }
+      if (status == kOk && !place_any(*job, kind, source, first, rows)) status = kNotFinite;
       int32_t expected = kOk;
       if (status != kOk && statuses[job - jobs].compare_exchange_strong(expected, status)) job->error = error;
     }

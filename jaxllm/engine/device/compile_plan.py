@@ -55,7 +55,7 @@ class CompilePlan:
         self._awaited: list[Collection[Hashable]] = []  # by those who wait
         self._wanted = dict.fromkeys(first)
         self._compiling: set[Hashable] = set()
-        self._is_stepping, self._active_at = False, time.monotonic()
+        self._is_stepping, self._active_at = True, time.monotonic()  # until the parameters are there
         self._rest_at = 0.0  # time.monotonic() from which the rest may go on beside steps
         self._changed = threading.Condition()
         self._stop = threading.Event()

@@ -101,6 +101,7 @@ class Runner:
         self.executor.offer_params(version, params)
         self.executor.apply([Command("update_params", key=version, source=source)])
         self._params_version = version
+        self.compile_plan.stepped(is_stepping=False)
 
     def lacks_params(self) -> bool:
         """Whether someone has deleted or donated arrays of the parameters."""
