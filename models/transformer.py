@@ -14,6 +14,7 @@ from jaxllm.models.context import StepContext
 from jaxllm.models.layers import ACTIVATIONS, NORMS, LayerSpec, make_norm
 from jaxllm.models.linear import Embedding, Linear
 from jaxllm.models.rope import Rope, rope_from_hf
+from jaxllm.models.traced_once import TracedOnce, plain_call
 
 Params = Any  # an `nnx.State` of arrays, or of their shapes (its own annotation trips run-time type checkers)
 
@@ -180,8 +181,9 @@ class Decoder(nnx.Module):
             for rope in dict.fromkeys(ropes)
         }
         caches = caches.copy()
+        call = plain_call if ctx.placement.mesh is None else TracedOnce()  # in a step of the engine
         for i, layer in enumerate(self.layers):
-            x, caches[i] = layer(x, ctx, sin_cos[ropes[i]], caches[i])
+            x, caches[i] = call(layer, x, ctx, sin_cos[ropes[i]], caches[i])
         return x if self.norm is None else self.norm(x), caches
 
     def logits(self, hidden: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t vocab"]:

@@ -60,8 +60,8 @@ def few_executables(
         all_jobs.update(whole(self))
         return {name: job for name, job in all_jobs.items() if is_wanted(name)}
 
-    def ladder(most: int) -> tuple[int, ...]:
-        return tuple(sorted({min(size, most) for size in tokens}))
+    def ladder(most: int, least: int = 1) -> tuple[int, ...]:
+        return tuple(sorted({min(max(size, least), most) for size in tokens}))
 
     with (
         mock.patch.object(encoder, "token_ladder", ladder),

@@ -21,7 +21,7 @@ from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQ
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
-from jaxllm.engine.device.packing import StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.device.packing import StepLayout, pick_bucket
 from jaxllm.errors import MeshError, OutOfMemoryError
 from jaxllm.models import transformer
 from jaxllm.sharding.mesh import parse_axes
@@ -73,8 +73,7 @@ class Prepared:
     @cached_property
     def layouts(self) -> dict[int, StepLayout]:
         """The layout of every step, by its tokens."""
-        ladder = token_ladder(self.config.max_num_batched_tokens)
-        return {tokens: self.lowering.step_layout(tokens) for tokens in ladder}
+        return {tokens: self.lowering.step_layout(tokens) for tokens in self.lowering.token_buckets}
 
     def jobs(self) -> dict[Hashable, Any]:
         """Name -> lowering of every executable that the engine would compile."""
@@ -90,7 +89,7 @@ class Prepared:
         """The executables of a step that decodes `batch` sequences and draws plainly: the forward pass, then the
         sampler, which alone reads the whole head. ValueError if there is none."""
         tokens = self.decode_bucket(batch)
-        return ("step", tokens), ("sample", pick_bucket(token_ladder(self.config.max_num_seqs), batch))
+        return ("step", tokens), ("sample", pick_bucket(self.lowering.sample_buckets, batch))
 
     def lower(self, job: Any) -> jax.stages.Lowered:
         """Lowers `job` for the target's devices."""

@@ -14,6 +14,7 @@ from jaxllm.aot import thunks
 from jaxllm.aot.efficiency import Efficiency, efficiency, pick_batch
 from jaxllm.aot.prepare import Prepared
 from jaxllm.engine.device import memory
+from jaxllm.engine.device.lowering import NUM_FIRST
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Executable:
 
     name: str
     seconds: float  # to lower and compile
+    cpu_seconds: float  # likewise, of all threads
     argument_bytes: int
     output_bytes: int  # of results in memory of their own
     alias_bytes: int  # of results in the memory of a donated argument
@@ -47,6 +49,7 @@ class Report:
     prepared: Prepared
     num_executables: int
     executables: list[Executable]
+    first: list[Executable]  # those that serve the first request; [] if they were not all compiled
     decode: list[Executable]  # that a decode step runs: the forward pass, then the sampler
     largest: Executable  # the step with most tokens
     efficiency: Efficiency
@@ -80,6 +83,16 @@ class Report:
         return sum(e.code_bytes for e in self.executables)
 
     @property
+    def cpu_seconds(self) -> float:
+        """To lower and compile what was compiled."""
+        return sum(e.cpu_seconds for e in self.executables)
+
+    @property
+    def first_cpu_seconds(self) -> float | None:
+        """Until the first step can run."""
+        return sum(e.cpu_seconds for e in self.first) if self.first else None
+
+    @property
     def used_bytes(self) -> int:
         """The most memory in use, while the largest step runs."""
         step = self.largest.output_bytes + self.largest.temp_bytes
@@ -95,19 +108,21 @@ def _sum(numbers: Iterable[float | None]) -> Any:
 
 def compile_one(prepared: Prepared, name: Hashable, job: Any) -> Executable:
     """Lowers and compiles one of `Prepared.jobs`."""
-    start, listed = time.perf_counter(), None
+    start, cpu_start, listed = time.perf_counter(), time.process_time(), None
     lowered = prepared.lower(job)
     if prepared.target.chip.platform == "gpu":
         with TemporaryDirectory() as directory:
             compiled, listed = thunks.compile_and_list(lowered, Path(directory))
     else:
         compiled = lowered.compile()
-    seconds, stats = time.perf_counter() - start, compiled.memory_analysis()
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    stats = compiled.memory_analysis()
     assert stats is not None
     costs = compiled.cost_analysis() or {}
     return Executable(
         name=" ".join(map(str, name)) if isinstance(name, tuple) else str(name),
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes - stats.alias_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
@@ -142,20 +157,23 @@ def make_report(
         progress(f"compiled {executables[name].name}, {i + 1} of {len(names)}, in {executables[name].seconds:.1f} s")
     decoding = [executables[name] for name in decode]
     counted = efficiency(prepared, {name[0]: executables[name].text for name in decode}, batch, context)
-    return Report(model, prepared, len(jobs), list(executables.values()), decoding, executables[largest], counted)
+    compiled = list(executables.values())
+    first = [executables[name] for name in list(jobs)[:NUM_FIRST] if name in executables]
+    first = first if len(first) == NUM_FIRST else []
+    return Report(model, prepared, len(jobs), compiled, first, decoding, executables[largest], counted)
 
 
 def to_json(report: Report) -> dict[str, Any]:
     """A report's numbers by name; bytes are per device."""
     prepared, decode = report.prepared, report.efficiency
-    fields = ("params_bytes", "pool_bytes", "state_bytes", "code_bytes", "used_bytes", "num_executables")
+    fields = ("params_bytes", "pool_bytes", "state_bytes", "code_bytes", "used_bytes", "num_executables", "cpu_seconds")
     return {
         "model": report.model,
         "target": str(prepared.target),
         "mesh": dict(prepared.mesh.shape),
         "config": dataclasses.asdict(prepared.config),
         "device_bytes": prepared.target.chip.usable_bytes,
-        **{name: getattr(report, name) for name in fields},
+        **{name: getattr(report, name) for name in (*fields, "first_cpu_seconds")},
         "executables": [
             {f.name: getattr(e, f.name) for f in dataclasses.fields(e) if f.name != "text"} for e in report.executables
         ],

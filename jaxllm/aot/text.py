@@ -1,6 +1,6 @@
 """A report as people read it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
@@ -61,8 +61,19 @@ def _memory(report: Report) -> Iterator[str]:
 
 def _compiled(report: Report) -> Iterator[str]:
     seconds = sum(e.seconds for e in report.executables)
-    yield f"Executables of the plan: {report.num_executables}; compiled {len(report.executables)} in {seconds:.1f} s"
+    yield (
+        f"Executables of the plan: {report.num_executables}; compiled {len(report.executables)} in {seconds:.1f} s, "
+        f"{report.cpu_seconds / 60:.1f} CPU minutes"
+    )
+    if report.first_cpu_seconds is not None:
+        yield f"  {report.first_cpu_seconds:.1f} CPU seconds to the first step: {_names(report.first)}"
     yield from (f"  {e.name:<24}{e.seconds:>8.1f} s{_launches(e)}" for e in report.executables)
+
+
+def _names(executables: Sequence[Executable]) -> str:
+    """'init', 'step 8' and 'sample 8'"""
+    *others, last = (f"'{each.name}'" for each in executables)
+    return f"{', '.join(others)} and {last}"
 
 
 def _launches(e: Executable) -> str:
@@ -71,7 +82,7 @@ def _launches(e: Executable) -> str:
 
 def _decode(report: Report, top: int) -> Iterator[str]:
     e, chip = report.efficiency, report.prepared.target.chip
-    names = " and ".join(f"'{each.name}'" for each in report.decode)
+    names = _names(report.decode)
     yield f"Decode of {e.batch} sequences at {e.context} tokens, {names}: GB of each device and step"
     rows = [*sorted(e.moved.items(), key=lambda row: -row[1]), ("in all", e.total)]
     rows += [("fewest: weights once", e.fewest_weights), ("fewest: live keys and values once", e.fewest_kv)]

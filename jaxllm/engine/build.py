@@ -15,6 +15,7 @@ from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQ
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.executor import Executor
+from jaxllm.engine.device.packing import min_bucket
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.model_source import cache_specs, model_source
@@ -151,6 +152,7 @@ def size_engine(
     `device` is what a device of the mesh has (None: a CPU); `has_params` says that the parameters lie there already.
     """
     block_size, max_model_len = wanted.block_size, wanted.max_model_len
+    wanted = dataclasses.replace(wanted, min_bucket=min_bucket(platform_of(mesh)))
     wanted = dataclasses.replace(wanted, groups=shape.cache_layout(wanted, mesh).groups)
     if num_blocks is None:
         budget = memory.kv_budget(shape, wanted, mesh, device, has_params=has_params)

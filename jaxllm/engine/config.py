@@ -29,6 +29,7 @@ class EngineConfig:
     max_num_batched_tokens: int  # tokens of a step
     block_size: int  # tokens of a block
     num_blocks: int  # of all groups of layers together
+    min_bucket: int = 1  # tokens that a step is padded to at least, and samples of a sampler; by the platform
     groups: tuple[CacheGroup, ...] = EVERYTHING  # of layers, which share the pool
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float | None = None  # share of each device's memory for the process; None: the default
@@ -42,6 +43,7 @@ class EngineConfig:
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs, 2**20)
         check_int("block_size", self.block_size, 1, 2**12)
         check_int("num_blocks", self.num_blocks, 1, MOST_BLOCKS)
+        check_int("min_bucket", self.min_bucket, 1, 8)
         if self.gpu_memory_utilization is not None:
             check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         if self.preemption not in PREEMPTIONS:

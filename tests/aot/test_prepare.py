@@ -14,7 +14,9 @@ from jaxllm.aot import chips, efficiency, prepare, thunks
 from jaxllm.aot.hlo import Instruction
 from jaxllm.checkpoint.config import read_config
 from jaxllm.cli.aot import main
+from jaxllm.engine import build
 from jaxllm.engine.config import MEM_FRACTION_VARIABLES
+from jaxllm.engine.device import lowering
 from jaxllm.errors import MeshError, ModelFormatError, OutOfMemoryError
 from jaxllm.models import transformer
 from jaxllm.pallas_kernels import native
@@ -235,3 +237,29 @@ def test_mesh_is_in_the_engines_order(on_cpu):
     mesh = prepare.make_mesh(chips.parse_target("v6e-4"), "data=2,tensor=2")
     want = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     assert mesh == want
+
+
+def test_a_tpu_begins_with_eight_tokens_and_what_prompts_need(on_cpu, monkeypatch):
+    """A row alone takes it longer than eight; large steps come soon, the smallest with its sampler first."""
+    for module in (build, lowering):
+        monkeypatch.setattr(module, "platform_of", lambda mesh: "tpu")
+    prepared = prepare.prepare(LLAMA, chips.parse_target("v6e-4"), max_num_seqs=64, max_num_batched_tokens=2048)
+    assert list(prepared.layouts)[:3] == [8, 16, 32] and prepared.config.min_bucket == 8
+    names = list(prepared.jobs())
+    assert names[: lowering.NUM_FIRST] == ["init", ("admit", 1), ("step", 8), ("sample", 8)]
+    assert names[lowering.NUM_FIRST :][:3] == [("step", 64), ("sample", 64), ("step", 512)]
+    assert sorted(n for kind, n in (name for name in names if name[0] == "step")) == list(prepared.layouts)
+    assert {n for kind, n in (name for name in names if name[0] == "logits")} == {8, 16, 32, 64}
+    assert prepared.decode_names(1) == (("step", 8), ("sample", 8))
+
+
+def test_what_is_lowered_hardly_grows_with_the_layers(on_cpu, tmp_path):
+    """Layers that are alike are lowered once: another one is a call, with its weights."""
+    config, lengths = json.loads((prepare.find_model(LLAMA) / "config.json").read_text()), {}
+    for num_layers in (2, 8):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+        prepared = prepare.prepare(
+            str(tmp_path), chips.parse_target("v6e-2"), max_model_len=256, max_num_seqs=8, max_num_batched_tokens=8
+        )
+        lengths[num_layers] = len(prepared.lower(prepared.jobs()["step", 8]).as_text())
+    assert (lengths[8] - lengths[2]) / 6 < lengths[2] / 8

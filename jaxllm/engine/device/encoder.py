@@ -45,7 +45,8 @@ class Encoder:
 
     def __init__(self, config: EngineConfig, vocab: int, ready: Callable[[Hashable], bool]):
         self.config, self._ready = config, ready
-        self.all = Buckets(token_ladder(config.max_num_batched_tokens), token_ladder(config.max_num_seqs))
+        most = config.max_num_batched_tokens, config.max_num_seqs
+        self.all = Buckets(*(token_ladder(n, config.min_bucket) for n in most))
         sizes = config.max_num_seqs, config.block_size, config.pages_per_block
         self._steps = {n: StepLayout(n, *sizes) for n in self.all.tokens}
         self._samples = {n: SampleLayout(n, config.max_num_seqs) for n in self.all.samples}

@@ -17,7 +17,7 @@ from jaxllm.engine.device.commands import Command, unknown
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.executable_store import open_store
 from jaxllm.engine.device.executables import ModelShape
-from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.lowering import NUM_FIRST, Lowering
 from jaxllm.engine.device.state import DeviceState
 from jaxllm.models.transformer import Params
 from jaxllm.pallas_kernels.native import huge_pages

@@ -36,7 +36,10 @@ from jaxllm.engine.device.state import (
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.zeros import zeros
+from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import replicated, sharding
+
+NUM_FIRST = 4  # executables that suffice to serve a request: the first ones of a plan
 
 
 @dataclass(frozen=True)
@@ -55,30 +58,46 @@ class Lowering:
         """Name -> lowering of every executable: a step for each bucket of tokens, four for each bucket of samples, the
         admits, three more, and those that move blocks.
 
-        Smallest first.
+        Smallest first: the first `NUM_FIRST` suffice to serve a request. On accelerators, where each takes seconds,
+        steps of 8 and 64 times as many tokens follow, with plain samplers: prompts and batches soon need few steps.
         """
-        most, moves = self.config.max_num_seqs, block_moves.jobs(self.state().pools, self.config.max_num_seqs)
+        moves = block_moves.jobs(self.state().pools, self.config.max_num_seqs)
         admits = {("admit", rows): partial(self.lower_admit, rows) for rows in ADMIT_SIZES}
         jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {"init": self.lower_init}
         jobs["admit", 1] = admits["admit", 1]
-        for tokens in token_ladder(self.config.max_num_batched_tokens):
+        for tokens in self._first_buckets():
+            samplers = self._samplers_of(tokens)
             jobs["step", tokens] = partial(self.lower_step, self.step_layout(tokens))
-            jobs |= self._samplers(SampleLayout(pick_bucket(token_ladder(most), min(tokens, most)), most))
+            jobs |= {name: job for name, job in samplers.items() if name[0] == "sample"}
+        for tokens in self.token_buckets:
+            jobs["step", tokens] = partial(self.lower_step, self.step_layout(tokens))
+            jobs |= self._samplers_of(tokens)
             jobs |= {"rules": self.lower_rules, "prompt_logprobs": self.lower_prompt_logprobs} | admits
             jobs |= {name: job for name, job in moves.items() if isinstance(name, tuple) and name[0] == "copy"}
         return jobs | moves  # swaps last: until then, preempted sequences are recomputed
 
-    def first(self) -> tuple[Hashable, ...]:
-        """The executables that suffice to serve a request."""
-        tokens = token_ladder(self.config.max_num_batched_tokens)[0]
-        return (
-            "init",
-            ("admit", ADMIT_SIZES[0]),
-            ("step", tokens),
-            ("sample", token_ladder(self.config.max_num_seqs)[0]),
-        )
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """Of steps."""
+        return token_ladder(self.config.max_num_batched_tokens, self.config.min_bucket)
 
-    def _samplers(self, layout: SampleLayout) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
+    @property
+    def sample_buckets(self) -> tuple[int, ...]:
+        """Of samplers."""
+        return token_ladder(self.config.max_num_seqs, self.config.min_bucket)
+
+    def _first_buckets(self) -> list[int]:
+        """The buckets of tokens that come first on accelerators, each at least eight times the one before."""
+        first: list[int] = []
+        for tokens in self.token_buckets if platform_of(self.mesh) != "cpu" else ():
+            if not first or tokens >= 8 * first[-1]:
+                first.append(tokens)
+        return first
+
+    def _samplers_of(self, tokens: int) -> dict[tuple[str, int], Callable[[], jax.stages.Lowered]]:
+        """Those that a step of so many tokens may need."""
+        most = self.config.max_num_seqs
+        layout = SampleLayout(pick_bucket(self.sample_buckets, min(tokens, most)), most)
         lowerings = {
             "sample": self.lower_sample,
             "logits": self.lower_logits,

@@ -23,10 +23,16 @@ FROM_SLOT = -1  # as a token: the slot's last token, which the host may not know
 ADMIT_SIZES = (1, 16)  # rows that one `admit` installs; more take several
 
 
-def token_ladder(max_tokens: int) -> tuple[int, ...]:
-    """The token buckets, up to `max_tokens`: 1, then 8 and its doublings (fewer rows cost a matrix unit as much); from
-    64 on, where each row costs, also the sizes half way, so that padding is at most a third of a step."""
-    sizes, size = {1, max_tokens}, 8
+def min_bucket(platform: str) -> int:
+    """The smallest bucket on devices of `platform`. A TPU multiplies a single row with its vector unit, at a tenth of
+    the speed that its memory allows: 8 rows take the matrix unit, and less time."""
+    return 8 if platform == "tpu" else 1
+
+
+def token_ladder(max_tokens: int, least: int = 1) -> tuple[int, ...]:
+    """The token buckets, up to `max_tokens`: `least`, then 8 and its doublings (fewer rows cost a matrix unit as much);
+    from 64 on, where each row costs, also the sizes half way, so that padding is at most a third of a step."""
+    sizes, size = {min(least, max_tokens), max_tokens}, 8
     while size < max_tokens:
         sizes.update((size, size * 3 // 2) if size >= 64 else (size,))
         size *= 2

@@ -297,6 +297,8 @@ def test_token_ladder():
     assert token_ladder(8) == (1, 8)
     assert token_ladder(90) == (1, 8, 16, 32, 64, 90)
     assert token_ladder(600) == (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 600)
+    assert token_ladder(90, 8) == (8, 16, 32, 64, 90)
+    assert token_ladder(8, 8) == (8,) and token_ladder(5, 8) == (5,)
 
 
 @quick
