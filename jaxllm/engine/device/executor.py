@@ -46,10 +46,9 @@ class Executor:
         lowering = Lowering(model_shape, config, mesh)
         self.temp_bound = memory.step_bytes(model_shape, config, mesh)
         check = partial(_check_memory, ("step", config.max_num_batched_tokens), self.temp_bound)
+        jobs, compile = lowering.jobs(), open_store(compilation_cache, mesh)
         share = _COMPILE_SHARE if lowering.placement.platform == "cpu" else 1.0
-        self.compile_plan = CompilePlan(
-            lowering.jobs(), check, compile=open_store(compilation_cache, mesh), first=lowering.first(), share=share
-        )
+        self.compile_plan = CompilePlan(jobs, check, compile=compile, first=list(jobs)[:NUM_FIRST], share=share)
         self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory
         self.moves = BlockMoves(self.compile_plan.awaited)
         self.leaves: list[Array] = []
