@@ -17,6 +17,7 @@ from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.engine.model_source import cache_specs, model_source
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
@@ -79,6 +80,15 @@ def build_engine(
         seed=seed,
     )
     _check_len(wanted.max_model_len, source.cfg.max_len)
+    _check_swap_space(swap_space)
+    if num_blocks is not None:
+        memory.check_num_blocks(shape, wanted, num_blocks, mesh, has_params=has_params)
+    if platform == "cpu" and gpu_memory_utilization is not None:
+        log.warning(
+            "gpu_memory_utilization=%g is for accelerators: on a CPU the KV pool takes %.3g %% of the machine's memory "
+            "at most, unless num_blocks gives its size",
+            *(gpu_memory_utilization, 100 * memory.CPU_KV_SHARE),
+        )
     device = memory.device_memory(mesh) if num_blocks is None else None
     explicit_len = max_model_len is not None
     config = size_engine(shape, wanted, mesh, num_blocks, device, explicit_len=explicit_len, has_params=has_params)
@@ -130,6 +140,15 @@ def _check_len(max_model_len: int, limit: int) -> None:
             f"max_model_len={max_model_len} is more than the {limit} tokens that the model was made for "
             f"(max_position_embeddings and rope scaling of its config.json); give at most {limit}. Rope scaling in "
             "config.json is the way to more, where the model has rotary embeddings"
+        )
+
+
+def _check_swap_space(swap_space: float | None) -> None:
+    have = machine_bytes() / 2**30
+    if swap_space is not None and swap_space > have:
+        raise ValueError(
+            f"swap_space={swap_space:g} GiB is more than the machine's memory, {have:.1f} GiB, of which it is taken; "
+            "give less, or leave it out for 4 GiB at most"
         )
 
 
