@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxllm.argument_checks import check_int
 from jaxllm.checkpoint.placement import check_mesh
 from jaxllm.engine import recording
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
@@ -53,7 +54,8 @@ def build_engine(
     if tensor_parallel_size is not None:
         if mesh is not None:
             raise ValueError(f"mesh and tensor_parallel_size={tensor_parallel_size} exclude each other; give one")
-        mesh = f"tensor={tensor_parallel_size}"
+        check_int("tensor_parallel_size", tensor_parallel_size, 1, 2**16)
+        mesh = make_mesh(f"tensor={tensor_parallel_size}", f"tensor_parallel_size={tensor_parallel_size}")
     mesh = make_mesh(mesh)
     platform = platform_of(mesh)
     source = model_source(model, dtype, platform, tokenizer)
