@@ -52,7 +52,7 @@ def test_a_cache_that_can_not_be_made_is_said_in_a_line():
         "-m", "jaxllm.generate", "def f(", "--max-tokens", "2", "--quiet", JAX_COMPILATION_CACHE_DIR="/proc/x", **CPU
     )
     assert done.returncode == 0 and done.stdout.startswith("def f(")
-    (line,) = done.stderr.splitlines()
+    (line,) = [line for line in done.stderr.splitlines() if "kernels" not in line]  # which may not be built
     assert line.startswith("the compilation cache is unavailable") and "'/proc/x'" in line
 
 
