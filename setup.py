@@ -7,7 +7,7 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel, get_platform
 from setuptools.command.build_py import build_py
 
-spec = importlib.util.spec_from_file_location("build_native", "pallas_kernels/native/build.py")
+spec = importlib.util.spec_from_file_location("build_native", "src/jaxllm/pallas_kernels/native/build.py")
 build_native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build_native)
 

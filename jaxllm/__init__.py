@@ -1,7 +1,11 @@
 """An LLM inference engine for people who live in JAX."""
 
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
+
+if _sys.platform == "win32":
+    raise ImportError("jaxllm runs on Linux and macOS. On Windows use it in WSL2: wsl --install, then pip in its shell")
 
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM

@@ -4,6 +4,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 
+def a_type(value: Any) -> str:
+    """What messages call a value of another type than wanted: "an int"."""
+    name = type(value).__qualname__
+    return "None" if value is None else f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def as_list(name: str, value: Any) -> list:
     if not isinstance(value, list | tuple | None):
         raise ValueError(f"{name}={value!r} must be a list")

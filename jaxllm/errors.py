@@ -25,6 +25,10 @@ class MeshError(JaxLLMError, ValueError):
     """A mesh that does not fit the model or the machine."""
 
 
+class DeviceError(JaxLLMError):
+    """JAX can't use the devices that it is told to: their plugin is not installed, or they are not there."""
+
+
 class OutOfMemoryError(JaxLLMError):
     """The model, or its smallest KV pool, does not fit the device."""
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxllm.argument_checks import nests_deeper
+from jaxllm.argument_checks import a_type, nests_deeper
 
 MAX_GRAMMAR_CHARS = 1 << 20  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 50_000
@@ -64,7 +64,7 @@ class StructuredOutputs:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
         if not isinstance(schema, dict):
-            raise ValueError(f"structured_outputs.json is a {type(schema).__name__}; give a JSON schema, an object")
+            raise ValueError(f"structured_outputs.json is {a_type(schema)}; give a JSON schema, an object")
         if nests_deeper(schema, MAX_SCHEMA_DEPTH):
             raise ValueError(f"structured_outputs.json is nested more than {MAX_SCHEMA_DEPTH} levels deep; flatten it")
         if self.disable_additional_properties:
@@ -124,7 +124,7 @@ def as_structured_outputs(value: Any) -> StructuredOutputs | None:
     if isinstance(value, StructuredOutputs | None):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"structured_outputs is a {type(value).__name__}; give StructuredOutputs(json=...), say")
+        raise ValueError(f"structured_outputs is {a_type(value)}; give StructuredOutputs(json=...), say")
     known = [field.name for field in fields(StructuredOutputs)]
     if unknown := [name for name in value if name not in known]:
         raise ValueError(f"structured_outputs has no {unknown[0]!r:.100}; it has {', '.join(known)}")

@@ -13,10 +13,6 @@ ARCHITECTURES: dict[str, str | ModuleType] = {
     "OPTForCausalLM": "opt",
     "Phi3ForCausalLM": "phi3",
 }
-REFUSED = {
-    "Gemma3ForConditionalGeneration": "only text models are; take a Gemma3ForCausalLM checkpoint, such as "
-    "gemma-3-1b, or save the text part of this one as such"
-}
 
 
 def register(architecture: str, module: ModuleType) -> None:

@@ -1,5 +1,6 @@
 """Meshes: from a string, from the caller, or one device."""
 
+import importlib.util
 import math
 from collections.abc import Mapping
 
@@ -7,20 +8,26 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxllm.errors import MeshError
+from jaxllm.argument_checks import a_type
+from jaxllm.errors import DeviceError, MeshError
 
 AXES = ("data", "stage", "expert", "tensor")
+_PLUGINS = {  # of JAX's platforms: a module of each that serves it, and what installs one
+    "cuda": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "pip install 'jaxllm[cuda12]', or cuda13"),
+    "tpu": (("libtpu",), "pip install 'jaxllm[tpu]'"),
+}
 
 
-def make_mesh(spec: str | Mesh | None) -> Mesh:
+def make_mesh(spec: str | Mesh | None, name: str | None = None) -> Mesh:
     """The engine's mesh with `Auto` axes.
 
     `spec` is "tensor=4" or "expert=2,tensor=2" over the first devices, a `Mesh` of the caller's (its devices and
-    axis names are kept; `rename_axes` maps foreign names), or None for the default device. Raises `MeshError`. An
-    axis that splits nothing of the model is found when its parameters are known (`rules.check_used`).
+    axis names are kept; `rename_axes` maps foreign names), or None for the default device. Errors call it by `name`.
+    Raises `MeshError` or `DeviceError`. An axis that splits nothing of the model is found when its parameters are
+    known (`rules.check_used`).
     """
     if spec is None:
-        return _mesh(np.array(jax.devices()[:1]), ("tensor",))
+        return _mesh(np.array(all_devices()[:1]), ("tensor",))
     if isinstance(spec, Mesh):
         unknown = sorted(set(spec.axis_names) - set(AXES))
         if unknown:
@@ -29,11 +36,43 @@ def make_mesh(spec: str | Mesh | None) -> Mesh:
                 f"jaxllm.sharding.mesh.rename_axes(mesh, {{{unknown[0]!r}: 'tensor'}})"
             )
         return _mesh(spec.devices, spec.axis_names)
+    if not isinstance(spec, str):
+        raise MeshError(
+            f"mesh={spec!r:.100} is {a_type(spec)}; give a string, as in 'tensor=4' for four devices, or a "
+            "jax.sharding.Mesh"
+        )
     sizes = parse_axes(spec)
-    want, have = math.prod(sizes.values()), jax.devices()
+    want, have = math.prod(sizes.values()), all_devices()
     if want > len(have):
-        raise MeshError(f"mesh {spec!r} needs {want} devices, but there are {len(have)} ({have[0].platform})")
+        platform = have[0].platform
+        hint = ""
+        if platform == "cpu":
+            hint = f". To try it on a CPU, let it be several devices: set JAX_NUM_CPU_DEVICES={want} before JAX starts"
+        raise MeshError(f"{name or f'mesh {spec!r}'} needs {want} devices, but JAX has {len(have)} ({platform}){hint}")
     return _mesh(np.array(have[:want]).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def all_devices() -> list[jax.Device]:
+    """JAX's devices, of the platform that it prefers. Raises `DeviceError` if it can't use what JAX_PLATFORMS says."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the second, without a text, where a GPU's plugin is missing
+        raise DeviceError(_explain(jax.config.jax_platforms or "", str(error))) from error
+
+
+def _explain(platforms: str, error: str) -> str:
+    wanted = "cuda" if platforms == "gpu" else platforms
+    modules, install = _PLUGINS.get(wanted, ((), ""))
+    text = f"JAX can't use the platform {platforms!r}, which JAX_PLATFORMS or jax.config asks for"
+    if modules and not any(map(_is_installed, modules)):
+        return f"{text}: its plugin is not installed. Install it ({install}), or set JAX_PLATFORMS=cpu"
+    reason = error.strip().partition("\n")[0].removesuffix(".") or "it gives no reason"
+    return f"{text}: {reason}"
+
+
+def _is_installed(module: str) -> bool:
+    package = module.partition(".")[0]
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
 def platform_of(mesh: Mesh) -> str:
@@ -56,6 +95,9 @@ def parse_axes(spec: str) -> dict[str, int]:
         name, _, size = part.partition("=")
         name = name.strip()
         if name not in AXES or name in sizes or not size.strip().isdecimal() or int(size) < 1:
-            raise MeshError(f"bad mesh {spec!r}: expected e.g. 'tensor=4', with axes of {list(AXES)} each once")
+            raise MeshError(
+                f"bad mesh {spec!r}: give axes and their sizes, at least 1, as in 'tensor=4' or 'expert=2,tensor=2'; "
+                f"the axes are {', '.join(AXES)}, each once"
+            )
         sizes[name] = int(size)
     return sizes

@@ -1,12 +1,15 @@
 """The folders install as one package, imports point one way, and commands start without jax."""
 
 import ast
+import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -47,11 +50,15 @@ def imports(file: Path) -> set[str]:
 def test_pyproject_lists_every_package():
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     found = {
-        ".".join([name, *init.parent.relative_to(ROOT / folder).parts])
-        for name, folder in tool["package-dir"].items()
+        ".".join([package, *init.parent.relative_to(ROOT / folder).parts])
+        for folder, package in FOLDERS.items()
         for init in (ROOT / folder).rglob("__init__.py")
     }
     assert found == set(tool["packages"])
+    (root,) = tool["package-dir"].values()
+    assert [path.name for path in (ROOT / root).iterdir() if path.suffix != ".egg-info"] == ["jaxllm"]
+    for package in tool["packages"]:
+        assert (ROOT / root / package.replace(".", "/") / "__init__.py").is_file(), package
 
 
 def test_generic_names_stay_out_of_the_import_path():
@@ -192,11 +199,73 @@ def wheel(tree, tmp_path_factory):
     return build("wheel", unpacked, home)
 
 
+@pytest.fixture(scope="module")
+def editable(tree, tmp_path_factory):
+    """The interpreter of an environment with an editable install of the tree, beside what this one has."""
+    home = tmp_path_factory.mktemp("editable")
+    venv.create(home / "env", with_pip=False)
+    (site,) = (home / "env/lib").glob("python*/site-packages")
+    with zipfile.ZipFile(build("editable", tree, home)) as wheel:
+        wheel.extractall(site)
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # whose own .pth files are not read there
+    return home / "env/bin/python"
+
+
 @pytest.mark.slow
-def test_an_editable_install_leads_to_the_checkout(tree, tmp_path):
-    names = zipfile.ZipFile(build("editable", tree, tmp_path)).namelist()
-    assert not [name for name in names if name.startswith("jaxllm/")]
-    assert [name for name in names if name.startswith("__editable__")]
+def test_an_editable_install_is_a_path_to_a_folder_with_one_name(tree, editable):
+    (pth,) = editable.parents[1].glob("lib/python*/site-packages/__editable__*")
+    assert pth.read_text().strip() == str(tree / "src")
+    assert {path.name for path in (tree / "src").iterdir()} <= {"jaxllm", "jaxllm.egg-info"}
+
+
+@pytest.mark.slow
+def test_an_editable_install_runs_from_anywhere(tree, editable, tmp_path):
+    code = """
+import importlib.util, multiprocessing, jaxllm, jaxllm.models, jaxllm.sharding, jaxllm.pallas_kernels
+if __name__ == "__main__":
+    print(jaxllm.__file__, jaxllm.__version__)
+    assert not any(map(importlib.util.find_spec, ("models", "sharding", "pallas_kernels", "tests")))
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(jaxllm.SamplingParams, (), {"n": 3}).n)
+"""
+    (tmp_path / "script.py").write_text(code)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"JAX_PLATFORMS": "cpu"}
+    for arguments, text in (
+        (["script.py"], f"{tree}/src/jaxllm/__init__.py 0.1.0\n3\n"),
+        (["-m", "jaxllm.generate", "def f(", "--max-tokens", "8"], "def f("),
+    ):
+        done = subprocess.run([editable, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.startswith(text), done.stderr
+
+
+@pytest.mark.slow
+def test_type_checkers_find_an_editable_install(editable, tmp_path):
+    """And none of the folders' own names."""
+    (tmp_path / "script.py").write_text("""
+import jaxllm.pallas_kernels.dispatch
+from jaxllm import LLM, SamplingParams
+from jaxllm.models import qwen3
+from jaxllm.sharding.mesh import make_mesh
+reveal_type(LLM)
+reveal_type(qwen3.Model)
+reveal_type(make_mesh)
+reveal_type(jaxllm.pallas_kernels.dispatch.Op)
+SamplingParams(tempperature=1)
+import models
+""")
+    pyright = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(editable), "script.py"]
+    done = subprocess.run(pyright, cwd=tmp_path, capture_output=True, text=True)
+    found = [report["message"] for report in json.loads(done.stdout)["generalDiagnostics"]]
+    assert [text.partition(" is ")[2].partition("(")[0] for text in found[:4]] == [
+        '"type[LLM]"',
+        '"type[Model]"',
+        '"',
+        '"type[Op]"',
+    ]
+    assert [text.partition(" could")[0] for text in found[4:]] == [
+        'No parameter named "tempperature"',
+        'Import "models"',
+    ]
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from jaxllm.checkpoint.files import is_gguf
 from jaxllm.checkpoint.loader import abstract_params
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import named, sharding_before
-from jaxllm.engine.config import machine_bytes
 from jaxllm.engine.device.memory import device_memory, leaf_bytes
+from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import transformer
 from jaxllm.models.transformer import Params

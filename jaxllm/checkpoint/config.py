@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxllm.argument_checks import check_float, check_int
+from jaxllm.checkpoint import unsupported
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import registry, transformer
@@ -89,9 +90,8 @@ def read_spec(checkpoint: Checkpoint, dtype: Any) -> ModelSpec:
     """
     hf, path = checkpoint.config(), checkpoint.config_path
     try:
-        if hf.get("quantization_config") is not None:
-            raise ValueError("quantised weights (quantization_config) are not supported; use the original")
         module = _architecture(hf)
+        _check_quantization(hf)
         _check_sizes(hf)
         _check_ropes(hf)
         cfg = module.Config.from_hf(hf, dtype=dtype)
@@ -108,16 +108,36 @@ def read_spec(checkpoint: Checkpoint, dtype: Any) -> ModelSpec:
 
 
 def _architecture(hf: dict) -> ModuleType:
-    names = hf["architectures"]
+    names, model_type = hf.get("architectures"), hf.get("model_type")
+    types = [model_type[:100]] if isinstance(model_type, str) else []
+    if names is None:
+        if found := unsupported.describe(types, hf):
+            raise ValueError(found)
+        names = hf["architectures"]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"architectures={names!r:.100} must be a list of names")
     known = [name for name in names if name in registry.ARCHITECTURES]
     if not known:
-        for name in filter(registry.REFUSED.get, names):
-            raise ValueError(f"{name} is not supported: {registry.REFUSED[name]}")
+        if found := unsupported.describe([*(name[:100] for name in names), *types], hf):
+            raise ValueError(found)
         supported = sorted(registry.ARCHITECTURES)
-        raise ValueError(f"architectures={names!r:.200} is not supported; supported: {supported}")
+        raise ValueError(
+            f"architectures={names!r:.200} is not supported; supported: {supported}, and what "
+            "jaxllm.models.registry.register is given"
+        )
     return registry.find(known[0])
+
+
+def _check_quantization(hf: dict) -> None:
+    """The key `quantization` is that of MLX."""
+    for key in ("quantization_config", "quantization"):
+        if (given := hf.get(key)) is not None:
+            method = given.get("quant_method") if isinstance(given, dict) else None
+            method = "MLX" if key == "quantization" else method
+            raise ValueError(
+                f"its weights are quantised by {method or 'an unnamed method'!s:.50} ({key}), which is not supported; "
+                "take the original weights, or a GGUF file of the model, whose quantised weights are read"
+            )
 
 
 def _check_sizes(hf: dict) -> None:

@@ -1,17 +1,39 @@
 """Files of a model directory: their names, JSON of bounded size, and what an index of shards may name."""
 
 import json
+import os
 import re
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+from jaxllm.argument_checks import a_type
 from jaxllm.errors import ModelFormatError
 
+CONFIG = "config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
-
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 GGUF_PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_GGUF_PARTS = 1000
+
+
+def local(text: str | os.PathLike[str]) -> Path:
+    """A path as it was typed, with a leading ~ expanded."""
+    return Path(os.path.expanduser(text))
+
+
+def check_no_pointer(file: Path) -> None:
+    """Raises `ModelFormatError` for what git leaves in place of a large file where git-lfs is not installed."""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(len(_LFS_POINTER))
+    except OSError:  # whoever reads the file says so
+        return
+    if start == _LFS_POINTER:
+        raise ModelFormatError(
+            f"{file} is a pointer of git-lfs, not the file itself; run git lfs pull in {file.parent}, or give the "
+            "model's name org/name, which fetches it"
+        )
 
 
 def gguf_parts(name: str) -> list[str]:
@@ -48,9 +70,10 @@ def read_json(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
+        check_no_pointer(path)
         raise ModelFormatError(f"{path} is not valid JSON ({error}); download it again") from error
     if not isinstance(value, dict):
-        raise ModelFormatError(f"{path} holds a {type(value).__name__}, not a JSON object; download it again")
+        raise ModelFormatError(f"{path} holds {a_type(value)}, not a JSON object; download it again")
     return value
 
 

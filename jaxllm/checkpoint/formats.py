@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxllm.checkpoint.files import is_gguf, read_json
+from jaxllm.checkpoint.explain import not_a_checkpoint
+from jaxllm.checkpoint.files import CONFIG, is_gguf, local, read_json
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
 from jaxllm.checkpoint.gguf.reader import models_in
 from jaxllm.checkpoint.tensors import StoredTensor, find_tensors
@@ -46,18 +47,15 @@ class Checkpoint(Protocol):
 class HuggingFaceDirectory:
     """A directory with `config.json`, `tokenizer.json` and `*.safetensors`."""
 
-    config_name = "config.json"
+    config_name = CONFIG
 
     def __init__(self, path: Path):
         self.path = path
         self.config_path, self.generation_path = path / self.config_name, path / "generation_config.json"
 
     def config(self) -> dict[str, Any]:
-        if not self.path.is_dir():
-            raise ModelFormatError(
-                f"{self.path} is not a directory; give a local directory in Hugging Face format "
-                "(config.json, tokenizer.json, *.safetensors), or a .gguf file"
-            )
+        if not self.config_path.is_file():
+            raise not_a_checkpoint(self.path)
         return read_json(self.config_path)
 
     def config_bytes(self) -> bytes:
@@ -76,7 +74,7 @@ class HuggingFaceDirectory:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in a directory, or in a GGUF file (one in parts: the first). `ModelFormatError` for a directory
     with several GGUF models."""
-    path = Path(path)
+    path = local(path)
     if is_gguf(path):
         return GgufCheckpoint(path)
     if path.is_dir() and not (path / HuggingFaceDirectory.config_name).exists():

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
+from jaxllm.argument_checks import a_type
 from jaxllm.models.transformer import Params
 from jaxllm.sharding import rules
 from jaxllm.sharding.expand import Expansion, canonical_sharding
@@ -101,7 +102,7 @@ def _contraction(how: Expansion, sharding: NamedSharding) -> Callable[[Any], Arr
 def _check_leaf(name: str, leaf: Any, want: jax.ShapeDtypeStruct) -> None:
     value = _value(leaf)
     if not isinstance(value, jax.Array | np.ndarray):
-        raise ValueError(f"parameter {name} is a {type(value).__name__}; pass a jax or numpy array")
+        raise ValueError(f"parameter {name} is {a_type(value)}; pass a jax or numpy array")
     if isinstance(value, jax.Array) and value.is_deleted():
         raise ValueError(f"parameter {name} has been deleted or donated; pass the arrays that replaced it")
     if value.shape != want.shape:

@@ -5,7 +5,6 @@ Those of safetensors are found here, those of GGUF files in `jaxllm.checkpoint.g
 
 import json
 import math
-import shlex
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, read_json, shard_path
+from jaxllm.checkpoint.explain import no_weights
+from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, check_no_pointer, read_json, shard_path
 from jaxllm.checkpoint.gguf.blocks import BLOCKS
 from jaxllm.errors import ModelFormatError
 
@@ -86,13 +86,7 @@ def _files(model_dir: Path) -> list[Path]:
         return [model_dir / WEIGHTS]
     index = model_dir / WEIGHTS_INDEX
     if not index.is_file():
-        others = sorted(file.name for file in model_dir.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
-        raise ModelFormatError(
-            f"{model_dir} has neither {WEIGHTS} nor {WEIGHTS_INDEX}, but {others[:3] or 'no other weights'}. "
-            "Only safetensors are read here, as other formats can run code (a .gguf is a model by itself: give its "
-            "path); download them, or convert pytorch_model*.bin: "
-            f"python -m jaxllm.convert {shlex.quote(str(model_dir))} NEW_DIR"
-        )
+        raise no_weights(model_dir)
     names = read_json(index, max_bytes=100_000_000).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelFormatError(f"{index}: weight_map must map tensors to files; download the index again")
@@ -100,6 +94,7 @@ def _files(model_dir: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
+    check_no_pointer(file)
     try:
         with safe_open(file, framework="np"):
             pass  # opening checks sizes, shapes and offsets against the file

@@ -155,12 +155,18 @@ def setup_compilation_cache() -> None:
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,  # no limit, not even the file system's default
     }
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        try:
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    try:
+        if given is None:
             options["jax_compilation_cache_dir"] = str(cache_dir())
-        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-            log.warning("the compilation cache is unavailable, so that each start compiles everything: %s", error)
-            return
+        elif "://" not in given:  # no bucket
+            Path(given).mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        log.warning("the compilation cache is unavailable, so that each start compiles everything: %s", error)
+        if given is not None:
+            jax.config.update("jax_compilation_cache_dir", None)
+        return
+    if given is None:
         # The limit deletes files, so it is set only for a directory of jaxllm alone.
         options["jax_compilation_cache_max_size"] = CACHE_BYTES
     for name, value in options.items():

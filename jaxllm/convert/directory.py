@@ -11,7 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, read_json, shard_path
+from jaxllm.checkpoint.explain import not_a_checkpoint
+from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, is_gguf, read_json, shard_path
 from jaxllm.checkpoint.tensors import find_tensors
 from jaxllm.convert.names import canonical, is_tied
 from jaxllm.convert.process import require, run
@@ -45,8 +46,10 @@ def convert(src: Path, out: Path, *, dtype: str = "auto", max_shard_bytes: int =
 
 
 def _check_directories(src: Path, out: Path) -> None:
-    if not src.is_dir():
-        raise ValueError(f"{src} is not a directory; give a local one in Hugging Face format")
+    if is_gguf(src) and src.is_file():
+        raise ValueError(f"{src} is a GGUF file, which needs no conversion: give it as the model, --model {src}")
+    if not (src / _CONFIG).is_file():
+        raise not_a_checkpoint(src)
     if out.exists() and out.samefile(src):
         raise ValueError(f"{out} is the source itself; give another directory to write to")
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from jaxllm.argument_checks import a_type
 from jaxllm.convert.names import EMBEDDINGS, HEAD, canonical
 from jaxllm.convert.shards import ShardWriter
 
@@ -104,7 +105,7 @@ def read_pickle(file: str) -> dict[str, Tensor]:
     except Exception as error:  # the unpickler raises many kinds
         raise ValueError(_refusal(file, str(error))) from error
     if not isinstance(tensors, dict):
-        raise ValueError(f"{file} holds a {type(tensors).__name__}, not tensors by name; take the model's state_dict")
+        raise ValueError(f"{file} holds {a_type(tensors)}, not tensors by name; take the model's state_dict")
     for name, tensor in tensors.items():
         _check_tensor(file, name, tensor)
     # A crafted view can claim more bytes than the file has. Tied tensors legitimately count twice.
@@ -143,7 +144,7 @@ def _refusal(file: str, reason: str) -> str:
 def _check_tensor(file: str, name: Any, tensor: Any) -> None:
     if not isinstance(name, str) or type(tensor) not in (Tensor, torch.nn.Parameter):
         raise ValueError(
-            f"{file}: {name!r:.100} is a {type(tensor).__name__}; only named tensors are converted, not whole "
+            f"{file}: {name!r:.100} is {a_type(tensor)}; only named tensors are converted, not whole "
             "training states: save the model's state_dict alone"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxllm.argument_checks import check_int
 from jaxllm.checkpoint.placement import check_mesh
 from jaxllm.engine import recording
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
@@ -18,6 +19,7 @@ from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.packing import min_bucket
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.engine.model_source import cache_specs, model_source
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
@@ -54,7 +56,8 @@ def build_engine(
     if tensor_parallel_size is not None:
         if mesh is not None:
             raise ValueError(f"mesh and tensor_parallel_size={tensor_parallel_size} exclude each other; give one")
-        mesh = f"tensor={tensor_parallel_size}"
+        check_int("tensor_parallel_size", tensor_parallel_size, 1, 2**16)
+        mesh = make_mesh(f"tensor={tensor_parallel_size}", f"tensor_parallel_size={tensor_parallel_size}")
     mesh = make_mesh(mesh)
     platform = platform_of(mesh)
     source = model_source(model, dtype, platform, tokenizer)
@@ -81,6 +84,15 @@ def build_engine(
         seed=seed,
     )
     _check_len(wanted.max_model_len, source.cfg.max_len)
+    _check_swap_space(swap_space)
+    if num_blocks is not None:
+        memory.check_num_blocks(shape, wanted, num_blocks, mesh, has_params=has_params)
+    if platform == "cpu" and gpu_memory_utilization is not None:
+        log.warning(
+            "gpu_memory_utilization=%g is for accelerators: on a CPU the KV pool takes %.3g %% of the machine's memory "
+            "at most, unless num_blocks gives its size",
+            *(gpu_memory_utilization, 100 * memory.CPU_KV_SHARE),
+        )
     device = memory.device_memory(mesh) if num_blocks is None else None
     explicit_len = max_model_len is not None
     config = size_engine(shape, wanted, mesh, num_blocks, device, explicit_len=explicit_len, has_params=has_params)
@@ -134,6 +146,15 @@ def _check_len(max_model_len: int, limit: int) -> None:
             f"max_model_len={max_model_len} is more than the {limit} tokens that the model was made for "
             f"(max_position_embeddings and rope scaling of its config.json); give at most {limit}. Rope scaling in "
             "config.json is the way to more, where the model has rotary embeddings"
+        )
+
+
+def _check_swap_space(swap_space: float | None) -> None:
+    have = machine_bytes() / 2**30
+    if swap_space is not None and swap_space > have:
+        raise ValueError(
+            f"swap_space={swap_space:g} GiB is more than the machine's memory, {have:.1f} GiB, of which it is taken; "
+            "give less, or leave it out for 4 GiB at most"
         )
 
 

@@ -1,10 +1,10 @@
 """The engine's settings, checked once; `auto` and None are resolved into numbers before the engine exists."""
 
-import os
 from bisect import bisect_right
 from dataclasses import dataclass
 
 from jaxllm.argument_checks import check_float, check_int
+from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.engine.schedule.cache_groups import EVERYTHING, CacheGroup
 
 BLOCK_SIZE = 32  # tokens
@@ -14,10 +14,6 @@ GPU_MEMORY_UTILIZATION = 0.92  # share of an accelerator's memory that the proce
 MEM_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 MOST_BLOCKS = 2**30
 PREEMPTIONS = ("auto", "swap", "recompute")
-
-
-def machine_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +28,7 @@ class EngineConfig:
     min_bucket: int = 1  # tokens that a step is padded to at least, and samples of a sampler; by the platform
     groups: tuple[CacheGroup, ...] = EVERYTHING  # of layers, which share the pool
     enable_prefix_caching: bool = True
-    gpu_memory_utilization: float | None = None  # share of each device's memory for the process; None: the default
+    gpu_memory_utilization: float | None = None  # share of each accelerator's memory; None: the default
     preemption: str = "auto"  # when blocks run out: "swap", "recompute", or what is measured to be faster
     swap_space: float | None = None  # GiB of host memory for swapped blocks; None: 4, or an eighth of the machine's
     seed: int = 0  # of requests that bring none
@@ -40,7 +36,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_int("max_model_len", self.max_model_len, 2, 2**24)
         check_int("max_num_seqs", self.max_num_seqs, 1, 2**16)
-        check_int("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_seqs, 2**20)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
+                "but a step has a token of each sequence; raise it, or lower max_num_seqs"
+            )
         check_int("block_size", self.block_size, 1, 2**12)
         check_int("num_blocks", self.num_blocks, 1, MOST_BLOCKS)
         check_int("min_bucket", self.min_bucket, 1, 8)

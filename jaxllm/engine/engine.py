@@ -10,7 +10,7 @@ from jaxllm.engine.beam.candidates import BeamRow
 from jaxllm.engine.beam.group import read_rows
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.runner import Forward, Handle, Result, Runner
-from jaxllm.engine.failure import describe
+from jaxllm.engine.failure import describe, describe_state
 from jaxllm.engine.grammar_rows import GrammarRows
 from jaxllm.engine.logprobs import PackedLogprobs, pack_logprobs
 from jaxllm.engine.output import Request
@@ -268,7 +268,9 @@ class Engine:
             self.runner.reset()
         except Exception as error:
             self._dead = error
-            raise EngineDeadError(f"the device state could not be built: {error}") from error
+            raise EngineDeadError(
+                f"the device state could not be built: {describe_state(error, self.config)}"
+            ) from error
         self._has_state = True
 
     def _recover(self, plan: Plan, error: Exception) -> list[Sequence]:

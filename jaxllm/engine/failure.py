@@ -1,5 +1,6 @@
-"""Why a step failed, in words for who asked for it."""
+"""Why the device failed, in words for who asked for it."""
 
+from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.runner import Runner
 
 MAX_CHARS = 500
@@ -14,3 +15,14 @@ def describe(error: Exception, runner: Runner) -> str:
             "new ones with update_params, or train on a copy"
         )
     return text
+
+
+def describe_state(error: Exception, config: EngineConfig) -> str:
+    """As `describe`, for the pool and the slots, which were to be built."""
+    text = str(error).strip()[:MAX_CHARS] or type(error).__name__
+    if "RESOURCE_EXHAUSTED" not in text:
+        return text
+    return (
+        f"{text.removesuffix('.')}. Lower num_blocks ({config.num_blocks}), max_num_seqs ({config.max_num_seqs}) or "
+        f"max_num_batched_tokens ({config.max_num_batched_tokens}), or free memory of the device"
+    )

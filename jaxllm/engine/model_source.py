@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.config import read_spec, resolve_dtype
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
 from jaxllm.checkpoint.loader import load_params
@@ -27,6 +29,8 @@ from jaxllm.models.transformer import Params
 from jaxllm.sharding.expand import padded, repeated
 from jaxllm.text.tokenizer import FILE as TOKENIZER_FILE
 from jaxllm.text.tokenizer import Tokenizer, wrap
+
+log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"  # the name of the model in the package
 _SIZES = ("vocab", "embed", "num_layers", "heads", "kv_heads", "head_dim", "mlp", "max_len")  # read by the engine
@@ -76,6 +80,13 @@ class ModelSource(NamedTuple):
 def model_source(model: Any, dtype: str, platform: str, tokenizer: Any) -> ModelSource:
     """`model` is what `LLM` takes. Raises `TypeError` or `ValueError` for what can't be served."""
     tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
+    source = _source(model, dtype, platform, tokenizer)
+    if source.tokenizer is not None:
+        _check_fit(source.tokenizer, source)
+    return source
+
+
+def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None) -> ModelSource:
     if model is None or isinstance(model, str | Path):
         checkpoint = open_checkpoint(DEFAULT_MODEL if model is None else model)
         spec = read_spec(checkpoint, resolve_dtype(dtype, platform))
@@ -91,7 +102,7 @@ def model_source(model: Any, dtype: str, platform: str, tokenizer: Any) -> Model
     if isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
         return ModelSource(*_of_pair(*model), eos_ids, tokenizer)
     raise TypeError(
-        f"model is a {type(model).__qualname__}; give a directory in Hugging Face format, a GGUF file, a Flax "
+        f"model is {a_type(model)}; give a directory in Hugging Face format, a GGUF file, a Flax "
         "module with the interface of jaxllm.models, or a pair (configuration, parameter pytree)"
     )
 
@@ -100,6 +111,25 @@ def _tokenizer(given: Any) -> Tokenizer:
     if isinstance(given, str | os.PathLike) and Path(given).name != TOKENIZER_FILE:
         return open_checkpoint(given).tokenizer()
     return wrap(given)
+
+
+def _check_fit(tokenizer: Tokenizer, source: ModelSource) -> None:
+    """Raises `ValueError` for a tokenizer of another model than the checkpoint, and warns where the model is the
+    caller's own. Sound models may have a padded vocabulary, and tokenizers some added tokens, for images say, that text
+    models lack."""
+    size, eos, vocab = tokenizer.text_vocab_size or 0, tokenizer.eos_token_id, source.cfg.vocab
+    if size > vocab:
+        trouble = f"the tokenizer has {size} tokens, but the model only {vocab}"
+    elif eos is not None and eos >= vocab:
+        trouble = f"the tokenizer ends texts by token {eos}, but the model has {vocab} only, 0 to {vocab - 1}"
+    elif size and 2 * (tokenizer.vocab_size or size) < vocab:
+        log.warning("the tokenizer has %d tokens and the model %d: it may be another model's", size, vocab)
+        return
+    else:
+        return
+    if source.checkpoint is not None:
+        raise ValueError(f"{source.name}: {trouble}. It is another model's; give the tokenizer that came with this one")
+    log.warning("%s: it may be another model's", trouble)
 
 
 def _of_pair(cfg: Any, params: Any) -> tuple[Any, nnx.Module, Params]:

@@ -1,5 +1,6 @@
 """Compiles grammars for structured outputs with llguidance, outside the engine's thread, and fills their masks."""
 
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -24,6 +25,10 @@ _LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }
+# Errors of the library: that of a pattern shows it, marks a place under it, and says what is wrong there.
+_PATTERN_ERROR = re.compile(r"regex parse error:\n *(?P<pattern>.*)\n(?P<mark> *)\^[ ^]*\n(?:error: )?(?P<what>.*)")
+_GRAMMAR_ERROR = re.compile(r"(?:at )?(?P<line>\d+)\((?P<column>\d+)\): (?P<what>.*)")
+_SHOWN_CHARS = 60  # of a pattern
 _CACHE_CHARS = 1 << 23  # of the cached grammars together
 _CACHE_GRAMMARS = 256
 
@@ -137,7 +142,19 @@ def _compile(llguidance: ModuleType, trie: Any, text: str) -> Any:
     limits = llguidance.LLParserLimits(verbose_errors=False, **_LIMITS)
     matcher = llguidance.LLMatcher(trie, text, log_level=0, limits=limits)
     if matcher.is_error():
-        raise ValueError(f"the grammar is not sound: {matcher.get_error().strip()[:1000]}")
+        raise ValueError(_explain(matcher.get_error()))
     if (seconds := time.thread_time() - start) > MAX_COMPILE_S:
         raise ValueError(f"the grammar took {seconds:.1f} s to compile; at most {MAX_COMPILE_S:g} s are allowed")
     return matcher
+
+
+def _explain(error: str) -> str:
+    """The library's error in a line, with the place in the user's own pattern or grammar."""
+    if (match := _PATTERN_ERROR.search(error)) is not None:
+        line_start = match.start("pattern") - error.rindex("\n", 0, match.start("pattern")) - 1
+        rest = match["pattern"][max(0, len(match["mark"]) - line_start) :].replace(r"\/", "/")
+        place = f"at {rest[:_SHOWN_CHARS]!r}" if rest else "at its end"
+        return f"the regular expression is not sound: {match['what']}, {place}"
+    if (match := _GRAMMAR_ERROR.match(error)) is not None:
+        return f"the grammar is not sound: line {match['line']}, column {match['column']}: {match['what'][:1000]}"
+    return f"the grammar is not sound: {first_line(error)[:1000]}"

@@ -4,11 +4,11 @@ import fnmatch
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, read_json
+from jaxllm.checkpoint.explain import ADAPTER
+from jaxllm.checkpoint.files import CONFIG, WEIGHTS, WEIGHTS_INDEX, read_json
 from jaxllm.errors import ModelFormatError, ModelNotFoundError
 from jaxllm.hub.names import HubName
 
-CONFIG = "config.json"
 MAX_FILE_BYTES = 100_000_000  # of what is no weights: nothing larger would be read
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "LICENSE*")
 _TEMPLATES = "additional_chat_templates/*.jinja"
@@ -37,6 +37,11 @@ def _is_beside(file: str) -> bool:
 def _check_has_checkpoint(name: HubName, files: Collection[str]) -> None:
     if CONFIG in files and (WEIGHTS in files or WEIGHTS_INDEX in files):
         return
+    if ADAPTER in files:
+        raise ModelFormatError(
+            f"{name} is an adapter (LoRA), not a whole model, and adapters are not supported yet; merge it with peft's "
+            f"merge_and_unload() into its base, which its {ADAPTER} names"
+        )
     if gguf := sorted(file for file in files if file.lower().endswith(".gguf")):
         more = f" (of {len(gguf)})" if len(gguf) > 5 else ""
         raise ModelFormatError(

@@ -1,8 +1,10 @@
 """From a model's name to where it lies on this machine, fetching what is missing."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+from jaxllm.checkpoint.files import local
 from jaxllm.errors import ModelNotFoundError
 from jaxllm.hub.names import SMOLLM2, HubName, parse_name
 
@@ -15,7 +17,7 @@ def locate(
     weights: bool = True,
     tokenizer: bool = True,
 ) -> Any:
-    """The local directory, or `.gguf` file, that the name `model` stands for; what is no string comes back as it is.
+    """The local directory, or `.gguf` file, that the name `model` stands for; what is no name or path comes back.
 
     A path that exists comes first. Names of the hub are fetched into huggingface_hub's cache, or `download_dir`: first
     configuration and tokenizer, which are tried (the tokenizer only if `tokenizer`), then the weights, if `weights`.
@@ -24,7 +26,7 @@ def locate(
     if not isinstance(model, str):
         if revision is not None:
             raise ValueError(f"revision={revision!r} is for names of the hub, and the model is no name; leave it out")
-        return model
+        return local(model) if isinstance(model, os.PathLike) else model
     name = _parse(model, revision, download_dir)
     if isinstance(name, Path):
         return name

@@ -1,12 +1,11 @@
 """Reads what a user types as a model: a path, a name of the hub, or a short name."""
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxllm.checkpoint.files import gguf_parts, is_gguf
+from jaxllm.checkpoint.files import gguf_parts, is_gguf, local
 from jaxllm.errors import ModelNotFoundError
 
 SMOLLM2 = "smollm2"  # of the Python package index
@@ -20,6 +19,12 @@ _WORD = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[^@:]+))?(?::(?P<file>[^@:]+))?", re.ASCII)
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_URL = re.compile(
+    r"(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repo>[^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/(?P<file>[^?#]+))?)?/?(?:[?#].*)?",
+    re.IGNORECASE,
+)
+_SEARCH = "https://huggingface.co/models?search="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,7 @@ def parse_name(text: str, revision: str | None = None, known: Iterable[str] = ()
     `revision` is an option beside the name; `known` are names to suggest. Raises `ModelNotFoundError` for what is none
     of these, and `ValueError` for a revision that does not fit.
     """
-    path = local(text)
+    text, path = without_url(text), local(text)
     if text and (path.exists() or _looks_like_a_path(text)):
         if revision is not None:
             raise ValueError(f"revision={revision!r} is for names of the hub; {text} is a local path, so leave it out")
@@ -69,20 +74,26 @@ def parse_name(text: str, revision: str | None = None, known: Iterable[str] = ()
         return None
     match = _NAME.fullmatch(text)
     if match is None or ".." in text or "--" in match["repo"]:
-        raise ModelNotFoundError(f"{text!r} is no model: give {ACCEPTED}.{_suggestion(text, known)}")
+        raise ModelNotFoundError(f"{text!r} is no model: give {ACCEPTED}.{_suggestion(text, known) or _hint(text)}")
     name = HubName(repo=match["repo"], revision=_one_revision(match["revision"], revision), file=match["file"])
     if name.file is not None and not name.file.lower().endswith(".gguf"):
         raise ModelNotFoundError(f"{text!r} names the file {name.file!r}; after a colon goes a .gguf file")
     return name
 
 
-def local(text: str | os.PathLike[str]) -> Path:
-    """A path as it was typed, with a leading ~ expanded."""
-    return Path(os.path.expanduser(text))
+def without_url(text: str) -> str:
+    """The address of a model's page in the hub as the name of that model; other texts as they are."""
+    match = _URL.fullmatch(text)
+    if match is None:
+        return text
+    revision = "" if match["revision"] in (None, MAIN) else f"@{match['revision']}"
+    file = match["file"] or ""
+    return match["repo"] + revision + (f":{file}" if file.lower().endswith(".gguf") else "")
 
 
 def served_names(model: str) -> tuple[str, ...]:
     """The names of a served model, as it was typed: that of the folder or the GGUF file too where it is a path."""
+    model = without_url(model)
     if not model or local(model).exists() or _looks_like_a_path(model):
         path = local(model)  # a file of the hub's cache leads to one without its name
         return tuple(dict.fromkeys([path.stem if is_gguf(path) else path.resolve().name, model]))
@@ -100,6 +111,15 @@ def _one_revision(typed: str | None, option: str | None) -> str:
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise ModelNotFoundError(f"revision {revision!r} is not the name of a branch, a tag or a commit")
     return revision
+
+
+def _hint(text: str) -> str:
+    """For names that other programs know, where the same model may be."""
+    name = re.fullmatch(r"(?P<family>[\w.-]+)(?P<tag>:[\w.-]+)?", text, re.ASCII)
+    if name is None:
+        return ""
+    whose = "It looks like a name of Ollama's library. " if name["tag"] else ""
+    return f" {whose}The hub's names have an organisation: {_SEARCH}{name['family']} finds them."
 
 
 def _suggestion(text: str, known: Iterable[str]) -> str:

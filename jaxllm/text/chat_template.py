@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.files import read_json
 from jaxllm.errors import ModelFormatError
 from jaxllm.text.messages import parse_kwargs, parse_messages, parse_tools
@@ -92,7 +93,7 @@ class ForeignChatTemplates(ChatTemplates):
         text = self._tokenizer.apply_chat_template(parse_messages(messages), tokenize=False, **given, **variables)
         if not isinstance(text, str):
             kind = f"{type(self._tokenizer).__name__}.apply_chat_template"
-            raise ValueError(f"{kind} returned a {type(text).__name__} for tokenize=False, not a string")
+            raise ValueError(f"{kind} returned {a_type(text)} for tokenize=False, not a string")
         return text
 
 

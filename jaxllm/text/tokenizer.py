@@ -11,7 +11,8 @@ from typing import Any
 
 import tokenizers
 
-from jaxllm.checkpoint.files import read_json
+from jaxllm.argument_checks import a_type
+from jaxllm.checkpoint.files import check_no_pointer, local, read_json
 from jaxllm.errors import ModelFormatError
 from jaxllm.text.chat_template import ChatTemplates, ForeignChatTemplates, parse_templates, read_templates
 from jaxllm.text.streams import ByteStream, ByteTable, PieceStream, PieceTable, TextStream, WindowStream
@@ -45,9 +46,10 @@ class Tokenizer:
 
         Raises `ModelFormatError` if a file is missing, damaged or larger than 100 MB.
         """
-        path = Path(model_dir) / FILE
+        path = local(model_dir) / FILE
         if not path.is_file():
             raise ModelFormatError(_missing(path))
+        check_no_pointer(path)
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ModelFormatError(f"{path} is larger than {MAX_FILE_BYTES} bytes; download it again")
         try:
@@ -65,6 +67,11 @@ class Tokenizer:
     def vocab_size(self) -> int | None:
         """The number of tokens, added tokens included; None if unknown."""
         return self._backend.get_vocab_size()
+
+    @property
+    def text_vocab_size(self) -> int | None:
+        """The number of tokens that ordinary text becomes: without added ones. None if unknown."""
+        return self._backend.get_vocab_size(with_added_tokens=False)
 
     @property
     def json(self) -> str | None:
@@ -170,6 +177,10 @@ class _Adapter(Tokenizer):
     def vocab_size(self) -> int | None:
         if hasattr(self._inner, "__len__"):
             return len(self._inner)
+        return self.text_vocab_size
+
+    @property
+    def text_vocab_size(self) -> int | None:
         size = getattr(self._inner, "vocab_size", None)
         return size() if callable(size) else size
 
@@ -212,7 +223,7 @@ def wrap(tokenizer: Any) -> Tokenizer:
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if isinstance(tokenizer, str | os.PathLike):
-        path = Path(tokenizer)
+        path = local(tokenizer)
         return Tokenizer.from_dir(path.parent if path.name == FILE else path)
     if isinstance(tokenizer, tokenizers.Tokenizer):
         return Tokenizer(copy.deepcopy(tokenizer))
@@ -223,7 +234,7 @@ def wrap(tokenizer: Any) -> Tokenizer:
     if callable(getattr(tokenizer, "encode", None)) and callable(getattr(tokenizer, "decode", None)):
         return _Adapter(tokenizer)
     raise TypeError(
-        f"a {type(tokenizer).__name__} is not a tokenizer; pass a model directory with {FILE}, a "
+        f"{a_type(tokenizer)} is not a tokenizer; pass a model directory with {FILE}, a "
         "tokenizers.Tokenizer, a transformers tokenizer, or an object with encode(text) -> ids and "
         "decode(ids) -> text"
     )

@@ -21,10 +21,13 @@ TARGETS = (
 
 @functools.cache
 def is_built() -> bool:
-    """Whether the library for this source and jaxlib exists; logs once if not."""
+    """Whether the library for this source and jaxlib exists; warns once if not."""
     built = _library().exists()
     if not built:
-        log.info("the native CPU kernels are not built; python -m jaxllm.pallas_kernels.native.build builds them")
+        log.warning(
+            "the C++ kernels for CPUs are not built, and XLA's code, 10 to 20 % slower, serves in their place. With a "
+            "compiler (g++ or clang++), python -m jaxllm.pallas_kernels.native.build builds them"
+        )
     return built
 
 

@@ -145,8 +145,8 @@ def test_tensor_in_two_shards(model_dir):
 
 def test_weights_in_another_format(model_dir):
     (model_dir / "model.safetensors").rename(model_dir / "pytorch_model.bin")
-    with pytest.raises(ModelFormatError, match=r"pytorch_model\.bin.*Only safetensors.*jaxllm\.convert .* NEW_DIR"):
+    with pytest.raises(ModelFormatError, match=r"pytorch_model\.bin, which is pickled.*jaxllm\.convert .* NEW_DIR"):
         load(model_dir)
     (model_dir / "pytorch_model.bin").unlink()
-    with pytest.raises(ModelFormatError, match=r"neither model\.safetensors nor .*but no other weights"):
+    with pytest.raises(ModelFormatError, match=r"neither model\.safetensors nor .*and no other weights"):
         load(model_dir)

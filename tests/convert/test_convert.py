@@ -277,6 +277,11 @@ def test_directories_that_are_damaged(src, tmp_path, capsys, files, message):
 def test_places_that_cannot_be_used(src, tmp_path, capsys):
     assert "is the source itself" in refused(capsys, src, src / ".." / "src")
     assert "nowhere is not a directory" in refused(capsys, tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "a.gguf").touch()
+    assert "a.gguf is a GGUF file, which needs no conversion" in refused(capsys, tmp_path / "a.gguf", tmp_path / "out")
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora/adapter_config.json").write_text("{}")
+    assert "lora is an adapter (LoRA)" in refused(capsys, tmp_path / "lora", tmp_path / "out")
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "full").mkdir()

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.default_model import DEFAULT_MODEL
+from jaxllm.engine.model_source import model_source
 from jaxllm.models import qwen3, transformer
 from jaxllm.models.cache import Dense
 from jaxllm.models.cache_spec import CacheSpec
@@ -137,3 +140,60 @@ def test_a_module_of_another_interface_is_refused():
         LLM(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"keys of shapes \[\(1, 2, 16\)\] .* of \[\(1, 4, 16\)\]"):
         LLM(SaysOtherwise(CFG, rngs=nnx.Rngs(params=0)))
+
+
+def words(count, *added):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+    backend.add_special_tokens(list(added))
+    return backend
+
+
+class Slow:
+    """A tokenizer that is an object of the user's."""
+
+    eos_token_id = 3
+
+    def __init__(self, vocab_size, **fields):
+        self.vocab_size = vocab_size
+        self.__dict__ |= fields
+
+    def encode(self, text):
+        return [0]
+
+    def decode(self, ids):
+        return ""
+
+
+class Ends(Slow):
+    eos_token_id = 4096
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [words(4096), words(4096, "<image>", "<audio>"), words(2100), Slow(4096)], ids=repr
+)
+def test_a_tokenizer_that_fits(tokenizer, caplog):
+    """The embedded model has 4096 tokens; more may be padding, and added ones may be others'."""
+    assert model_source(None, "auto", "cpu", tokenizer).cfg.vocab == 4096
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [
+        (words(4097), "embedded: the tokenizer has 4097 tokens, but the model only 4096. It is another model's"),
+        (Slow(5000), "has 5000 tokens"),
+        (Slow(lambda: 5000), "has 5000 tokens"),
+        (Ends(4000), "ends texts by token 4096, but the model has 4096 only, 0 to 4095"),
+    ],
+    ids=repr,
+)
+def test_a_tokenizer_of_another_model(tokenizer, message):
+    with pytest.raises(ValueError, match=message):
+        model_source(None, "auto", "cpu", tokenizer)
+
+
+def test_what_may_be_another_models_tokenizer_is_said(caplog):
+    model_source(DEFAULT_MODEL, "auto", "cpu", words(2000))
+    assert caplog.messages == ["the tokenizer has 2000 tokens and the model 4096: it may be another model's"]
+    model_source(Tiny().model, "auto", "cpu", words(4096))  # the caller's own model is not refused
+    assert "the tokenizer has 4096 tokens, but the model only" in caplog.messages[1]

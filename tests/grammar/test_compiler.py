@@ -115,3 +115,26 @@ def test_masks_on_the_device(vocab):
     logits[0, 5] = np.nan
     expected = np.where(np.stack([bits(row)[:vocab] for row in masks]), logits, -np.inf)
     np.testing.assert_array_equal(np.asarray(mask_logits(jnp.asarray(logits), jnp.asarray(masks))), expected)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"regex": "("}, "the regular expression is not sound: unclosed group, at '('"),
+        ({"regex": "ab(cd[0-9]+"}, "the regular expression is not sound: unclosed group, at '(cd[0-9]+'"),
+        ({"regex": "a/b\n [c/d"}, "the regular expression is not sound: unclosed character class, at '[c/d'"),
+        (
+            {"regex": "x" * 90 + "(" + "y" * 90},
+            f"the regular expression is not sound: unclosed group, at '({'y' * 59}'",
+        ),
+        ({"regex": "(?P<n>a)(?P<n>b)"}, "the regular expression is not sound: duplicate capture group name, at 'n>a)"),
+        ({"json": {"type": "string", "pattern": "a)"}}, "the regular expression is not sound: unopened group, at ')'"),
+        ({"json": {"type": "nope"}}, "the grammar is not sound: Invalid type: nope"),
+        ({"grammar": 'start: "a"\nfoo: ('}, "the grammar is not sound: line 2, column 7: Expected token ')'"),
+    ],
+    ids=str,
+)
+def test_errors_are_a_line_with_the_place_in_the_users_text(form, message):
+    with pytest.raises(ValueError) as error:
+        compiler().compile(StructuredOutputs(**form))
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)

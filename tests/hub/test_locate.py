@@ -89,7 +89,7 @@ def test_templates_in_a_folder_come_along(hub, files):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"config.json": b'{"architectures": ["TinyVisionModel"]}'}, "TinyVisionModel.*not supported"),
+        ({"config.json": b'{"architectures": ["TinyVisionModel"]}'}, "TinyVisionModel reads images"),
         ({"tokenizer.json": b"{}"}, "not a sound tokenizer"),
         ({"tokenizer.json": None, "tokenizer.model": b"x"}, "jaxllm.convert"),
         ({"model.safetensors.index.json": b"[]"}, "not a JSON object"),
@@ -120,6 +120,7 @@ def test_a_tokenizer_of_the_users_own_replaces_a_missing_one(hub, files):
     [
         (["config.json", "pytorch_model.bin", "modeling_tiny.py"], r"pickled weights.*jaxllm convert SRC OUT"),
         (["README.md"], "has no config.json"),
+        (["adapter_config.json", "adapter_model.safetensors"], r"is an adapter \(LoRA\).*merge_and_unload"),
         (["config.json", "adapter_model.safetensors"], "neither model.safetensors nor.*adapter_model.safetensors"),
         (["config.json", "a.Q4.gguf", "b.Q8.gguf"], r"name one, as in org/other:a.Q4.gguf"),
     ],

@@ -24,6 +24,44 @@ def test_names_of_the_hub(text, name):
     assert name.is_pinned == (name.revision == COMMIT)
 
 
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("https://huggingface.co/org/name", "org/name"),
+        ("http:/huggingface.co/org/name/", "org/name"),  # as a path writes it
+        ("hf.co/org/name", "org/name"),
+        ("https://huggingface.co/org/name/tree/main", "org/name"),
+        ("https://huggingface.co/org/name/tree/v1.0?x=1#files", "org/name@v1.0"),
+        ("https://huggingface.co/org/name/blob/main/a.Q4.gguf", "org/name:a.Q4.gguf"),
+        ("https://huggingface.co/org/name/resolve/v1/sub/a.gguf?download=true", "org/name@v1:sub/a.gguf"),
+        ("https://huggingface.co/org/name/blob/main/config.json", "org/name"),
+    ],
+)
+def test_addresses_of_the_hub_are_names(url, name):
+    assert parse_name(url) == parse_name(name)
+    assert served_names(url) == (name,)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://x.com/org/name", "https://evil.com/hf.co/org/name", "https://hf.co.x/org/name"]
+)
+def test_other_addresses_are_none(url):
+    with pytest.raises(ModelNotFoundError, match="is no model"):
+        parse_name(url)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpt2", r"smollm2\. The hub's names have an organisation: https://huggingface.co/models\?search=gpt2 finds"),
+        ("llama3.2:1b", r"a name of Ollama's library\. .*search=llama3.2 finds"),
+    ],
+)
+def test_names_of_other_programs(text, message):
+    with pytest.raises(ModelNotFoundError, match=message):
+        parse_name(text)
+
+
 def test_paths_come_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org/name").mkdir(parents=True)

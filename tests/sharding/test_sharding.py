@@ -77,11 +77,11 @@ def test_the_callers_mesh_and_parameters_are_used_where_they_lie(wide):
     [
         ("tensor=3", r"3 devices, which do not divide the 4 kv_heads of layers\.0\.attn\.\S+, nor .* have 1, 2, 4"),
         ("tensor=8", r"8 devices, which do not divide the 4 kv_heads of .*for this model it can have 1, 2, 4$"),
-        ("tensor=16", "needs 16 devices, but there are 8"),
-        ("tensor", "expected e.g. 'tensor=4'"),
-        ("banana=2", "expected e.g. 'tensor=4'"),
+        ("tensor=16", r"^mesh 'tensor=16' needs 16 devices, but JAX has 8 \(cpu\).*JAX_NUM_CPU_DEVICES=16 before"),
+        ("tensor", "bad mesh 'tensor': give axes and their sizes.*as in 'tensor=4'"),
+        ("banana=2", "the axes are data, stage, expert, tensor, each once"),
         ("tensor=2,tensor=2", "each once"),
-        ("tensor=0", "expected e.g."),
+        ("tensor=0", "sizes, at least 1"),
         ("data=4", "mesh axis 'data' has 4 devices that would all do the same work.*leave it out"),
         ("stage=2", "mesh axis 'stage' has 2 devices that would all do the same work"),
         ("expert=2,tensor=2", "mesh axis 'expert' has 2 devices that would all do the same work"),
@@ -95,6 +95,14 @@ def test_meshes_that_do_not_fit_are_refused_with_the_reason(wide, mesh, message)
 def test_one_way_to_say_it():
     with pytest.raises(ValueError, match="mesh and tensor_parallel_size=2 exclude each other"):
         LLM(mesh="tensor=2", tensor_parallel_size=2)
+
+
+def test_messages_speak_of_what_was_given(wide):
+    with pytest.raises(MeshError, match="^tensor_parallel_size=16 needs 16 devices, but JAX has 8"):
+        LLM(wide.model, tensor_parallel_size=16)
+    for size in (0, -1):
+        with pytest.raises(ValueError, match=f"^tensor_parallel_size={size} must be an integer"):
+            LLM(wide.model, tensor_parallel_size=size)
 
 
 def test_rules():

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.checkpoint import unsupported
 from jaxllm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
 from jaxllm.checkpoint.gguf.metadata import Metadata
 from jaxllm.checkpoint.gguf.vocabulary import stop_ids
@@ -33,9 +34,10 @@ def architecture_of(metadata: Metadata) -> Architecture:
     """Raises `ModelFormatError` for one that is not supported."""
     name = metadata.text("general.architecture")
     if name not in ARCHITECTURES:
+        what = unsupported.describe([name[:100]], {})
         raise ModelFormatError(
             f"{metadata.file}: general.architecture={name!r:.100} is not supported; supported: "
-            f"{', '.join(sorted(ARCHITECTURES))} (llama is Mistral's too)"
+            f"{', '.join(sorted(ARCHITECTURES))} (llama is Mistral's too)" + (f". {what}" if what else "")
         )
     return ARCHITECTURES[name]
 

@@ -6,7 +6,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxllm.checkpoint.files import GGUF_PART, gguf_parts
+from jaxllm.checkpoint.files import GGUF_PART, check_no_pointer, gguf_parts
 from jaxllm.checkpoint.gguf.blocks import BLOCKS, TYPE_NAMES
 from jaxllm.checkpoint.gguf.metadata import Metadata
 from jaxllm.checkpoint.tensors import StoredTensor
@@ -76,6 +76,7 @@ class _FileHeader:
         self._left = min(self._file_bytes, _MAX_HEADER_BYTES)
 
     def read(self) -> tuple[Metadata, dict[str, StoredTensor]]:
+        check_no_pointer(self._file)
         if self._take(4, "the magic number") != _MAGIC:
             raise self._error("it does not begin with GGUF")
         version = self._integer("<I", "version")

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from io import BufferedIOBase
 from typing import Any, NamedTuple
 
+from jaxllm.argument_checks import a_type
 from jaxllm.cli.sampling_options import with_defaults
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.messages import parse_kwargs, parse_messages, parse_tools
@@ -72,7 +73,7 @@ def _parse(number: int, raw: bytes, digest: str, settings: Settings) -> JsonlReq
         if isinstance(value, str):
             value = {"prompt": value}
         if not isinstance(value, dict):
-            raise ValueError(f"it holds a {type(value).__name__}, not a string or an object")
+            raise ValueError(f"it holds {a_type(value)}, not a string or an object")
         given |= _identity(value)
         return _request(number, value, given, settings)
     except ValueError as error:
@@ -134,7 +135,7 @@ def _messages(kind: str, value: Any, settings: Settings) -> list[dict[str, Any]]
             raise ValueError("prompt_token_ids must be a list of integers")
         return None
     if kind == "prompt" and not isinstance(value, str):
-        raise ValueError(f"prompt is a {type(value).__name__}, not a string")
+        raise ValueError(f"prompt is {a_type(value)}, not a string")
     if kind == "prompt" and not settings.chat:
         return None
     return conversation(value, settings.system)

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxllm.argument_checks import a_type
 from jaxllm.engine.device.cache_layout import CacheLayout, Place
 from jaxllm.engine.device.packing import TableShape
 from jaxllm.models.cache import Paged
@@ -66,7 +67,7 @@ class LayerCaches:
             self.put(layer, 0, cache)
         elif not isinstance(cache, CachesOfLayer):
             raise ValueError(
-                f"layer {layer} has {len(self._specs[layer])} caches and returned a {type(cache).__name__}; let it put "
+                f"layer {layer} has {len(self._specs[layer])} caches and returned {a_type(cache)}; let it put "
                 "each back into what it was given, and return that: y, caches[0] = part(x, caches[0])"
             )
 

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, EngineConfig, machine_bytes
+from jaxllm.argument_checks import check_int
+from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, MOST_BLOCKS, EngineConfig
 from jaxllm.engine.device.block_moves import MAX_STAGED_BYTES
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.host_memory import free_bytes, machine_bytes
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import local_shape, num_shards
@@ -107,12 +109,11 @@ def kv_budget(
     Raises `OutOfMemoryError` with what is missing."""
     slots = leaf_bytes(jax.tree.leaves(Lowering(shape, config, mesh).small_state()))
     params, temporary = leaf_bytes(shape.leaves), step_bytes(shape, config, mesh) + slots
-    share = config.gpu_memory_utilization
     if device is None:
-        usable, others = int(machine_bytes() // mesh.size * (share or 1)), 0
-        most = int(usable * CPU_KV_SHARE) if share is None else usable
+        usable, others = machine_bytes() // mesh.size, 0
+        most = int(usable * CPU_KV_SHARE)
     else:
-        usable = most = device.usable(share)
+        usable = most = device.usable(config.gpu_memory_utilization)
         others = -(-max(0, device.in_use - params * has_params) // _IN_USE_GRID) * _IN_USE_GRID
         temporary += MAX_STAGED_BYTES
     least, free = block_bytes(shape, config, mesh), usable - others - params - temporary
@@ -145,6 +146,33 @@ def _tell(config: EngineConfig, device: DeviceMemory, *, params: int, others: in
             MEM_FRACTION_VARIABLES[0],
             wanted,
         )
+
+
+def check_num_blocks(
+    shape: ModelShape, config: EngineConfig, num_blocks: int, mesh: Mesh, *, has_params: bool = False
+) -> None:
+    """Raises `OutOfMemoryError` for more blocks than each device has memory for, before anything is made of them;
+    `has_params`: the parameters lie there already."""
+    check_int("num_blocks", num_blocks, 1, MOST_BLOCKS)
+    free = free_bytes() // mesh.size if platform_of(mesh) == "cpu" else free_on(mesh.local_devices)
+    if free is None:
+        return
+    params, each = 0 if has_params else leaf_bytes(shape.leaves), block_bytes(shape, config, mesh)
+    most = max(0, free - params) // each
+    if num_blocks > most:
+        raise OutOfMemoryError(
+            f"num_blocks={num_blocks} take {num_blocks * each / 1e9:.1f} GB of each device, {each / 1e6:.3g} MB each, "
+            f"but of {free / 1e9:.1f} GB that are free the parameters take {params / 1e9:.1f}: give at most "
+            f"{coarse(most)}, or leave num_blocks out for as many as fit"
+        )
+
+
+def free_on(devices: Sequence[Any]) -> int | None:
+    """Bytes on the fullest of these accelerators; None where the runtime does not know."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in found for found in stats):
+        return None
+    return min(found["bytes_limit"] - found.get("bytes_in_use", 0) for found in stats)
 
 
 def num_blocks(shape: ModelShape, config: EngineConfig, budget: int, mesh: Mesh) -> int:

@@ -1,6 +1,9 @@
 """The pool is sized from shapes, and what does not fit is refused with the figures."""
 
 import math
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import MEM_FRACTION_VARIABLES, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.memory import DeviceMemory
+from jaxllm.engine.failure import describe_state
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import gemma3, llama, transformer
 from jaxllm.models.layers import LayerSpec, Rope
@@ -60,12 +64,12 @@ def test_an_8b_model_on_one_and_on_four_devices():
     assert 0.44 * H200.total < used < 0.5 * H200.total
 
 
-def test_on_a_cpu_the_pool_takes_a_small_share_unless_told(monkeypatch):
+def test_on_a_cpu_the_pool_takes_a_small_share_whatever_that_of_accelerators(monkeypatch):
     mesh = make_mesh(None)
     monkeypatch.setattr(memory, "machine_bytes", lambda: 160 << 30)
-    assert memory.kv_budget(shape_of(mesh), CONFIG, mesh, None) == 10 << 30
-    told = memory.kv_budget(shape_of(mesh), replace(CONFIG, gpu_memory_utilization=0.5), mesh, None)
-    assert (50 << 30) < told < (65 << 30)
+    for share in (None, 0.5, 0.9):
+        config = replace(CONFIG, gpu_memory_utilization=share)
+        assert memory.kv_budget(shape_of(mesh), config, mesh, None) == 10 << 30
     for share in (0.0, 1.1):
         with pytest.raises(ValueError, match=f"gpu_memory_utilization={share} must be a finite number in"):
             replace(CONFIG, gpu_memory_utilization=share)
@@ -146,6 +150,75 @@ def test_a_pool_that_is_given_must_hold_one_sequence(tiny):
         LLM(tiny.model, num_blocks=4, block_size=8, max_model_len=96)
     with LLM(tiny.model, num_blocks=4, block_size=8, max_num_seqs=1, max_num_batched_tokens=1) as llm:
         assert llm.engine.config.max_model_len == 32
+
+
+def test_a_share_of_accelerators_on_a_cpu_is_said_once(tiny, caplog):
+    with LLM(tiny.model, gpu_memory_utilization=0.9, max_num_seqs=1, max_num_batched_tokens=1) as llm:
+        assert llm.stats().num_blocks == 3
+    (said,) = [text for text in caplog.messages if "gpu_memory_utilization" in text]
+    assert "on a CPU the KV pool takes 6.25 % of the machine's memory at most, unless num_blocks" in said
+
+
+def test_a_pool_beyond_the_memory_is_refused_before_it_is_built():
+    """In a process of its own, whose memory at most is told."""
+    code = """
+import resource
+from jaxllm import LLM
+from jaxllm.errors import OutOfMemoryError
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    LLM(num_blocks=10**9)
+except OutOfMemoryError as error:
+    print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    message, grown = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"num_blocks=1000000000 take \d+\.\d GB of each device, 0\.\d+ MB each, but of \d+\.\d GB that are free the "
+        r"parameters take 0\.0: give at most \d+, or leave num_blocks out for as many as fit",
+        message,
+    )
+    assert int(grown) < 200_000  # kB: the tokenizer and the like
+
+
+def test_blocks_are_counted_against_what_is_free(monkeypatch):
+    mesh, shape = make_mesh(None), shape_of(make_mesh(None))
+    monkeypatch.setattr(memory, "free_bytes", lambda: 32 << 30)
+    params, each = memory.leaf_bytes(shape.leaves), memory.block_bytes(shape, CONFIG, mesh)
+    most = ((32 << 30) - params) // each
+    memory.check_num_blocks(shape, CONFIG, most, mesh)
+    memory.check_num_blocks(shape, CONFIG, (32 << 30) // each, mesh, has_params=True)
+    with pytest.raises(OutOfMemoryError, match=rf"of 34.4 GB .* 16.1: give at most {memory.coarse(most)},"):
+        memory.check_num_blocks(shape, CONFIG, most + 1, mesh)
+
+
+def test_a_device_that_does_not_tell_is_believed():
+    devices = [FakeDevice(90 << 30, 50 << 30), FakeDevice(80 << 30, 30 << 30)]
+    assert memory.free_on(devices) == 40 << 30
+    devices[0].stats = None
+    assert memory.free_on(devices) is None
+
+
+def test_swap_space_beyond_the_machines_memory_is_refused(tiny):
+    with pytest.raises(ValueError, match=r"swap_space=10000 GiB is more than the machine's memory, \d+\.\d GiB"):
+        LLM(tiny.model, swap_space=10000.0)
+
+
+def test_a_step_has_room_for_each_sequence(tiny):
+    with pytest.raises(
+        ValueError, match="max_num_batched_tokens=4 is less than max_num_seqs=32, but a step has a token"
+    ):
+        LLM(tiny.model, max_num_seqs=32, max_num_batched_tokens=4)
+
+
+def test_what_to_lower_when_the_state_does_not_fit():
+    error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 32768000000 bytes.")
+    assert describe_state(error, CONFIG) == (
+        "RESOURCE_EXHAUSTED: Out of memory allocating 32768000000 bytes. Lower num_blocks (1073741824), max_num_seqs "
+        "(256) or max_num_batched_tokens (2048), or free memory of the device"
+    )
+    assert describe_state(RuntimeError(), CONFIG) == "RuntimeError"
 
 
 @pytest.mark.parametrize(

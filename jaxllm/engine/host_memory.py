@@ -1,0 +1,66 @@
+"""The machine's memory, as far as this process may use it: containers have less than the machine."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+_V1, _V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+
+
+def machine_bytes() -> int:
+    """Of the machine, or of the container; the same at each start."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([total, *(limit for limit, _ in _limits())])
+
+
+def free_bytes() -> int:
+    """What could be allocated now without swapping, other programs' caches included. All where the system does not
+    tell."""
+    total = machine_bytes()
+    return min([_available(total), *(max(0, limit - used) for limit, used in _limits())])
+
+
+def _available(total: int) -> int:
+    try:
+        lines = (PROC / "meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return total
+    values = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(values["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in values else total
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """The limit and the use, caches of files left out, of each control group around this process; in bytes."""
+    try:
+        lines = (PROC / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, (limit, use) = (CGROUP / "memory", _V1) if controllers else (CGROUP, _V2)
+        inner = PurePosixPath(path.lstrip("/"))
+        for folder in (root / inner, *(root / parent for parent in inner.parents)):
+            most, used = _number(folder / limit), _number(folder / use)
+            if most is not None:
+                yield most, (used or 0) - _file_cache(folder)
+
+
+def _number(file: Path) -> int | None:
+    """None for "max", and where the file is not: in a container the path may be that of the machine outside."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _file_cache(folder: Path) -> int:
+    """Bytes of cached files, which the kernel gives up for memory that is asked for."""
+    try:
+        values = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 0
+    return int(values.get("inactive_file", 0))
