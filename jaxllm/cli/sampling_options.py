@@ -91,7 +91,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_numbers(add: Callable, table: tuple, fields: Mapping[str, Any]) -> None:
     for name, kind, text in table:
         note = "" if fields[name] is None else f" (default: {fields[name]})"
-        add(_option(name), type=kind, metavar="X", help=text + note)
+        add(_option(name), type=kind, metavar="N" if kind is int else "X", help=text + note)
 
 
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:

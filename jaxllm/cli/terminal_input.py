@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from jaxllm.cli.texts import as_utf8
+
 log = logging.getLogger(__name__)
 
 PROMPT, MORE = ">>> ", "... "
@@ -69,9 +71,9 @@ class LineInput:
     def _line(self, prompt: str) -> str | None:
         if self.is_terminal:
             try:
-                return input(prompt)
+                return as_utf8(input(prompt))
             except EOFError:
                 print()
                 return None
         line = "" if sys.stdin is None else sys.stdin.readline()
-        return line.removesuffix("\n") if line else None
+        return as_utf8(line.removesuffix("\n")) if line else None

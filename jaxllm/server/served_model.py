@@ -24,6 +24,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     defaults: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams` that the model recommends
     chat_template: str | None = None  # Jinja source; None: the tokenizer's own
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # its variables where a request has none
     created: int = 0  # seconds since 1970
 
     @property
@@ -57,18 +58,30 @@ class ServedModel:
         return self.tokenizer
 
 
-def read_model(config: ServerConfig, model: str | None, *, created: int = 0) -> ServedModel:
-    """Reads a directory in Hugging Face format or a GGUF file; None: the model of the package. Raises
-    `ModelFormatError`, and `ValueError` for an unknown chat template."""
+def read_model(
+    config: ServerConfig, model: str | None, tokenizer_path: str | None = None, *, created: int = 0
+) -> ServedModel:
+    """Reads a directory in Hugging Face format or a GGUF file; None: the model of the package. `tokenizer_path` is
+    another that has the tokenizer. Raises `ModelFormatError`, and `ValueError` for what `config` has wrong."""
     checkpoint = open_checkpoint(DEFAULT_MODEL if model is None else model)
-    tokenizer = checkpoint.tokenizer()
+    tokenizer = (checkpoint if tokenizer_path is None else open_checkpoint(tokenizer_path)).tokenizer()
     return ServedModel(
         names=config.served_model_names,
         tokenizer=tokenizer,
-        defaults=recommended(checkpoint),
+        defaults=_defaults(config, checkpoint),
+        chat_template_kwargs=dict(config.default_chat_template_kwargs),
         created=created,
         chat_template=None if config.chat_template is None else tokenizer.chat.source(config.chat_template),
     )
+
+
+def _defaults(config: ServerConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    theirs = {} if config.generation_config == "vllm" else recommended(checkpoint)
+    ours = dict(config.override_generation_config)
+    if unknown := sorted(set(ours) - set(_RECOMMENDED)):
+        raise ValueError(f"override_generation_config has {unknown}; it may have {', '.join(_RECOMMENDED)}")
+    SamplingParams(**ours)  # raises for bad values
+    return theirs | ours
 
 
 def recommended(checkpoint: Checkpoint) -> dict[str, Any]:
