@@ -112,6 +112,17 @@ def located_kwargs(arguments: argparse.Namespace, *, weights: bool = True) -> di
     return given if model is None else {"model": str(model), **given}
 
 
+def recommended_fields(model: str | None, **places: Any) -> dict[str, Any]:
+    """What the model's files say of how to draw; `places` are where to find it, if it is one of the hub."""
+    from jaxllm.checkpoint.formats import open_checkpoint
+    from jaxllm.checkpoint.generation_config import default_sampling_params, recommended
+    from jaxllm.default_model import DEFAULT_MODEL
+    from jaxllm.hub.locate import locate
+
+    path = DEFAULT_MODEL if model is None else locate(model, **places, weights=False)
+    return recommended(default_sampling_params(open_checkpoint(path)))
+
+
 def run_command(command: Callable[[], int]) -> int:
     """Runs `command` and returns its exit code; expected errors print one line instead of a traceback."""
     note = unused_note()

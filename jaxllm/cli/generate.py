@@ -8,11 +8,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from jaxllm.checkpoint.generation_config import recommended
 from jaxllm.cli.common import (
     EXIT_INTERRUPTED,
     add_engine_arguments,
     engine_kwargs,
     program,
+    recommended_fields,
     run_command,
     setup_compilation_cache,
     setup_device_memory,
@@ -90,14 +92,18 @@ def _run_jsonl(arguments: argparse.Namespace) -> int:
         raise ValueError("there is a prompt beside --input; add it to the input, or leave --input out")
     if arguments.resume and arguments.output is None:
         raise ValueError("--resume needs the results so far; give their file with --output")
+    fields = sampling_fields(arguments)
+    SamplingParams(**with_defaults(fields))  # reports a bad option before any line
+    engine = engine_kwargs(arguments)
+    places = {name: engine[name] for name in ("revision", "download_dir") if name in engine}
     settings = Settings(
-        fields=sampling_fields(arguments),
+        fields=fields,
+        recommended=recommended_fields(arguments.model, **places),
         chat=arguments.chat,
         system=arguments.system,
         chat_template=arguments.chat_template,
         model=Path(arguments.model or "").name,
     )
-    SamplingParams(**with_defaults(settings.fields))  # reports a bad option before any line
     options = JsonlOptions(
         input=None if arguments.input == "-" else Path(arguments.input),
         output=None if arguments.output in (None, "-") else Path(arguments.output),
@@ -142,8 +148,10 @@ def _open_llm(arguments: argparse.Namespace) -> Any:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    prompts, params = _read_prompts(arguments), SamplingParams(**with_defaults(sampling_fields(arguments)))
+    prompts, fields = _read_prompts(arguments), sampling_fields(arguments)
+    SamplingParams(**with_defaults(fields))  # reports a bad option before the model is loaded
     with _open_llm(arguments) as llm:
+        params = SamplingParams(**with_defaults(fields, recommended(llm.get_default_sampling_params())))
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
         requests = [_chat_prompt(llm, prompt, arguments) for prompt in prompts] if arguments.chat else prompts

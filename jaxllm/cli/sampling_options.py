@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jaxllm.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ _BEAMS = (
     ("beam_width", int, "search with this many beams, 1 to 32, and show the --n best completions"),
     ("length_penalty", float, "above 0 favours long completions, below 0 short ones; -10 to 10"),
 )
+ONE_ANSWER = ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "logprob_token_ids")  # not of one text
 _EARLY_STOPPING = {"true": True, "false": False, "never": "never"}
 _LISTS = (  # each may be given more than once
     ("stop", str, "TEXT", "end before this text"),
@@ -105,6 +107,15 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def check_one_answer(fields: Mapping[str, Any], what: str) -> None:
+    """Raises `ValueError` for fields that ask for more than one text as it grows."""
+    for name in ONE_ANSWER:
+        if name in fields:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is not for {what}; use jaxllm generate, with --chat for a chat"
+            )
+
+
 def parse_field(name: str, value: str, *, forbidden: Sequence[str] = ()) -> dict[str, Any]:
     """Parses one numeric field of `SamplingParams`; empty text gives the default. Raises `ValueError`."""
     kinds = {row[0]: row[1] for row in _NUMBERS if row[0] not in forbidden}
@@ -120,10 +131,11 @@ def parse_field(name: str, value: str, *, forbidden: Sequence[str] = ()) -> dict
         raise ValueError(f"{name}={value!r} must be {kind}") from error
 
 
-def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` of `SamplingParams` with the commands' defaults; beam search has temperature 0."""
+def with_defaults(fields: Mapping[str, Any], recommended: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """`fields` of `SamplingParams` with the commands' defaults, and between them what the model recommends; beam search
+    draws nothing, and has temperature 0."""
     is_search = fields.get("beam_width") is not None
-    return DEFAULTS | ({"temperature": 0.0} if is_search else {}) | fields
+    return DEFAULTS | ({"temperature": 0.0} if is_search else recommended) | fields
 
 
 def _option(name: str) -> str:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 TOOL_PARSERS, REASONING_PARSERS = ("auto", "hermes", "llama", "none"), ("auto", "think", "none")
 _THEIR_PARSERS = {"llama3_json": "llama", "qwen3": "think", "deepseek_r1": "think"}  # vLLM's names
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
-_PASSED = (  # to `ServerConfig`, under the same name
-    *("host", "port", "max_queued_requests", "chat_template", "tool_call_parser", "reasoning_parser"),
-    *("vllm_metric_names", "generation_config", "root_path", "allow_credentials", "ssl_keyfile", "ssl_certfile"),
-    *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "uvicorn_log_level", "max_header_bytes"),
+_ANSWERS = (  # fields of `ServerConfig`, under the same name; None leaves their default
+    *("chat_template", "default_chat_template_kwargs", "tool_call_parser", "reasoning_parser"),
+    *("generation_config", "override_generation_config"),
 )
-_IF_GIVEN = (
-    *("override_generation_config", "default_chat_template_kwargs"),
-    *("allowed_origins", "allowed_methods", "allowed_headers"),
+_SERVER = (
+    *("host", "port", "max_queued_requests", "vllm_metric_names", "root_path", "allowed_origins", "allowed_methods"),
+    *("allowed_headers", "allow_credentials", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
+    *("ssl_ciphers", "uvicorn_log_level", "max_header_bytes"),
 )
 
 
@@ -38,6 +38,7 @@ def make_parser() -> CommandParser:
     )
     add_model_argument(parser)
     _add_server(parser)
+    add_answer_arguments(parser)
     _add_web(parser)
     add_engine_arguments(parser)
     return parser
@@ -47,7 +48,6 @@ def _add_server(parser: CommandParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 takes a free one (default: 8000)")
-    add("--served-model-name", nargs="+", metavar="NAME", help="model name in requests (default: that of --model)")
     add(
         "--api-key",
         action="append",
@@ -71,6 +71,18 @@ def _add_server(parser: CommandParser) -> None:
         metavar="S",
         help="seconds for requests to finish after SIGTERM; 0 ends them at once (default: 30)",
     )
+    add(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans to this URL, as in http://localhost:4318/v1/traces (extra: otel)",
+    )
+    add("--vllm-metric-names", action="store_true", help="also publish metrics under vLLM's names")
+
+
+def add_answer_arguments(parser: CommandParser) -> None:
+    """Adds the options of what is answered, which a batch has too."""
+    add = parser.add_argument_group("answers").add_argument
+    add("--served-model-name", nargs="+", metavar="NAME", help="model name in requests (default: that of --model)")
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
     add(
         "--default-chat-template-kwargs",
@@ -97,12 +109,6 @@ def _add_server(parser: CommandParser) -> None:
         help="sampling parameters for requests without their own, as in '{\"temperature\": 0.5}'",
     )
     add("--seed", type=int, metavar="N", help="reproduces the texts of requests that have no seed")
-    add(
-        "--otlp-traces-endpoint",
-        metavar="URL",
-        help="send OpenTelemetry spans to this URL, as in http://localhost:4318/v1/traces (extra: otel)",
-    )
-    add("--vllm-metric-names", action="store_true", help="also publish metrics under vLLM's names")
 
 
 def _add_web(parser: CommandParser) -> None:
@@ -140,18 +146,28 @@ def _add_web(parser: CommandParser) -> None:
 
 def server_config(arguments: argparse.Namespace) -> "ServerConfig":
     """Raises `ValueError` for what can't be."""
-    from jaxllm.server.config import ServerConfig, model_names
+    from jaxllm.server.config import ServerConfig
 
-    given = {name: value for name in _IF_GIVEN if (value := getattr(arguments, name)) is not None}
     return ServerConfig(
-        served_model_names=model_names(arguments.model, arguments.served_model_name),
         api_keys=api_keys(arguments.api_key),
         isolates_keys=arguments.prefix_cache_isolation == "per-key",
         request_timeout_s=arguments.request_timeout,
         shutdown_timeout_s=arguments.shutdown_timeout,
-        **{name: getattr(arguments, name) for name in _PASSED},
-        **given,
+        **_given(arguments, _SERVER),
+        **answer_settings(arguments),
     )
+
+
+def answer_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `ServerConfig` that `add_answer_arguments` is for."""
+    from jaxllm.server.config import model_names
+
+    names = model_names(arguments.model, arguments.served_model_name)
+    return {"served_model_names": names, **_given(arguments, _ANSWERS)}
+
+
+def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def _parser_name(text: str) -> str:

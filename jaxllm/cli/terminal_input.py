@@ -15,6 +15,24 @@ _QUOTES = '"""'
 _MAX_LINES = 1000  # of the history
 
 
+class GivenLine:
+    """One message, in the place of `LineInput`."""
+
+    is_terminal = has_colours = False
+
+    def __init__(self, text: str):
+        self._texts = [text]
+
+    def __enter__(self) -> "GivenLine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self) -> str | None:
+        return self._texts.pop() if self._texts else None
+
+
 class LineInput:
     """Reads lines. As a context manager it loads and saves the history of conversations."""
 

@@ -5,15 +5,13 @@ from functools import cached_property
 from typing import Any
 
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
-from jaxllm.checkpoint.generation_config import default_sampling_params
+from jaxllm.checkpoint.generation_config import DRAWING, default_sampling_params, recommended
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.grammar.sandbox import GrammarSandbox
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.http.errors import invalid, unknown_model
 from jaxllm.text.tokenizer import Tokenizer
-
-_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -76,16 +74,9 @@ def read_model(
 
 
 def _defaults(config: ServerConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    theirs = {} if config.generation_config == "vllm" else recommended(checkpoint)
+    theirs = {} if config.generation_config == "vllm" else recommended(default_sampling_params(checkpoint))
     ours = dict(config.override_generation_config)
-    if unknown := sorted(set(ours) - set(_RECOMMENDED)):
-        raise ValueError(f"override_generation_config has {unknown}; it may have {', '.join(_RECOMMENDED)}")
+    if unknown := sorted(set(ours) - set(DRAWING)):
+        raise ValueError(f"override_generation_config has {unknown}; it may have {', '.join(DRAWING)}")
     SamplingParams(**ours)  # raises for bad values
     return theirs | ours
-
-
-def recommended(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The sampling parameters that the model sets to other values than the defaults."""
-    theirs, usual = default_sampling_params(checkpoint), SamplingParams()
-    given = {name: getattr(theirs, name) for name in _RECOMMENDED}
-    return {name: value for name, value in given.items() if value != getattr(usual, name)}

@@ -163,7 +163,7 @@ def test_arguments_win_over_standard_input(llm, monkeypatch):
         ([], b"", "there is no prompt: standard input is empty"),
         ([], b"\xff", "standard input is not UTF-8"),
         (["p", "--file", "f"], None, "give one or the other"),
-        (["--file", "nowhere.txt"], None, "No such file.*nowhere.txt"),
+        (["--file", "nowhere.txt"], None, "nowhere.txt does not exist; check the path"),
         (["p", "--n", "0"], None, "n=0 must be an integer in"),
         (["p", "--temperature", "nan"], None, "temperature=nan must be a finite number"),
     ],
