@@ -273,7 +273,8 @@ class LLM:
         self.engine.wait_compiled()
 
     def _wait_first(self) -> None:
-        with tqdm(total=self.stats().num_executables, desc="compiling", unit="step", disable=None, leave=False) as bar:
+        # Without a total: a few are waited for, and the others follow in the background.
+        with tqdm(desc="compiling the first steps", unit=" ready", disable=None, leave=False) as bar:
             self.engine.wait_compiled(lambda: bar.update(self.stats().num_compiled - bar.n), first=True)
 
     def close(self) -> None:

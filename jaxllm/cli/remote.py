@@ -100,9 +100,8 @@ class Remote:
         if isinstance(reason, ConnectionRefusedError):
             return f"no server listens at {self._url}; start one with jaxllm serve, or give another --url"
         if isinstance(reason, ssl.SSLCertVerificationError):
-            return (
-                f"{self._url} has a certificate that is not trusted ({reason.verify_message}); name it in SSL_CERT_FILE"
-            )
+            why = reason.verify_message
+            return f"{self._url} has a certificate that is not trusted ({why}); name its file in SSL_CERT_FILE"
         return f"{self._url} can't be reached ({reason}); check --url"
 
     def chat_prompt(self, messages: Sequence[dict[str, str]], *, chat_template: None = None) -> dict[str, Any]:
