@@ -17,6 +17,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what models recommend
 BAD_WORD_LEN = 8  # tokens of a bad word
 MAX_SALT_LEN = 256  # characters
 
@@ -295,3 +296,9 @@ class BeamSearchParams:
             logprobs=min(MAX_LOGPROBS, 2 * self.beam_width),
             structured_outputs=self.structured_outputs,
         )
+
+
+def drawing_fields(params: SamplingParams) -> dict[str, Any]:
+    """The fields that say how to draw, where they have other values than the defaults."""
+    usual, given = SamplingParams(), {name: getattr(params, name) for name in DRAWING}
+    return {name: value for name, value in given.items() if value != getattr(usual, name)}

@@ -1,12 +1,9 @@
 """The sampling parameters that a checkpoint recommends, in the form of a `generation_config.json`."""
 
-from typing import Any
-
 from jaxllm.checkpoint.formats import Checkpoint
 from jaxllm.errors import ModelFormatError
 from jaxllm.sampling_params import SamplingParams
 
-DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -15,12 +12,6 @@ _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-
-
-def recommended(params: SamplingParams) -> dict[str, Any]:
-    """The fields that say how to draw, where `default_sampling_params` has other values than the defaults."""
-    usual, given = SamplingParams(), {name: getattr(params, name) for name in DRAWING}
-    return {name: value for name, value in given.items() if value != getattr(usual, name)}
 
 
 def default_sampling_params(checkpoint: Checkpoint) -> SamplingParams:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
-from jaxllm.checkpoint.generation_config import recommended
 from jaxllm.cli.common import (
     EXIT_INTERRUPTED,
     add_engine_arguments,
@@ -34,7 +33,7 @@ from jaxllm.cli.terminal_input import GivenLine, LineInput
 from jaxllm.cli.texts import error_text
 from jaxllm.hub.names import model_name
 from jaxllm.outputs import RequestOutput
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import SamplingParams, drawing_fields
 
 MAX_TOKENS = 512  # of an answer
 Stream = Callable[[Any, dict[str, Any]], Generator[tuple[int, RequestOutput]]]  # of a prompt and sampling fields
@@ -96,8 +95,8 @@ def _run(arguments: argparse.Namespace) -> int:
             system=arguments.system,
             chat_template=arguments.chat_template,
         )
-        fields = with_defaults({"max_tokens": MAX_TOKENS} | fields, recommended(llm.get_default_sampling_params()))
-        name = model_name(arguments.model) if arguments.model else "the embedded model, which writes Python"
+        fields = with_defaults({"max_tokens": MAX_TOKENS} | fields, drawing_fields(llm.get_default_sampling_params()))
+        name = model_name(arguments.model) if arguments.model else "the embedded model"
         return _talk(
             arguments, name, conversation, fields, lambda prompt, now: llm.stream([prompt], SamplingParams(**now))
         )
@@ -121,7 +120,7 @@ def _talk(
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
     with LineInput() if arguments.quick is None else GivenLine(arguments.quick) as lines:
         if lines.is_terminal and not arguments.quiet:
-            print(f"This is {name}. Type a message; /help lists the commands.")
+            print(f"This is {name}. /help lists the commands.")
         return ChatSession(stream, conversation, fields, lines, quiet=arguments.quiet).run()
 
 

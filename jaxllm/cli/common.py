@@ -20,6 +20,7 @@ from jaxllm.cli.texts import error_text
 from jaxllm.cli.vllm_flags import add_vllm_flags
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
 from jaxllm.errors import JaxLLMError
+from jaxllm.sampling_params import drawing_fields
 
 log = logging.getLogger(__name__)
 
@@ -115,12 +116,12 @@ def located_kwargs(arguments: argparse.Namespace, *, weights: bool = True) -> di
 def recommended_fields(model: str | None, **places: Any) -> dict[str, Any]:
     """What the model's files say of how to draw; `places` are where to find it, if it is one of the hub."""
     from jaxllm.checkpoint.formats import open_checkpoint
-    from jaxllm.checkpoint.generation_config import default_sampling_params, recommended
+    from jaxllm.checkpoint.generation_config import default_sampling_params
     from jaxllm.default_model import DEFAULT_MODEL
     from jaxllm.hub.locate import locate
 
     path = DEFAULT_MODEL if model is None else locate(model, **places, weights=False)
-    return recommended(default_sampling_params(open_checkpoint(path)))
+    return drawing_fields(default_sampling_params(open_checkpoint(path)))
 
 
 def run_command(command: Callable[[], int]) -> int:

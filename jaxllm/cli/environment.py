@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 KEY_VARIABLES = ("JAXLLM_API_KEY", "VLLM_API_KEY")
-_LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
+LEVEL_VARIABLES = ("JAXLLM_LOGGING_LEVEL", "VLLM_LOGGING_LEVEL")  # the first that is set
 _NO_STATISTICS = ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK")  # what they ask for is so: nothing is sent anywhere
-USED = frozenset({*KEY_VARIABLES, _LEVEL_VARIABLE, *_NO_STATISTICS})
+USED = frozenset({*KEY_VARIABLES, *LEVEL_VARIABLES, *_NO_STATISTICS})
 COUNTERPARTS = {
     "VLLM_CACHE_ROOT": "set JAX_COMPILATION_CACHE_DIR, or XDG_CACHE_HOME",
     "VLLM_ASSETS_CACHE": "set HF_HUB_CACHE, or give --download-dir",
@@ -45,11 +45,12 @@ def api_keys(given: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def logging_level() -> int:
-    """INFO, or what VLLM_LOGGING_LEVEL says. Raises `ValueError` for a level that does not exist."""
-    name = os.environ.get(_LEVEL_VARIABLE, "INFO")
+    """INFO, or what the environment says. Raises `ValueError` for a level that does not exist."""
+    variable = next((name for name in LEVEL_VARIABLES if name in os.environ), None)
+    name = "INFO" if variable is None else os.environ[variable]
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
-        raise ValueError(f"{_LEVEL_VARIABLE}={name!r} must be DEBUG, INFO, WARNING, ERROR or CRITICAL")
+        raise ValueError(f"{variable}={name!r} must be DEBUG, INFO, WARNING, ERROR or CRITICAL")
     return level
 
 

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from jaxllm.checkpoint.generation_config import recommended
 from jaxllm.cli.common import (
     EXIT_INTERRUPTED,
     add_engine_arguments,
@@ -23,7 +22,7 @@ from jaxllm.cli.parser import CommandParser, Example
 from jaxllm.cli.sampling_options import add_sampling_arguments, sampling_fields, with_defaults
 from jaxllm.cli.terminal import JsonPrinter, Meter, Printer
 from jaxllm.errors import JaxLLMError
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import SamplingParams, drawing_fields
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -151,7 +150,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompts, fields = _read_prompts(arguments), sampling_fields(arguments)
     SamplingParams(**with_defaults(fields))  # reports a bad option before the model is loaded
     with _open_llm(arguments) as llm:
-        params = SamplingParams(**with_defaults(fields, recommended(llm.get_default_sampling_params())))
+        params = SamplingParams(**with_defaults(fields, drawing_fields(llm.get_default_sampling_params())))
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
         requests = [_chat_prompt(llm, prompt, arguments) for prompt in prompts] if arguments.chat else prompts

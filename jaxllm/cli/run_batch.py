@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from jaxllm.cli.common import EXIT_INTERRUPTED, add_engine_arguments, add_model_argument, located_kwargs, run_command
+from jaxllm.cli.environment import LEVEL_VARIABLES, logging_level
 from jaxllm.cli.jsonl.line_file import LineFile
 from jaxllm.cli.jsonl.requests import MAX_LINE_BYTES, raw_lines
 from jaxllm.cli.parser import CommandParser, Example
@@ -56,7 +58,8 @@ def _parser() -> CommandParser:
 def _run(arguments: argparse.Namespace) -> int:
     from jaxllm.server.config import ServerConfig
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault(LEVEL_VARIABLES[0], "WARNING")  # the engine's process has it too
+    logging.basicConfig(level=logging_level(), format="%(levelname)s %(name)s: %(message)s")
     log_notes(arguments)
     for option in ("input_file", "output_file"):
         if getattr(arguments, option).startswith(("http://", "https://")):

@@ -5,10 +5,10 @@ from functools import cached_property
 from typing import Any
 
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
-from jaxllm.checkpoint.generation_config import DRAWING, default_sampling_params, recommended
+from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.grammar.sandbox import GrammarSandbox
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import DRAWING, SamplingParams, drawing_fields
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.http.errors import invalid, unknown_model
 from jaxllm.text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def read_model(
 
 
 def _defaults(config: ServerConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    theirs = {} if config.generation_config == "vllm" else recommended(default_sampling_params(checkpoint))
+    theirs = {} if config.generation_config == "vllm" else drawing_fields(default_sampling_params(checkpoint))
     ours = dict(config.override_generation_config)
     if unknown := sorted(set(ours) - set(DRAWING)):
         raise ValueError(f"override_generation_config has {unknown}; it may have {', '.join(DRAWING)}")
