@@ -1,35 +1,46 @@
 """`LLM`: offline generation in the caller's own process and thread."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
-from flax import nnx
-from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxllm.checkpoint.formats import open_checkpoint
-from jaxllm.checkpoint.generation_config import default_sampling_params
+from jaxllm.base_llm import BaseLLM
 from jaxllm.checkpoint.placement import canonical_params, place_params
-from jaxllm.default_model import DEFAULT_MODEL
-from jaxllm.engine.build import build_engine
 from jaxllm.engine.caller import CallerLoop, Inbox
+from jaxllm.engine.engine import Engine
 from jaxllm.engine.prepare import PreparedRequest
-from jaxllm.engine.stats import EngineStats
-from jaxllm.errors import EngineError
-from jaxllm.hub.locate import locate
+from jaxllm.errors import EngineAsleepError, EngineError
+from jaxllm.from_vllm.request_arguments import (
+    CHAT_ARGUMENTS,
+    GENERATE_ARGUMENTS,
+    VllmChatArguments,
+    VllmGenerateArguments,
+    check_request_arguments,
+)
+from jaxllm.llm_engine import LLMEngine
 from jaxllm.models.transformer import Params
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
-from jaxllm.text.prompts import TokensPrompt, is_conversation, parse_each, parse_params, parse_prompt, parse_prompts
+from jaxllm.text.prompts import (
+    TokensPrompt,
+    is_conversation,
+    parse_each,
+    parse_params,
+    parse_prompt,
+    parse_prompts,
+    with_salt,
+)
 
 Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | Sequence[int] | int]
 _AHEAD = 4  # times max_num_seqs: requests that wait in the engine, so that a step never lacks some
 
 
-class LLM:
+class LLM(BaseLLM):
     """A model ready to generate, in the caller's thread. Streams of one `LLM` may be read in turns, and threads that
     share it take turns with the steps; `AsyncLLM` is for many concurrent callers.
 
@@ -55,52 +66,11 @@ class LLM:
     `ModelAccessError` or `DownloadError`, each with what to do about it.
     """
 
-    def __init__(
-        self,
-        model: str | Path | nnx.Module | tuple[Any, Any] | None = None,
-        *,
-        revision: str | None = None,
-        download_dir: str | Path | None = None,
-        tokenizer: Any = None,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        enable_prefix_caching: bool = True,
-        mesh: str | Mesh | None = None,
-        tensor_parallel_size: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        preemption: str = "auto",
-        swap_space: float | None = None,
-        seed: int = 0,
-        record: str | Path | None = None,
-    ):
-        model = locate(model, revision=revision, download_dir=download_dir, tokenizer=tokenizer is None)
-        self.engine = build_engine(
-            model,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            enable_prefix_caching=enable_prefix_caching,
-            mesh=mesh,
-            tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=gpu_memory_utilization,
-            preemption=preemption,
-            swap_space=swap_space,
-            seed=seed,
-            record=record,
-        )
-        path = DEFAULT_MODEL if model is None else model
-        self._checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else None
-        self._user_tokenizer = tokenizer
+    def _start(self) -> None:
         self._ids = itertools.count()
         self._loop = CallerLoop(self.engine)
+        self._queue = LLMEngine(self)  # of `enqueue`
+        self._queued: list[str] = []
         try:
             self._wait_first()
         except BaseException:  # Ctrl-C too: compiling goes on in a thread otherwise
@@ -108,20 +78,27 @@ class LLM:
             raise
 
     @property
-    def tokenizer(self) -> Any:
-        return self.engine.tokenizer
+    def engine(self) -> Engine:
+        return self._engine
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The same engine with vLLM's interface for those who step it themselves."""
+        return LLMEngine(self)
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **vllm: Unpack[VllmGenerateArguments],
     ) -> list[RequestOutput]:
         """Completes all prompts; one output each, in their order.
 
-        A prompt is a string, a list of token ids, `{"prompt": str}` or `{"prompt_token_ids": [...]}`.
+        A prompt is a string, a list of token ids, `{"prompt": str}` or `{"prompt_token_ids": [...]}`; a dict may have a
+        `cache_salt`. `use_tqdm` may be what makes the progress bar, as `tqdm.tqdm` does.
         `sampling_params` (None: what the model recommends) and `priority` (lower runs first) are one for all prompts,
         or one for each. Raises `ValueError` before anything runs if any prompt or parameter is unusable. Interrupted,
         it aborts what is left.
@@ -130,9 +107,10 @@ class LLM:
         cause, and the others go on. `EngineError` is raised if all prompts end so, as every step fails: when a training
         step was given the parameters to donate, say, and `update_params` is called for.
         """
+        check_request_arguments("generate", vllm, GENERATE_ARGUMENTS)
         results: dict[int, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params, priority)
-        with tqdm(total=len(requests), desc="generating", unit="req", disable=None if use_tqdm else True) as bar:
+        with _progress_bar(use_tqdm, len(requests)) as bar:
             for index, output in self._run(requests, stream=False):
                 results[index] = output
                 bar.update()
@@ -181,7 +159,8 @@ class LLM:
         tools: Any = None,
         chat_template_kwargs: Any = None,
         priority: int | Sequence[int] = 0,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **vllm: Unpack[VllmChatArguments],
     ) -> list[RequestOutput]:
         """Answers a conversation, `[{"role": "user", "content": "Hi"}]`, or each of a list of conversations.
 
@@ -189,6 +168,7 @@ class LLM:
         source. `continue_final_message` goes on with the last message, and needs `add_generation_prompt=False`.
         `tools` (JSON schemas) and `chat_template_kwargs` are for the template. The rest is as in `generate`.
         """
+        check_request_arguments("chat", vllm, CHAT_ARGUMENTS)
         options = dict(
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
@@ -241,19 +221,76 @@ class LLM:
         finally:
             self._loop.drop(running, inbox)
 
-    def get_tokenizer(self) -> Any:
-        """The tokenizer that was passed as an object, or else the model directory's (`jaxllm.text.tokenizer`)."""
-        return self.tokenizer if isinstance(self._user_tokenizer, str | Path | None) else self._user_tokenizer
+    def enqueue(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[str]:
+        """Hands requests over, and returns their ids; they run while something waits for outputs, and
+        `wait_for_completion` returns theirs. Arguments and errors are as of `generate`."""
+        requests = self._requests(prompts, sampling_params, priority)
+        ids = [str(next(self._ids)) for _ in requests]
+        for request_id, (prepared, one) in zip(ids, requests, strict=True):
+            self._queue.submit(request_id, prepared, priority=one, stream=False)
+        self._queued += ids
+        return ids
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's files recommend; the defaults for a model that came as an object."""
-        return SamplingParams() if self._checkpoint is None else default_sampling_params(self._checkpoint)
+    def wait_for_completion(self, *, use_tqdm: bool | Callable[..., Any] = True) -> list[RequestOutput]:
+        """The outputs of all that was enqueued, in that order."""
+        ids, self._queued = self._queued, []
+        done: dict[str, RequestOutput] = {}
+        with _progress_bar(use_tqdm, len(ids)) as bar:
+            while self._queue.has_unfinished_requests():
+                for output in self._queue.step():
+                    done[output.request_id] = output
+                    bar.update()
+        return [done[request_id] for request_id in ids]
+
+    def reset_prefix_cache(self) -> bool:
+        """Drops the prefix cache; True, as in vLLM where that has worked."""
+        with self._loop.between_steps():
+            self.engine.scheduler.pool.forget_keys()
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the device's memory away until `wake_up`: of the parameters, which level 1 keeps in host memory and
+        level 2 drops, and of the KV pool, whose contents are lost with the prefix cache.
+
+        After level 2, `update_params` must give new parameters before the next request. Requests made meanwhile raise
+        `EngineAsleepError`. ValueError while requests run.
+        """
+        with self._loop.between_steps():
+            self.engine.sleep(level)
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Takes back what `sleep` gave away: "weights", "kv_cache", or both (None)."""
+        with self._loop.between_steps():
+            self.engine.wake_up(tags)
+
+    def start_profile(self, directory: str | Path | None = None) -> None:
+        """Traces what the device does from now on, into `directory` (None: the environment variable JAXLLM_PROFILE_DIR,
+        or vLLM's VLLM_TORCH_PROFILER_DIR), for XProf or Perfetto. ValueError if there is none."""
+        variables = ("JAXLLM_PROFILE_DIR", "VLLM_TORCH_PROFILER_DIR")
+        directory = directory or next(filter(None, map(os.environ.get, variables)), None)
+        if directory is None:
+            raise ValueError(f"start_profile needs a directory: give one, or set {variables[0]}")
+        jax.profiler.start_trace(str(directory))
+
+    def stop_profile(self) -> None:
+        """Writes what was traced."""
+        jax.profiler.stop_trace()
 
     @property
     def params(self) -> Params:
         """The parameters that are served, an `nnx.State` that `update_params` takes: canonical ones, whatever the mesh
         makes of them, and without a copy where it makes nothing of them."""
         executor = self.engine.runner.executor
+        if not executor.leaves:
+            raise EngineAsleepError(
+                "the parameters are not on the device while the engine sleeps; call wake_up() first"
+            )
         treedef = jax.tree.structure(executor.abstract_params)
         return canonical_params(jax.tree.unflatten(treedef, executor.leaves), executor.mesh)
 
@@ -264,9 +301,6 @@ class LLM:
         placed = place_params(params, runner.executor.abstract_params, runner.executor.mesh)
         with self._loop.between_steps():
             self.engine.update_params(placed)
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
 
     def wait_compiled(self) -> None:
         """Blocks until every executable is compiled: before a benchmark, say."""
@@ -295,7 +329,8 @@ class LLM:
             parsed, parse_params(params, len(parsed)), parse_each("priority", priority, int, len(parsed)), strict=True
         )
         return [
-            (self.engine.prepare(prompt.token_ids, sampling, prompt=prompt.text), one) for prompt, sampling, one in each
+            (self.engine.prepare(prompt.token_ids, with_salt(sampling, prompt.cache_salt), prompt=prompt.text), one)
+            for prompt, sampling, one in each
         ]
 
     def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, RequestOutput]]:
@@ -321,9 +356,9 @@ class LLM:
         return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def _prepare(self, prompt: Any, params: SamplingParams | None) -> PreparedRequest:
-        text, token_ids = parse_prompt(prompt, self.tokenizer)
+        text, token_ids, salt = parse_prompt(prompt, self.tokenizer)
         params = self.get_default_sampling_params() if params is None else params
-        return self.engine.prepare(token_ids, params, prompt=text)
+        return self.engine.prepare(token_ids, with_salt(params, salt), prompt=text)
 
 
 def _refusal(request_id: str, prompt: Any, error: ValueError) -> RequestOutput:
@@ -331,3 +366,10 @@ def _refusal(request_id: str, prompt: Any, error: ValueError) -> RequestOutput:
     return RequestOutput(
         request_id=request_id, prompt=text, prompt_token_ids=[], outputs=[], finished=True, error=str(error)
     )
+
+
+def _progress_bar(wanted: bool | Callable[..., Any], total: int) -> Any:
+    """As `wanted` makes it; or ours, which is none if it is False."""
+    if callable(wanted):
+        return wanted(total=total, desc="generating", unit="req")
+    return tqdm(total=total, desc="generating", unit="req", disable=None if wanted else True)

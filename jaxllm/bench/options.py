@@ -40,7 +40,7 @@ def open_llm(*, dummy_weights: bool, **engine: Any) -> Any:
 
     if not dummy_weights:
         return LLM(**engine)
-    from jaxllm.bench.dummy import dummy_model
+    from jaxllm.engine.dummy import dummy_model
     from jaxllm.sharding.mesh import make_mesh
 
     mesh = make_mesh(engine.pop("mesh", None))

@@ -97,16 +97,16 @@ def add_answer_arguments(parser: CommandParser) -> None:
         add(name, type=_parser_name, choices=choices, default="auto", help=f"how the model {what} (default: auto)")
     add(
         "--generation-config",
-        choices=("auto", "vllm"),
         default="auto",
-        help="auto: requests use the sampling parameters that the model recommends; vllm: the API's defaults "
-        "(default: auto)",
+        metavar="FROM",
+        help="sampling parameters for requests without their own: auto, those that the model recommends; vllm, the "
+        "API's; or a directory with a generation_config.json (default: auto)",
     )
     add(
         "--override-generation-config",
         type=_json_object,
         metavar="JSON",
-        help="sampling parameters for requests without their own, as in '{\"temperature\": 0.5}'",
+        help="some of these parameters, as in '{\"temperature\": 0.5}'",
     )
     add("--seed", type=int, metavar="N", help="reproduces the texts of requests that have no seed")
 

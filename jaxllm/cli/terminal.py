@@ -69,9 +69,9 @@ class Printer:
             return False
         self._out.write(self._clean(completion.text[self._num_shown :]))
         self._num_shown = len(completion.text)
-        if completion.finished:
+        if completion.finished():
             self._out.write("\n")
-        return completion.finished
+        return completion.finished()
 
     def _clean(self, text: str) -> str:
         return clean(text) if self._is_terminal else text

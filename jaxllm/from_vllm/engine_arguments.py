@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.from_vllm.rules import Hint, Only, Renamed, Rule
+from jaxllm.from_vllm.rules import Hint, Only, Renamed, Rule, translate, unknown
 
 _OFF = (None, False)
 _EMPTY = (None, "", False)
@@ -17,9 +17,9 @@ _NO_REPLICAS = (
     "an engine is one replica; start one for each part of the devices, and a server for each behind a balancer"
 )
 _NO_EXPERTS = "there are no models with experts yet"
-_NO_LORA = "there are no LoRA adapters yet; merge the adapter into the weights (peft: merge_and_unload) and serve those"
-_NO_MEDIA = "only text is served: there are no images, sounds or videos yet; leave it out"
-_NO_POOLING = "models generate text only: there are no embeddings, classes or scores yet; leave it out"
+NO_LORA = "there are no LoRA adapters yet; merge the adapter into the weights (peft: merge_and_unload) and serve those"
+NO_MEDIA = "only text is served: there are no images, sounds or videos yet; leave it out"
+NO_POOLING = "models generate text only: there are no embeddings, classes or scores yet; leave it out"
 _NO_QUANTIZATION = (
     "weights are not quantized yet; give the original checkpoint, or a GGUF file (its blocks are read into dtype)"
 )
@@ -121,22 +121,22 @@ _ONLY: dict[str, Only] = {
         (None, True), "the hub's own login is used; set the environment variable HF_TOKEN, or hf auth login"
     ),
     "model_impl": Only((None, "auto", "vllm"), "jaxllm has its own models only; leave it 'auto'"),
-    "task": Only((None, "auto", "generate"), _NO_POOLING),
-    "runner": Only((None, "auto", "generate"), _NO_POOLING),
-    "convert": Only((None, "auto", "none"), _NO_POOLING),
-    "pooler_config": Only((None,), _NO_POOLING),
-    "override_pooler_config": Only((None,), _NO_POOLING),
+    "task": Only((None, "auto", "generate"), NO_POOLING),
+    "runner": Only((None, "auto", "generate"), NO_POOLING),
+    "convert": Only((None, "auto", "none"), NO_POOLING),
+    "pooler_config": Only((None,), NO_POOLING),
+    "override_pooler_config": Only((None,), NO_POOLING),
     "enable_prompt_embeds": Only(_OFF, "prompts are text or token ids; leave it out"),
     "served_model_name": Only((None,), _SERVER),
-    "allowed_local_media_path": Only(_EMPTY, _NO_MEDIA),
-    "allowed_media_domains": Only(_is_nothing, _NO_MEDIA),
-    "media_io_kwargs": Only(_is_nothing, _NO_MEDIA),
-    "limit_mm_per_prompt": Only(_is_no_media, _NO_MEDIA),
-    "mm_processor_kwargs": Only(_is_nothing, _NO_MEDIA),
-    "enable_mm_embeds": Only(_OFF, _NO_MEDIA),
-    "mm_encoder_only": Only(_OFF, _NO_MEDIA),
-    "video_pruning_rate": Only(_is_zero, _NO_MEDIA),
-    "enable_mm_processor_stats": Only(_OFF, _NO_MEDIA),
+    "allowed_local_media_path": Only(_EMPTY, NO_MEDIA),
+    "allowed_media_domains": Only(_is_nothing, NO_MEDIA),
+    "media_io_kwargs": Only(_is_nothing, NO_MEDIA),
+    "limit_mm_per_prompt": Only(_is_no_media, NO_MEDIA),
+    "mm_processor_kwargs": Only(_is_nothing, NO_MEDIA),
+    "enable_mm_embeds": Only(_OFF, NO_MEDIA),
+    "mm_encoder_only": Only(_OFF, NO_MEDIA),
+    "video_pruning_rate": Only(_is_zero, NO_MEDIA),
+    "enable_mm_processor_stats": Only(_OFF, NO_MEDIA),
     "pipeline_parallel_size": Only(_is_one, _NO_PARALLEL),
     "prefill_context_parallel_size": Only(_is_one, _NO_PARALLEL),
     "decode_context_parallel_size": Only(_is_one, _NO_PARALLEL),
@@ -191,9 +191,9 @@ _ONLY: dict[str, Only] = {
     "reasoning_parser": Only(_EMPTY, _SERVER),
     "reasoning_parser_plugin": Only(_EMPTY, _NO_PLUGINS),
     "reasoning_config": Only(_is_nothing, "there is no budget for thinking; max_tokens bounds all of an output"),
-    "enable_lora": Only(_OFF, _NO_LORA),
-    "enable_lora_bias": Only(_OFF, _NO_LORA),
-    "default_mm_loras": Only(_is_nothing, _NO_LORA),
+    "enable_lora": Only(_OFF, NO_LORA),
+    "enable_lora_bias": Only(_OFF, NO_LORA),
+    "default_mm_loras": Only(_is_nothing, NO_LORA),
     "enable_prompt_adapter": Only(_OFF, "there are no prompt adapters; leave it out"),
     "otlp_traces_endpoint": Only(_EMPTY, _TRACES),
     "collect_detailed_traces": Only(_is_nothing, _TRACES),
@@ -223,12 +223,12 @@ _ONLY: dict[str, Only] = {
     "rope_scaling": Only((None,), "give hf_overrides={'rope_scaling': {...}}"),
     "rope_theta": Only((None,), "give hf_overrides={'rope_theta': ...}"),
 }
-_RENAMED = {"num_gpu_blocks_override": "num_blocks", "preemption_mode": "preemption"}
+RENAMED = {"num_gpu_blocks_override": "num_blocks", "preemption_mode": "preemption"}
 
 ENGINE_ARGUMENTS: dict[str, Rule] = {
     **{name: Hint(note) for note, names in _HINTS.items() for name in names},
     **_ONLY,
-    **{name: Renamed(ours) for name, ours in _RENAMED.items()},
+    **{name: Renamed(ours) for name, ours in RENAMED.items()},
 }
 
 _SAMPLING = "it is a field of SamplingParams: llm.generate(prompts, SamplingParams({}=...))"
@@ -251,3 +251,18 @@ ELSEWHERE = {  # names of other libraries, and of other places
         for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "repetition_penalty", "n")
     },
 }
+
+
+def translate_engine_arguments(call: str, vllm: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that `vllm`, arguments that are none of ours, stand for, beside `ours`, which were given by their
+    own names. Raises `ValueError` for a value that asks for what is not there, `TypeError` for a name of nobody."""
+    for name in vllm:
+        if name not in ENGINE_ARGUMENTS:
+            raise unknown(call, name, ["model", *ours, *ENGINE_ARGUMENTS], ELSEWHERE)
+    renamed = translate(call, vllm, ENGINE_ARGUMENTS)
+    for theirs, name in RENAMED.items():
+        if name in renamed and ours.get(name) not in (None, "auto", renamed[name]):
+            raise ValueError(
+                f"{theirs}={renamed[name]!r} and {name}={ours[name]!r} are the same thing; give one of them"
+            )
+    return renamed

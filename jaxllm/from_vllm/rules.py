@@ -46,7 +46,8 @@ def translate(call: str, given: Mapping[str, Any], rules: Mapping[str, Rule]) ->
             if value is not None:
                 ours[rule.ours] = value
         elif isinstance(rule, Hint):
-            log.info("%s: %s=%r changes nothing: %s", call, name, value, rule.note)
+            if value is not None:
+                log.info("%s: %s=%r changes nothing: %s", call, name, value, rule.note)
         elif not rule.accepts(value):
             raise ValueError(f"{name}={value!r:.100} is not supported: {rule.refusal}")
     return ours

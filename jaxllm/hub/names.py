@@ -61,7 +61,7 @@ def parse_name(text: str, revision: str | None = None, known: Iterable[str] = ()
     """
     path = local(text)
     if text and (path.exists() or _looks_like_a_path(text)):
-        if revision is not None:
+        if revision not in (None, MAIN):  # which is the usual one, and asks for nothing
             raise ValueError(f"revision={revision!r} is for names of the hub; {text} is a local path, so leave it out")
         return path
     if text == SMOLLM2:

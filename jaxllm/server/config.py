@@ -28,8 +28,9 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     vllm_metric_names: bool = False
-    generation_config: str = "auto"  # the model's recommended sampling parameters are used; "vllm": they are not
-    override_generation_config: Mapping[str, Any] = field(default_factory=dict)  # used instead of the model's own
+    # The sampling parameters of requests without their own: the model's ("auto"), the API's ("vllm"), or a directory's.
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)  # some of these
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # a request's own come first
     root_path: str = ""  # that a proxy takes off the URLs
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use this server (CORS)

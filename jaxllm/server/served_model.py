@@ -8,7 +8,7 @@ from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
 from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.grammar.sandbox import GrammarSandbox
-from jaxllm.sampling_params import DRAWING, SamplingParams, drawing_fields
+from jaxllm.sampling_params import drawing_fields
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.http.errors import invalid, unknown_model
 from jaxllm.text.tokenizer import Tokenizer
@@ -66,17 +66,10 @@ def read_model(
     return ServedModel(
         names=config.served_model_names,
         tokenizer=tokenizer,
-        defaults=_defaults(config, checkpoint),
+        defaults=drawing_fields(
+            default_sampling_params(checkpoint, config.generation_config, config.override_generation_config)
+        ),
         chat_template_kwargs=dict(config.default_chat_template_kwargs),
         created=created,
         chat_template=None if config.chat_template is None else tokenizer.chat.source(config.chat_template),
     )
-
-
-def _defaults(config: ServerConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    theirs = {} if config.generation_config == "vllm" else drawing_fields(default_sampling_params(checkpoint))
-    ours = dict(config.override_generation_config)
-    if unknown := sorted(set(ours) - set(DRAWING)):
-        raise ValueError(f"override_generation_config has {unknown}; it may have {', '.join(DRAWING)}")
-    SamplingParams(**ours)  # raises for bad values
-    return theirs | ours

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.bench.dummy import dummy_model
+from jaxllm.engine.dummy import dummy_model
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.cli.generate import main as generate
