@@ -15,7 +15,7 @@ from typing import Any
 from jaxllm.argument_checks import check_float
 from jaxllm.cli.completion import completes_models
 from jaxllm.cli.environment import unused_note
-from jaxllm.cli.parser import StoreModel
+from jaxllm.cli.parser import StoreModel, json_object
 from jaxllm.cli.texts import error_text
 from jaxllm.cli.vllm_flags import add_vllm_flags
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
@@ -41,6 +41,9 @@ _ENGINE_OPTIONS = (
     "preemption",
     "swap_space",
     "record",
+    "load_format",
+    "hf_overrides",
+    "max_logprobs",
 )
 CACHE_BYTES = 2 * 2**30
 EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (2, 130, 141)  # the last two as a shell reports the signals
@@ -86,6 +89,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--swap-space", type=float, metavar="GIB", help="host memory for swapped KV blocks (default: 4)")
     add("--record", metavar="FILE", help="write what is asked of the device to a new file, for jaxllm replay")
     add("--no-prefix-caching", action="store_true", help="compute every prompt in full")
+    add("--load-format", metavar="KIND", help="dummy: random weights; safetensors or gguf: only these (default: auto)")
+    add("--hf-overrides", type=json_object, metavar="JSON", help="values to use instead of those of config.json")
+    add("--max-logprobs", type=int, metavar="N", help="most log-probabilities of a token that requests may ask for")
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
     add("-tp", type=int, dest="tensor_parallel_size", **hidden)
     add("--num-gpu-blocks-override", type=int, dest="num_blocks", **hidden)

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -126,6 +127,17 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number; give one such as 0.5") from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """For options whose value is an object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text!r:.100} is not a JSON object, such as {{"name": 0.5}}')
+    return value
 
 
 class StoreModel(argparse.Action):

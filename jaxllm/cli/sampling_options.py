@@ -2,11 +2,11 @@
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from jaxllm.cli.parser import json_object
 from jaxllm.sampling_params import SamplingParams
 
 DEFAULTS = {"temperature": 0.8, "max_tokens": 128}  # better suited to a terminal than the library's
@@ -67,7 +67,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--structured-outputs",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help="the format of the text: json (a schema), regex, choice, grammar or json_object, as in "
         """'{"choice": ["yes", "no"]}'""",
@@ -140,16 +140,6 @@ def with_defaults(fields: Mapping[str, Any], recommended: Mapping[str, Any] = Ma
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r:.100} is not a JSON object, such as {{"regex": ...}}')
-    return value
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.common import add_engine_arguments, add_model_argument, program
 from jaxllm.cli.environment import KEY_VARIABLES, api_keys
-from jaxllm.cli.parser import CommandParser, Example
+from jaxllm.cli.parser import CommandParser, Example, json_object
 
 if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig
@@ -86,7 +86,7 @@ def add_answer_arguments(parser: CommandParser) -> None:
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
     add(
         "--default-chat-template-kwargs",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help="variables of the chat template, unless a request has its own, as in '{\"enable_thinking\": false}'",
     )
@@ -104,7 +104,7 @@ def add_answer_arguments(parser: CommandParser) -> None:
     )
     add(
         "--override-generation-config",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help="some of these parameters, as in '{\"temperature\": 0.5}'",
     )
@@ -172,16 +172,6 @@ def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, A
 
 def _parser_name(text: str) -> str:
     return _THEIR_PARSERS.get(text, text)
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r:.100} is not a JSON object, such as {{"temperature": 0.5}}')
-    return value
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -84,7 +84,9 @@ def _is_guidance(value: Any) -> bool:
 
 def _is_plain_format_config(value: Any) -> bool:
     """Whether vLLM's `structured_outputs_config` asks for what is so."""
-    options = value if isinstance(value, Mapping) else {} if value is None else vars(value)
+    options = value if isinstance(value, Mapping) else {} if value is None else getattr(value, "__dict__", None)
+    if options is None:
+        return False
     others = {name: option for name, option in options.items() if name != "backend"}
     return _is_guidance(options.get("backend")) and not any(others.values())
 

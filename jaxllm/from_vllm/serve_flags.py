@@ -1,21 +1,14 @@
 """vLLM's command-line flags that are none of `jaxllm serve`: what each of their values means here. The flags of engine
 arguments are in `engine_arguments`."""
 
-from typing import Any
-
-from jaxllm.from_vllm.engine_arguments import ENGINE_ARGUMENTS
+from jaxllm.from_vllm.engine_arguments import ENGINE_ARGUMENTS, NO_LORA
 from jaxllm.from_vllm.rules import Hint, Only, Rule
 
 _OFF = (None, False)
 _UNLOGGED = "prompts, answers and accesses are never logged; /metrics and --otlp-traces-endpoint have the figures"
 _ONE_SERVER = "one process answers for one engine; start a server for each part of the devices, behind a balancer"
-_NO_LORA = "there are no LoRA adapters yet; merge the adapter into the weights (peft: merge_and_unload) and serve those"
 _NO_CODE = "no code is loaded by its name; leave it out"
 _NO_DOCS = "there are no generated pages of documentation; docs.vllm.ai describes the same API"
-
-
-def _is_at_most_20(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and -1 < value <= 20)
 
 
 _FRONTEND: dict[str, Rule] = {
@@ -56,24 +49,17 @@ _FRONTEND: dict[str, Rule] = {
     "tool_parser_plugin": Only((None, ""), _NO_CODE),
     "tool_server": Only((None,), "the server calls no tools; it gives their calls to the client"),
     "middleware": Only((None, ""), _NO_CODE),
-    "lora_modules": Only((None,), _NO_LORA),
+    "lora_modules": Only((None,), NO_LORA),
     "enable_ssl_refresh": Only(_OFF, "certificates are read once; start the server anew, after SIGTERM it drains"),
     "h11_max_header_count": Only((None,), "a head's bytes are bounded: --h11-max-incomplete-event-size"),
     "fingerprint_mode": Only((None, "none"), "answers have no system_fingerprint; leave it out"),
     "fingerprint_value": Only((None,), "answers have no system_fingerprint; leave it out"),
+    "skip_tokenizer_init": Only(_OFF, "requests may hold token ids with a tokenizer too; leave it out"),
     "tokens_only": Only(_OFF, "prompts may be token ids in any request; leave it out"),
     "output_tmp_dir": Only((None,), "results are written where --output-file says, line by line; leave it out"),
     "enable_metrics": Only(_OFF, "a batch has no metrics of its own; jaxllm serve has /metrics"),
 }
-# Of `LLM` in Python, and not yet of the commands.
-_OF_THE_LIBRARY: dict[str, Rule] = {
-    "load_format": Only((None, "auto", "safetensors"), "give a directory with safetensors, or a GGUF file"),
-    "max_logprobs": Only(_is_at_most_20, "at most 20 log-probabilities are computed for a token"),
-    "hf_overrides": Only((None, "", {}), "change the model's config.json"),
-    "skip_tokenizer_init": Only(_OFF, "requests may hold token ids with a tokenizer too; leave it out"),
-}
-
-FLAGS: dict[str, Rule] = {**ENGINE_ARGUMENTS, **_OF_THE_LIBRARY, **_FRONTEND}
+FLAGS: dict[str, Rule] = {**ENGINE_ARGUMENTS, **_FRONTEND}
 SHORT = {  # name of the argument -> what else vLLM calls its flag
     "api_server_count": "-asc",
     "pipeline_parallel_size": "-pp",

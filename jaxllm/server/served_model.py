@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.grammar.sandbox import GrammarSandbox
