@@ -51,7 +51,7 @@ class CommandParser(argparse.ArgumentParser):
         given = list(sys.argv[1:] if args is None else args)
         found, unknown = super().parse_known_args([*self._with_hyphens(given)], namespace)
         if unknown:
-            self.error(self._unknown(unknown[0]))
+            self.error(self.unknown(unknown[0]))
         return found, []
 
     def _with_hyphens(self, given: Iterable[str]) -> Iterable[str]:
@@ -64,7 +64,12 @@ class CommandParser(argparse.ArgumentParser):
             is_option = not is_over and word.startswith("--") and spelt in self._option_string_actions
             yield f"{spelt}{equals}{value}" if is_option else word
 
-    def _unknown(self, word: str) -> str:
+    def option(self, name: str) -> argparse.Action | None:
+        """The option that is called so, with - or _."""
+        return self._option_string_actions.get(name) or self._option_string_actions.get(name.replace("_", "-"))
+
+    def unknown(self, word: str) -> str:
+        """The error for a word that is no argument."""
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"{word!r} is one argument too many"

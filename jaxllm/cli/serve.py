@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxllm.cli.common import located_kwargs, run_command
+from jaxllm.cli.config_file import parse_with_config
 from jaxllm.cli.environment import logging_level
 from jaxllm.cli.parser import CommandParser
 from jaxllm.cli.serve_options import make_parser, server_config
@@ -18,7 +19,7 @@ from jaxllm.cli.vllm_flags import log_notes
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 if the engine died, 2 for bad options or models."""
-    arguments = _parser().parse_args(argv)
+    arguments = parse_with_config(_parser(), argv)
     return run_command(lambda: _run(arguments))
 
 

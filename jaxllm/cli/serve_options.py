@@ -46,6 +46,7 @@ def make_parser() -> CommandParser:
 
 def _add_server(parser: CommandParser) -> None:
     add = parser.add_argument_group("server").add_argument
+    add("--config", metavar="FILE", help="YAML with these options, as in port: 8000; those given here come first")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 takes a free one (default: 8000)")
     add(

@@ -10,7 +10,7 @@ from jaxllm.from_vllm.serve_flags import FLAGS, SEVERAL, SHORT, SWITCHES
 
 log = logging.getLogger(__name__)
 
-_NOTES = "vllm_notes"  # the namespace's: why flags change nothing
+NOTES = "vllm_notes"  # the namespace's: why flags change nothing
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +24,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
         missing = [option for option in options if option not in parser._option_string_actions]
         if missing:
             nargs = 0 if name in SWITCHES else "+" if name in SEVERAL else None
-            parser.add_argument(
-                *missing, dest=_NOTES, nargs=nargs, action=_RuledFlag, rule=rule, help=argparse.SUPPRESS
-            )
+            parser.add_argument(*missing, dest=NOTES, nargs=nargs, action=_RuledFlag, rule=rule, help=argparse.SUPPRESS)
 
 
 class _RuledFlag(argparse.Action):
@@ -40,7 +38,7 @@ class _RuledFlag(argparse.Action):
         value = not str(option_string).startswith("--no-") if self.nargs == 0 else _value(values)
         if isinstance(self._rule, Hint):
             setattr(
-                namespace, _NOTES, (*getattr(namespace, _NOTES), f"{option_string} changes nothing: {self._rule.note}")
+                namespace, NOTES, (*getattr(namespace, NOTES), f"{option_string} changes nothing: {self._rule.note}")
             )
         elif not self._rule.accepts(value):
             shown = "" if self.nargs == 0 else f" {values if isinstance(values, str) else ' '.join(values)}"
@@ -59,5 +57,5 @@ def _value(text: str | list[str]) -> Any:
 
 def log_notes(arguments: argparse.Namespace) -> None:
     """Logs which of the given flags change nothing, and why."""
-    for note in getattr(arguments, _NOTES):
+    for note in getattr(arguments, NOTES):
         log.info("%s", note)

@@ -16,7 +16,11 @@ from jaxllm.cli.sampling_options import sampling_fields, with_defaults
 from jaxllm.sampling_params import SamplingParams, drawing_fields
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = re.compile(r"^    \$ (?:python -m jaxllm\.|jaxllm )generate (?P<words>.*)\n(?P<text>(?:(?:    (?!\$ ).*)?\n)+)", re.M)
+COMMAND, SHOWN = (
+    r"^    \$ (?:python -m jaxllm\.|jaxllm )generate (?P<words>.*)\n",
+    r"(?P<text>(?:(?:    (?!\$ ).*)?\n)+)",
+)
+SAMPLE = re.compile(COMMAND + SHOWN, re.MULTILINE)
 
 
 def samples() -> dict[str, str]:
