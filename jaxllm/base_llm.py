@@ -71,7 +71,7 @@ class BaseLLM(MissingMethods):
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
             preemption=preemption,
-            swap_space=swap_space,
+            swap_space=float(swap_space) if type(swap_space) is int else swap_space,
             max_logprobs=max_logprobs,
             seed=random.SystemRandom().getrandbits(63) if seed is None else seed,
             record=record,

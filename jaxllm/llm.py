@@ -1,20 +1,15 @@
 """`LLM`: offline generation in the caller's own process and thread."""
 
 import itertools
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-import jax
 from tqdm import tqdm
 
-from jaxllm.base_llm import BaseLLM
-from jaxllm.checkpoint.placement import canonical_params, place_params
 from jaxllm.engine.caller import CallerLoop, Inbox
-from jaxllm.engine.engine import Engine
 from jaxllm.engine.prepare import PreparedRequest
-from jaxllm.errors import EngineAsleepError, EngineError
+from jaxllm.errors import EngineError
 from jaxllm.from_vllm.request_arguments import (
     CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,
@@ -22,8 +17,8 @@ from jaxllm.from_vllm.request_arguments import (
     VllmGenerateArguments,
     check_request_arguments,
 )
-from jaxllm.llm_engine import LLMEngine
-from jaxllm.models.transformer import Params
+from jaxllm.llm_control import LLMControl
+from jaxllm.llm_engine import LLMEngine, OwnRequests
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.prompts import (
@@ -40,37 +35,59 @@ Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | Sequence[
 _AHEAD = 4  # times max_num_seqs: requests that wait in the engine, so that a step never lacks some
 
 
-class LLM(BaseLLM):
+class LLM(LLMControl):
     """A model ready to generate, in the caller's thread. Streams of one `LLM` may be read in turns, and threads that
     share it take turns with the steps; `AsyncLLM` is for many concurrent callers.
 
+        llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct")
+        print(llm.generate("The capital of France is")[0].outputs[0].text)
+
     Ctrl-C takes effect between two steps, a second one at once: that loses the requests that run, and no more.
 
-    `model` is a local directory in Hugging Face format (None: the small model in the package), a GGUF file or a
-    directory with one, a name of the hub as "org/name", "org/name@revision" or "org/name:FILE.gguf" (fetched into
-    huggingface_hub's cache, or `download_dir`; `revision` is another way to give that), a Flax module with the
-    interface of `jaxllm.models` (served as it is, its class and attributes included), or a pair (configuration,
-    parameter pytree); parameters on the device are used where they lie. `tokenizer` overrides the model's: a directory,
-    a GGUF file, a `tokenizers` or `transformers` tokenizer, or any object with `encode` and `decode`. `dtype="auto"` is
-    float32 on a CPU and bfloat16 elsewhere. `max_model_len` (tokens of prompt and output), `max_num_seqs` (running at
-    once), `max_num_batched_tokens` (a step's), `block_size` (tokens) and `num_blocks` are sized from the model and the
-    device when None. `mesh` is "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one
-    device. `gpu_memory_utilization` (0.92) is the share of each accelerator's whole memory that this process may use:
-    what its other arrays take is left to them, and JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU
-    unless set). When blocks run out, `preemption` of the last requests is by "swap" to at most `swap_space` GiB of host
-    memory, or by "recompute"; "auto" measures which is faster. `seed` is for requests that bring none. `record` names a
-    new file for what the engine asks of the device, prompts included: `jaxllm replay FILE` does it again, for bug
-    reports.
+    The model:
+      model: a local directory in Hugging Face format (None: the small model in the package); a GGUF file, or a
+        directory with one; a name of the hub as "org/name", "org/name@revision" or "org/name:FILE.gguf"; a Flax module
+        with the interface of `jaxllm.models`, served as it is, its class and attributes included; or a pair
+        (configuration, parameter pytree). Parameters on the device are used where they lie.
+      revision, download_dir: of a name of the hub, which is fetched into huggingface_hub's cache otherwise.
+      tokenizer: in the place of the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or
+        any object with `encode` and `decode`. `skip_tokenizer_init=True` is for prompts and outputs of ids alone.
+      dtype: "auto" is float32 on a CPU and bfloat16 elsewhere.
+      load_format: "dummy" for random weights; "auto", "safetensors" and "gguf" read them.
+      hf_overrides: keys of config.json, and what they shall be.
+      generation_config, override_generation_config: what `get_default_sampling_params` returns: of the model's files
+        ("auto"), of a directory, or the defaults ("vllm"); and what goes before that, as {"temperature": 0.5}.
+      seed: of requests that bring none; None: another one each time.
 
-    Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, and for names `ModelNotFoundError`,
-    `ModelAccessError` or `DownloadError`, each with what to do about it.
+    Sizes, from the model and the device when None:
+      max_model_len: tokens of prompt and output.
+      max_num_seqs: requests that run at once.
+      max_num_batched_tokens: of a step.
+      block_size, num_blocks: of the KV pool; tokens, and blocks.
+      max_logprobs: that a request may ask for, at most 20.
+
+    Devices and memory:
+      mesh: "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device.
+      gpu_memory_utilization: the share of each accelerator's whole memory that this process may use (0.92): what its
+        other arrays take is left to them, and JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU unless
+        set).
+      enable_prefix_caching: whether prompts share the blocks of equal beginnings (True).
+      preemption, swap_space: when blocks run out, the last requests go to at most `swap_space` GiB of host memory
+        ("swap"), or are computed again ("recompute"); "auto" measures which is faster.
+      record: a new file for what the engine asks of the device, prompts included: `jaxllm replay FILE` does it again,
+        for bug reports.
+
+    vLLM's other arguments are accepted where their value asks for nothing that is not so; docs/from_vllm.md has them.
+
+    Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, for names `ModelNotFoundError`,
+    `ModelAccessError` or `DownloadError`, each with what to do about it, and `TypeError` for an unknown argument.
     """
 
     def _start(self) -> None:
         self._ids = itertools.count()
         self._loop = CallerLoop(self.engine)
-        self._queue = LLMEngine(self)  # of `enqueue`
-        self._queued: list[str] = []
+        self._stepped, self._enqueued = OwnRequests(self._loop), OwnRequests(self._loop)
+        self._enqueued_ids: list[str] = []
         try:
             self._wait_first()
         except BaseException:  # Ctrl-C too: compiling goes on in a thread otherwise
@@ -78,13 +95,9 @@ class LLM(BaseLLM):
             raise
 
     @property
-    def engine(self) -> Engine:
-        return self._engine
-
-    @property
     def llm_engine(self) -> LLMEngine:
         """The same engine with vLLM's interface for those who step it themselves."""
-        return LLMEngine(self)
+        return LLMEngine(self, self._stepped)
 
     def generate(
         self,
@@ -233,74 +246,20 @@ class LLM(BaseLLM):
         requests = self._requests(prompts, sampling_params, priority)
         ids = [str(next(self._ids)) for _ in requests]
         for request_id, (prepared, one) in zip(ids, requests, strict=True):
-            self._queue.submit(request_id, prepared, priority=one, stream=False)
-        self._queued += ids
+            self._enqueued.submit(request_id, prepared, priority=one, stream=False)
+        self._enqueued_ids += ids
         return ids
 
     def wait_for_completion(self, *, use_tqdm: bool | Callable[..., Any] = True) -> list[RequestOutput]:
         """The outputs of all that was enqueued, in that order."""
-        ids, self._queued = self._queued, []
+        ids, self._enqueued_ids = self._enqueued_ids, []
         done: dict[str, RequestOutput] = {}
         with _progress_bar(use_tqdm, len(ids)) as bar:
-            while self._queue.has_unfinished_requests():
-                for output in self._queue.step():
+            while len(self._enqueued):
+                for output in self._enqueued.step():
                     done[output.request_id] = output
                     bar.update()
         return [done[request_id] for request_id in ids]
-
-    def reset_prefix_cache(self) -> bool:
-        """Drops the prefix cache; True, as in vLLM where that has worked."""
-        with self._loop.between_steps():
-            self.engine.scheduler.pool.forget_keys()
-        return True
-
-    def sleep(self, level: int = 1) -> None:
-        """Gives the device's memory away until `wake_up`: of the parameters, which level 1 keeps in host memory and
-        level 2 drops, and of the KV pool, whose contents are lost with the prefix cache.
-
-        After level 2, `update_params` must give new parameters before the next request. Requests made meanwhile raise
-        `EngineAsleepError`. ValueError while requests run.
-        """
-        with self._loop.between_steps():
-            self.engine.sleep(level)
-
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Takes back what `sleep` gave away: "weights", "kv_cache", or both (None)."""
-        with self._loop.between_steps():
-            self.engine.wake_up(tags)
-
-    def start_profile(self, directory: str | Path | None = None) -> None:
-        """Traces what the device does from now on, into `directory` (None: the environment variable JAXLLM_PROFILE_DIR,
-        or vLLM's VLLM_TORCH_PROFILER_DIR), for XProf or Perfetto. ValueError if there is none."""
-        variables = ("JAXLLM_PROFILE_DIR", "VLLM_TORCH_PROFILER_DIR")
-        directory = directory or next(filter(None, map(os.environ.get, variables)), None)
-        if directory is None:
-            raise ValueError(f"start_profile needs a directory: give one, or set {variables[0]}")
-        jax.profiler.start_trace(str(directory))
-
-    def stop_profile(self) -> None:
-        """Writes what was traced."""
-        jax.profiler.stop_trace()
-
-    @property
-    def params(self) -> Params:
-        """The parameters that are served, an `nnx.State` that `update_params` takes: canonical ones, whatever the mesh
-        makes of them, and without a copy where it makes nothing of them."""
-        executor = self.engine.runner.executor
-        if not executor.leaves:
-            raise EngineAsleepError(
-                "the parameters are not on the device while the engine sleeps; call wake_up() first"
-            )
-        treedef = jax.tree.structure(executor.abstract_params)
-        return canonical_params(jax.tree.unflatten(treedef, executor.leaves), executor.mesh)
-
-    def update_params(self, params: Any) -> None:
-        """Replaces the parameters by a pytree of the same structure, shapes and dtypes; running requests go on with
-        the new ones from their next token. ValueError names what does not match."""
-        runner = self.engine.runner
-        placed = place_params(params, runner.executor.abstract_params, runner.executor.mesh)
-        with self._loop.between_steps():
-            self.engine.update_params(placed)
 
     def wait_compiled(self) -> None:
         """Blocks until every executable is compiled: before a benchmark, say."""

@@ -25,6 +25,7 @@ _NUMBERS = (
     ("min_tokens", int, "minimum number of tokens before an end"),
     ("logprobs", int, "log-probabilities of each token and of this many most likely ones; 0 to 20, for JSON"),
     ("prompt_logprobs", int, "likewise, of the prompt's tokens"),
+    ("truncate_prompt_tokens", int, "keep this many of the prompt's last tokens; -1: as many as there is room for"),
 )
 _BEAMS = (
     ("beam_width", int, "search with this many beams, 1 to 32, and show the --n best completions"),

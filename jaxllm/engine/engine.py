@@ -23,6 +23,7 @@ from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import End, Sequence
 from jaxllm.engine.sleep import KV_CACHE, Sleep
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
+from jaxllm.engine.swap_choice import SwapChoice
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
 from jaxllm.outputs import RequestOutput
@@ -31,18 +32,6 @@ from jaxllm.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 6  # in a row, after which it is not one request's fault
-
-
-class SwapChoice:
-    """Whether a victim of preemption is swapped out, or computed again. `kind` is as in `EngineConfig`."""
-
-    def __init__(self, runner: Runner, kind: str):
-        self.kind, self._runner = kind, runner
-
-    def __call__(self, num_pages: int, num_tokens: int) -> bool:
-        if self.kind == "auto":
-            return self._runner.knows_bandwidth() and self._runner.costs.prefers_swap(num_pages, num_tokens)
-        return self.kind == "swap"
 
 
 class Engine:

@@ -106,7 +106,7 @@ def _metrics(stats: EngineStats, config: EngineConfig, labels: dict[str, str]) -
         for label_value, value in values.items():
             yield Counter(_full(name), labels | {label: label_value}, value(stats))
     buckets = step_buckets(stats)
-    yield Histogram(_full(STEPS), labels.copy(), buckets["+Inf"], stats.num_step_tokens, buckets)
+    yield Histogram(_full(STEPS), labels.copy(), buckets["+Inf"], float(stats.num_step_tokens), buckets)
     info = {label: str(getattr(config, field)) for label, field in CONFIG}
     yield Gauge(_full(CONFIG_INFO), labels | info, 1.0)
 

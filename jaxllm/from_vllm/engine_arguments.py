@@ -62,7 +62,19 @@ _HINTS: dict[str, tuple[str, ...]] = {  # why they change nothing -> names
         *("scheduling_policy", "scheduler_reserve_full_isl"),
     ),
     "LLM.sleep always works": ("enable_sleep_mode",),
-    "it says how much of what is not there: see enable_lora": (
+    "it says how something is done that is refused itself": (
+        *("dcp_kv_cache_interleave_size", "cp_kv_cache_interleave_size", "enable_ep_weight_filter", "ubatch_size"),
+        *("dbo_decode_token_threshold", "dbo_prefill_token_threshold", "eplb_config", "expert_placement_strategy"),
+        *(
+            "eplb_window_size",
+            "eplb_step_interval",
+            "eplb_log_balancedness",
+            "offload_backend",
+            "kv_offloading_backend",
+        ),
+        *("offload_num_in_group", "offload_prefetch_step", "allow_deprecated_quantization", "kv_cache_metrics_sample"),
+        *("mm_encoder_fp8_scale_path", "mm_encoder_fp8_scale_save_path", "mm_encoder_fp8_scale_save_margin"),
+        *("enable_mamba_cache_stochastic_rounding", "mamba_cache_philox_rounds"),
         *("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "fully_sharded_loras", "lora_extra_vocab_size"),
         *("lora_target_modules", "specialize_active_lora", "enable_tower_connector_lora"),
     ),
@@ -84,9 +96,9 @@ def _is_guidance(value: Any) -> bool:
 
 def _is_plain_format_config(value: Any) -> bool:
     """Whether vLLM's `structured_outputs_config` asks for what is so."""
-    options = value if isinstance(value, Mapping) else {} if value is None else getattr(value, "__dict__", None)
-    if options is None:
-        return False
+    if value is None:
+        return True
+    options = value if isinstance(value, Mapping) else getattr(value, "__dict__", {"": value})
     others = {name: option for name, option in options.items() if name != "backend"}
     return _is_guidance(options.get("backend")) and not any(others.values())
 

@@ -9,6 +9,7 @@ class VllmEngineArguments(TypedDict, total=False):
     additional_config: Any
     aggregate_engine_logging: Any
     all2all_backend: Any
+    allow_deprecated_quantization: Any
     allowed_local_media_path: Any
     allowed_media_domains: Any
     async_scheduling: Any
@@ -20,6 +21,7 @@ class VllmEngineArguments(TypedDict, total=False):
     compilation_config: Any
     config_format: Any
     convert: Any
+    cp_kv_cache_interleave_size: Any
     cpu_offload_gb: Any
     cpu_offload_params: Any
     cuda_graph_sizes: Any
@@ -34,7 +36,10 @@ class VllmEngineArguments(TypedDict, total=False):
     data_parallel_size: Any
     data_parallel_size_local: Any
     data_parallel_start_rank: Any
+    dbo_decode_token_threshold: Any
+    dbo_prefill_token_threshold: Any
     dcp_comm_backend: Any
+    dcp_kv_cache_interleave_size: Any
     decode_context_parallel_size: Any
     default_mm_loras: Any
     device: Any
@@ -54,6 +59,7 @@ class VllmEngineArguments(TypedDict, total=False):
     enable_chunked_prefill: Any
     enable_dbo: Any
     enable_elastic_ep: Any
+    enable_ep_weight_filter: Any
     enable_eplb: Any
     enable_expert_parallel: Any
     enable_flashinfer_autotune: Any
@@ -62,6 +68,7 @@ class VllmEngineArguments(TypedDict, total=False):
     enable_logging_iteration_details: Any
     enable_lora: Any
     enable_lora_bias: Any
+    enable_mamba_cache_stochastic_rounding: Any
     enable_mfu_metrics: Any
     enable_mm_embeds: Any
     enable_mm_processor_stats: Any
@@ -70,6 +77,11 @@ class VllmEngineArguments(TypedDict, total=False):
     enable_sleep_mode: Any
     enable_tower_connector_lora: Any
     enforce_eager: Any
+    eplb_config: Any
+    eplb_log_balancedness: Any
+    eplb_step_interval: Any
+    eplb_window_size: Any
+    expert_placement_strategy: Any
     fail_on_environ_validation: Any
     fully_sharded_loras: Any
     gdn_prefill_backend: Any
@@ -85,7 +97,9 @@ class VllmEngineArguments(TypedDict, total=False):
     kv_cache_dtype_skip_layers: Any
     kv_cache_memory_bytes: Any
     kv_cache_metrics: Any
+    kv_cache_metrics_sample: Any
     kv_events_config: Any
+    kv_offloading_backend: Any
     kv_offloading_size: Any
     kv_sharing_fast_prefill: Any
     kv_transfer_config: Any
@@ -102,6 +116,7 @@ class VllmEngineArguments(TypedDict, total=False):
     mamba_block_size: Any
     mamba_cache_dtype: Any
     mamba_cache_mode: Any
+    mamba_cache_philox_rounds: Any
     mamba_config: Any
     mamba_ssm_cache_dtype: Any
     master_addr: Any
@@ -117,6 +132,9 @@ class VllmEngineArguments(TypedDict, total=False):
     media_io_kwargs: Any
     mm_encoder_attn_backend: Any
     mm_encoder_attn_dtype: Any
+    mm_encoder_fp8_scale_path: Any
+    mm_encoder_fp8_scale_save_margin: Any
+    mm_encoder_fp8_scale_save_path: Any
     mm_encoder_only: Any
     mm_encoder_tp_mode: Any
     mm_processor_cache_gb: Any
@@ -136,8 +154,11 @@ class VllmEngineArguments(TypedDict, total=False):
     numa_bind: Any
     numa_bind_cpus: Any
     numa_bind_nodes: Any
+    offload_backend: Any
     offload_group_size: Any
+    offload_num_in_group: Any
     offload_params: Any
+    offload_prefetch_step: Any
     optimization_level: Any
     otlp_traces_endpoint: Any
     override_attention_dtype: Any
@@ -181,6 +202,7 @@ class VllmEngineArguments(TypedDict, total=False):
     tokenizer_revision: Any
     tokens_only: Any
     trust_remote_code: Any
+    ubatch_size: Any
     use_tqdm_on_load: Any
     use_v2_block_manager: Any
     video_pruning_rate: Any

@@ -55,7 +55,8 @@ ENGINE: list[Snippet] = [
     runs(
         "get_metrics",
         "from vllm.v1.metrics.reader import Counter, Gauge\nfound = {m.name: m for m in llm.get_metrics()}",
-        "isinstance(found['vllm:num_requests_running'], Gauge) and isinstance(found['vllm:prefix_cache_hits'], Counter)",
+        "isinstance(found['vllm:num_requests_running'], Gauge) "
+        "and isinstance(found['vllm:prefix_cache_hits'], Counter)",
     ),
     refused("collective_rpc", "llm.collective_rpc('x')", "NotImplementedError", "there are no workers to call"),
     refused("apply_model", "llm.apply_model(lambda m: 1)", "NotImplementedError", "llm.params"),

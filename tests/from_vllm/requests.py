@@ -60,7 +60,9 @@ PROMPTS: list[Snippet] = [
         "use_tqdm=tqdm",
         "from tqdm import tqdm\nmade = []\n"
         "class Mine(tqdm):\n"
-        "    def __init__(self, *a, **k):\n        made.append(self)\n        super().__init__(*a, **k | {'disable': True})\n"
+        "    def __init__(self, **options):\n"
+        "        made.append(self)\n"
+        "        super().__init__(**options | {'disable': True})\n"
         "out = llm.generate('a', SamplingParams(max_tokens=2), use_tqdm=Mine)",
         "len(out) == len(made) == 1",
     ),
@@ -167,7 +169,8 @@ PARAMETERS: list[Snippet] = [
     ),
     runs(
         "seed",
-        "a = [llm.generate('a', SamplingParams(seed=1, max_tokens=8))[0].outputs[0].text for _ in '12']\nprint(a[0] == a[1])",
+        "a = [llm.generate('a', SamplingParams(seed=1, max_tokens=8))[0].outputs[0].text for _ in '12']\n"
+        "print(a[0] == a[1])",
         "a[0] == a[1]",
         note="The generator is another one than vLLM's: a seed gives the same text each time, but not vLLM's.",
     ),
@@ -208,7 +211,8 @@ PARAMETERS: list[Snippet] = [
     ),
     runs(
         "parameters are changed",
-        "p = SamplingParams(max_tokens=2)\np.temperature = 0.3\np.max_tokens = 5\np.ignore_eos = True\nout = llm.generate('a', p)",
+        "p = SamplingParams(max_tokens=2)\np.temperature = 0.3\np.max_tokens = 5\np.ignore_eos = True\n"
+        "out = llm.generate('a', p)",
         "len(out[0].outputs[0].token_ids) == 5",
     ),
     runs("clone", "p = SamplingParams(max_tokens=2, stop=['x'])\nq = p.clone()\nq.stop.append('y')", "p.stop == ['x']"),
@@ -275,7 +279,7 @@ OUTPUTS: list[Snippet] = [
         "o = llm.generate('a', SamplingParams(max_tokens=2, logprobs=1))[0]\n"
         "print(o.request_id, o.finished, o.metrics, o.encoder_prompt, o.encoder_prompt_token_ids, o.lora_request,\n"
         "      o.num_cached_tokens, o.prompt_logprobs, o.outputs[0].cumulative_logprob, o.outputs[0].stop_reason,\n"
-        "      o.outputs[0].lora_request, o.outputs[0].routed_experts, o.multi_modal_placeholders, o.kv_transfer_params)",
+        "      o.outputs[0].lora_request, o.outputs[0].routed_experts, o.kv_transfer_params)",
         "(o.encoder_prompt, o.lora_request, o.outputs[0].lora_request, o.finished) == (None, None, None, True)",
     ),
     runs(
