@@ -9,7 +9,10 @@ if _sys.platform == "win32":
 
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
+    from jaxllm.async_llm import AsyncLLM as AsyncLLMEngine
+    from jaxllm.engine_args import AsyncEngineArgs, EngineArgs
     from jaxllm.llm import LLM
+    from jaxllm.llm_engine import LLMEngine
     from jaxllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
     from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jaxllm.structured_outputs import StructuredOutputs
@@ -17,10 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "EngineArgs",
+    "LLMEngine",
     "Logprob",
     "RequestOutput",
     "RequestOutputKind",
@@ -32,10 +39,14 @@ __all__ = [
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncEngineArgs": "engine_args",
     "AsyncLLM": "async_llm",
+    "AsyncLLMEngine": "engine.async_llm_engine",
     "BeamSearchOutput": "outputs",
     "BeamSearchParams": "sampling_params",
     "CompletionOutput": "outputs",
+    "EngineArgs": "engine_args",
+    "LLMEngine": "llm_engine",
     "Logprob": "outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
@@ -51,7 +62,9 @@ def __getattr__(name: str):
     if name == "__version__":
         return _version()
     if name not in _HOMES:
-        raise AttributeError(f"module 'jaxllm' has no attribute {name!r}")
+        from jaxllm.from_vllm.names import missing
+
+        raise missing("jaxllm", name, __all__)
     return getattr(_import_module(f"jaxllm.{_HOMES[name]}"), name)
 
 

@@ -1,5 +1,6 @@
 """Checks of users' values. All raise `ValueError` naming the field, its value and the allowed range."""
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,26 @@ def a_type(value: Any) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
+def plain_number(value: Any) -> Any:
+    """The `int` or `float` that a number of another library is: NumPy's, JAX's. Anything else comes back as it is."""
+    if isinstance(value, bool | str | bytes) or getattr(value, "ndim", 0) or _is_bool(value):
+        return value
+    if hasattr(type(value), "__index__"):
+        try:
+            return operator.index(value)
+        except TypeError:  # an array of floats has the method too
+            pass
+    return float(value) if hasattr(type(value), "__float__") else value
+
+
+def _is_bool(value: Any) -> bool:
+    return getattr(getattr(value, "dtype", None), "kind", None) == "b"
+
+
 def as_list(name: str, value: Any) -> list:
+    """A list, a tuple or an array as a list; None as an empty one."""
+    if getattr(value, "ndim", None) == 1:
+        value = value.tolist()
     if not isinstance(value, list | tuple | None):
         raise ValueError(f"{name}={value!r} must be a list")
     return list(value or ())
@@ -20,7 +40,8 @@ def as_ids(name: str, value: Any) -> list[int] | None:
     """Token ids without repeats. The engine, which knows the vocabulary, checks the upper bound."""
     if value is None:
         return None
-    for token in (ids := as_list(name, value)):
+    ids = [token if type(token) is int else plain_number(token) for token in as_list(name, value)]
+    for token in ids:
         check_int(name, token, 0, 2**31 - 1)
     return list(dict.fromkeys(ids))
 
@@ -36,7 +57,8 @@ def as_bias(value: Any, most: int) -> dict[int, float]:
         )
     bias = {}
     for key, number in (value or {}).items():
-        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        token = int(key) if isinstance(key, str) and key.isdecimal() else plain_number(key)
+        number = plain_number(number)
         check_int("logit_bias key", token, 0, 2**31 - 1)
         check_float(f"logit_bias[{token}]", number, -100.0, 100.0)
         bias[token] = float(number)

@@ -4,45 +4,30 @@ import asyncio
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
-from jaxllm.engine.build import build_engine
+from jaxllm.base_llm import BaseLLM
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.loop import Delivery, EngineLoop
 from jaxllm.engine.mailbox import Mailbox
-from jaxllm.engine.stats import EngineStats
-from jaxllm.hub.locate import locate
+from jaxllm.from_vllm.request_arguments import ADD_REQUEST_ARGUMENTS, check_request_arguments
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.text.prompts import parse_prompt
+from jaxllm.text.prompts import parse_prompt, with_salt
 
 
-class AsyncLLM:
+class AsyncLLM(BaseLLM):
     """A model that serves concurrent requests from any number of asyncio tasks, in any number of event loops. Takes
     `LLM`'s arguments. It closes itself when nothing refers to it any more."""
 
-    def __init__(
-        self,
-        model: Any = None,
-        *,
-        revision: str | None = None,
-        download_dir: str | Path | None = None,
-        tokenizer: Any = None,
-        **options: Any,
-    ):
-        model = locate(model, revision=revision, download_dir=download_dir, tokenizer=tokenizer is None)
-        self._engine = build_engine(model, tokenizer=tokenizer, **options)
+    def _start(self) -> None:
         self._ids = itertools.count()
         self._loop = EngineLoop(self._engine, _deliver)
         self._loop.start()
         # Also before Python exits, as a thread that dies inside the runtime would take the process down.
         self._close = weakref.finalize(self, self._loop.close)
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._engine.tokenizer
 
     @property
     def config(self) -> EngineConfig:
@@ -74,6 +59,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        **vllm: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the output so far (or what `output_kind` says) whenever it has grown, the finished one last. Leaving
         the iterator early, or cancelling its task, aborts the request.
@@ -82,9 +68,10 @@ class AsyncLLM:
         be served, and `EngineDeadError` if the engine stops. A request whose steps fail on the device ends with
         finish_reason "error", and its `error` names the cause.
         """
-        params = sampling_params or SamplingParams()
+        check_request_arguments("generate", vllm, ADD_REQUEST_ARGUMENTS)
         request_id = f"async-{next(self._ids)}" if request_id is None else request_id
-        text, token_ids = await asyncio.to_thread(parse_prompt, prompt, self.tokenizer)
+        text, token_ids, salt = await asyncio.to_thread(parse_prompt, prompt, self.tokenizer)
+        params = with_salt(sampling_params or SamplingParams(), salt).snapshot()  # which the caller may change
         mailbox = Mailbox(is_delta=params.output_kind is RequestOutputKind.DELTA)
         self.add(token_ids, params, request_id=request_id, receiver=mailbox, prompt=text, priority=priority)
         try:
@@ -106,12 +93,30 @@ class AsyncLLM:
         """Ends a request; its iterator yields a last output with finish_reason "abort" for what was unfinished."""
         self._loop.abort(request_id)
 
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
+    async def reset_prefix_cache(self) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        await self._between_steps(self._engine.scheduler.pool.forget_keys)
+        return True
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `LLM.sleep`."""
+        await self._between_steps(partial(self._engine.sleep, level))
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """See `LLM.wake_up`."""
+        await self._between_steps(partial(self._engine.wake_up, tags))
+
+    async def is_sleeping(self) -> bool:
+        return self._engine.is_sleeping
+
+    async def _between_steps(self, function: Callable[[], Any]) -> None:
+        await asyncio.wrap_future(self._loop.call(function))
 
     def close(self) -> None:
         """Aborts what is left, stops the thread and frees the device's memory."""
         self._close()
+
+    shutdown = close
 
 
 def _deliver(deliveries: list[Delivery]) -> list[str]:

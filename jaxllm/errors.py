@@ -33,6 +33,10 @@ class OutOfMemoryError(JaxLLMError):
     """The model, or its smallest KV pool, does not fit the device."""
 
 
+class EngineAsleepError(JaxLLMError, ValueError):
+    """A request to an engine that has given its memory away."""
+
+
 class EngineError(JaxLLMError):
     """Every step of what was asked for failed, or what it ran beside was stopped halfway; the cause is chained."""
 

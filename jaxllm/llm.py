@@ -1,109 +1,95 @@
 """`LLM`: offline generation in the caller's own process and thread."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import jax
-from flax import nnx
-from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jaxllm.checkpoint.formats import open_checkpoint
-from jaxllm.checkpoint.generation_config import default_sampling_params
-from jaxllm.checkpoint.placement import canonical_params, place_params
-from jaxllm.default_model import DEFAULT_MODEL
-from jaxllm.engine.build import build_engine
 from jaxllm.engine.caller import CallerLoop, Inbox
 from jaxllm.engine.prepare import PreparedRequest
-from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineError
-from jaxllm.hub.locate import locate
-from jaxllm.models.transformer import Params
+from jaxllm.from_vllm.request_arguments import (
+    CHAT_ARGUMENTS,
+    GENERATE_ARGUMENTS,
+    VllmChatArguments,
+    VllmGenerateArguments,
+    check_request_arguments,
+)
+from jaxllm.llm_control import LLMControl
+from jaxllm.llm_engine import LLMEngine, OwnRequests
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
-from jaxllm.text.prompts import TokensPrompt, is_conversation, parse_each, parse_params, parse_prompt, parse_prompts
+from jaxllm.text.prompts import (
+    TokensPrompt,
+    is_conversation,
+    parse_each,
+    parse_params,
+    parse_prompt,
+    parse_prompts,
+    with_salt,
+)
 
 Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | Sequence[int] | int]
 _AHEAD = 4  # times max_num_seqs: requests that wait in the engine, so that a step never lacks some
 
 
-class LLM:
+class LLM(LLMControl):
     """A model ready to generate, in the caller's thread. Streams of one `LLM` may be read in turns, and threads that
     share it take turns with the steps; `AsyncLLM` is for many concurrent callers.
 
+        llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct")
+        print(llm.generate("The capital of France is")[0].outputs[0].text)
+
     Ctrl-C takes effect between two steps, a second one at once: that loses the requests that run, and no more.
 
-    `model` is a local directory in Hugging Face format (None: the small model in the package), a GGUF file or a
-    directory with one, a name of the hub as "org/name", "org/name@revision" or "org/name:FILE.gguf" (fetched into
-    huggingface_hub's cache, or `download_dir`; `revision` is another way to give that), a Flax module with the
-    interface of `jaxllm.models` (served as it is, its class and attributes included), or a pair (configuration,
-    parameter pytree); parameters on the device are used where they lie. `tokenizer` overrides the model's: a directory,
-    a GGUF file, a `tokenizers` or `transformers` tokenizer, or any object with `encode` and `decode`. `dtype="auto"` is
-    float32 on a CPU and bfloat16 elsewhere. `max_model_len` (tokens of prompt and output), `max_num_seqs` (running at
-    once), `max_num_batched_tokens` (a step's), `block_size` (tokens) and `num_blocks` are sized from the model and the
-    device when None. `mesh` is "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one
-    device. `gpu_memory_utilization` (0.92) is the share of each accelerator's whole memory that this process may use:
-    what its other arrays take is left to them, and JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU
-    unless set). When blocks run out, `preemption` of the last requests is by "swap" to at most `swap_space` GiB of host
-    memory, or by "recompute"; "auto" measures which is faster. `seed` is for requests that bring none. `record` names a
-    new file for what the engine asks of the device, prompts included: `jaxllm replay FILE` does it again, for bug
-    reports. `compilation_cache` is a private folder for executables, which the next start loads, or whether to have
-    one; None is ~/.cache/jaxllm, unless JAX's own cache is configured (it serves then) or switched off.
+    The model:
+      model: a local directory in Hugging Face format (None: the small model in the package); a GGUF file, or a
+        directory with one; a name of the hub as "org/name", "org/name@revision" or "org/name:FILE.gguf"; a Flax module
+        with the interface of `jaxllm.models`, served as it is, its class and attributes included; or a pair
+        (configuration, parameter pytree). Parameters on the device are used where they lie.
+      revision, download_dir: of a name of the hub, which is fetched into huggingface_hub's cache otherwise.
+      tokenizer: in the place of the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or
+        any object with `encode` and `decode`. `skip_tokenizer_init=True` is for prompts and outputs of ids alone.
+      dtype: "auto" is float32 on a CPU and bfloat16 elsewhere.
+      load_format: "dummy" for random weights; "auto", "safetensors" and "gguf" read them.
+      hf_overrides: keys of config.json, and what they shall be.
+      generation_config, override_generation_config: what `get_default_sampling_params` returns: of the model's files
+        ("auto"), of a directory, or the defaults ("vllm"); and what goes before that, as {"temperature": 0.5}.
+      seed: of requests that bring none; None: another one each time.
 
-    Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, and for names `ModelNotFoundError`,
-    `ModelAccessError` or `DownloadError`, each with what to do about it.
+    Sizes, from the model and the device when None:
+      max_model_len: tokens of prompt and output.
+      max_num_seqs: requests that run at once.
+      max_num_batched_tokens: of a step.
+      block_size, num_blocks: of the KV pool; tokens, and blocks.
+      max_logprobs: that a request may ask for, at most 20.
+
+    Devices and memory:
+      mesh: "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device.
+      gpu_memory_utilization: the share of each accelerator's whole memory that this process may use (0.92): what its
+        other arrays take is left to them, and JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU unless
+        set).
+      enable_prefix_caching: whether prompts share the blocks of equal beginnings (True).
+      preemption, swap_space: when blocks run out, the last requests go to at most `swap_space` GiB of host memory
+        ("swap"), or are computed again ("recompute"); "auto" measures which is faster.
+      record: a new file for what the engine asks of the device, prompts included: `jaxllm replay FILE` does it again,
+        for bug reports.
+      compilation_cache: a private folder for executables, which the next start loads, or whether to have one; None is
+        one in ~/.cache/jaxllm, unless JAX's own cache is configured (it serves then) or switched off.
+
+    vLLM's other arguments are accepted where their value asks for nothing that is not so; docs/from_vllm.md has them.
+
+    Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, for names `ModelNotFoundError`,
+    `ModelAccessError` or `DownloadError`, each with what to do about it, and `TypeError` for an unknown argument.
     """
 
-    def __init__(
-        self,
-        model: str | Path | nnx.Module | tuple[Any, Any] | None = None,
-        *,
-        revision: str | None = None,
-        download_dir: str | Path | None = None,
-        tokenizer: Any = None,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        enable_prefix_caching: bool = True,
-        mesh: str | Mesh | None = None,
-        tensor_parallel_size: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        preemption: str = "auto",
-        swap_space: float | None = None,
-        seed: int = 0,
-        record: str | Path | None = None,
-        compilation_cache: bool | str | Path | None = None,
-    ):
-        model = locate(model, revision=revision, download_dir=download_dir, tokenizer=tokenizer is None)
-        self.engine = build_engine(
-            model,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            enable_prefix_caching=enable_prefix_caching,
-            mesh=mesh,
-            tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=gpu_memory_utilization,
-            preemption=preemption,
-            swap_space=swap_space,
-            seed=seed,
-            record=record,
-            compilation_cache=compilation_cache,
-        )
-        path = DEFAULT_MODEL if model is None else model
-        self._checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else None
-        self._user_tokenizer = tokenizer
+    def _start(self) -> None:
         self._ids = itertools.count()
         self._loop = CallerLoop(self.engine)
+        self._stepped, self._enqueued = OwnRequests(self._loop), OwnRequests(self._loop)
+        self._enqueued_ids: list[str] = []
         try:
             self._wait_first()
         except BaseException:  # Ctrl-C too: compiling goes on in a thread otherwise
@@ -111,20 +97,23 @@ class LLM:
             raise
 
     @property
-    def tokenizer(self) -> Any:
-        return self.engine.tokenizer
+    def llm_engine(self) -> LLMEngine:
+        """The same engine with vLLM's interface for those who step it themselves."""
+        return LLMEngine(self, self._stepped)
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **vllm: Unpack[VllmGenerateArguments],
     ) -> list[RequestOutput]:
         """Completes all prompts; one output each, in their order.
 
-        A prompt is a string, a list of token ids, `{"prompt": str}` or `{"prompt_token_ids": [...]}`.
+        A prompt is a string, a list of token ids, `{"prompt": str}` or `{"prompt_token_ids": [...]}`; a dict may have a
+        `cache_salt`. `use_tqdm` may be what makes the progress bar, as `tqdm.tqdm` does.
         `sampling_params` (None: what the model recommends) and `priority` (lower runs first) are one for all prompts,
         or one for each. Raises `ValueError` before anything runs if any prompt or parameter is unusable. Interrupted,
         it aborts what is left.
@@ -133,9 +122,10 @@ class LLM:
         cause, and the others go on. `EngineError` is raised if all prompts end so, as every step fails: when a training
         step was given the parameters to donate, say, and `update_params` is called for.
         """
+        check_request_arguments("generate", vllm, GENERATE_ARGUMENTS)
         results: dict[int, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params, priority)
-        with tqdm(total=len(requests), desc="generating", unit="req", disable=None if use_tqdm else True) as bar:
+        with _progress_bar(use_tqdm, len(requests)) as bar:
             for index, output in self._run(requests, stream=False):
                 results[index] = output
                 bar.update()
@@ -184,7 +174,8 @@ class LLM:
         tools: Any = None,
         chat_template_kwargs: Any = None,
         priority: int | Sequence[int] = 0,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **vllm: Unpack[VllmChatArguments],
     ) -> list[RequestOutput]:
         """Answers a conversation, `[{"role": "user", "content": "Hi"}]`, or each of a list of conversations.
 
@@ -192,6 +183,7 @@ class LLM:
         source. `continue_final_message` goes on with the last message, and needs `add_generation_prompt=False`.
         `tools` (JSON schemas) and `chat_template_kwargs` are for the template. The rest is as in `generate`.
         """
+        check_request_arguments("chat", vllm, CHAT_ARGUMENTS)
         options = dict(
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
@@ -244,39 +236,40 @@ class LLM:
         finally:
             self._loop.drop(running, inbox)
 
-    def get_tokenizer(self) -> Any:
-        """The tokenizer that was passed as an object, or else the model directory's (`jaxllm.text.tokenizer`)."""
-        return self.tokenizer if isinstance(self._user_tokenizer, str | Path | None) else self._user_tokenizer
+    def enqueue(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> list[str]:
+        """Hands requests over, and returns their ids; they run while something waits for outputs, and
+        `wait_for_completion` returns theirs. Arguments and errors are as of `generate`."""
+        requests = self._requests(prompts, sampling_params, priority)
+        ids = [str(next(self._ids)) for _ in requests]
+        for request_id, (prepared, one) in zip(ids, requests, strict=True):
+            self._enqueued.submit(request_id, prepared, priority=one, stream=False)
+        self._enqueued_ids += ids
+        return ids
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's files recommend; the defaults for a model that came as an object."""
-        return SamplingParams() if self._checkpoint is None else default_sampling_params(self._checkpoint)
-
-    @property
-    def params(self) -> Params:
-        """The parameters that are served, an `nnx.State` that `update_params` takes: canonical ones, whatever the mesh
-        makes of them, and without a copy where it makes nothing of them."""
-        executor = self.engine.runner.executor
-        treedef = jax.tree.structure(executor.abstract_params)
-        return canonical_params(jax.tree.unflatten(treedef, executor.leaves), executor.mesh)
-
-    def update_params(self, params: Any) -> None:
-        """Replaces the parameters by a pytree of the same structure, shapes and dtypes; running requests go on with
-        the new ones from their next token. ValueError names what does not match."""
-        runner = self.engine.runner
-        placed = place_params(params, runner.executor.abstract_params, runner.executor.mesh)
-        with self._loop.between_steps():
-            self.engine.update_params(placed)
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
+    def wait_for_completion(self, *, use_tqdm: bool | Callable[..., Any] = True) -> list[RequestOutput]:
+        """The outputs of all that was enqueued, in that order."""
+        ids, self._enqueued_ids = self._enqueued_ids, []
+        done: dict[str, RequestOutput] = {}
+        with _progress_bar(use_tqdm, len(ids)) as bar:
+            while len(self._enqueued):
+                for output in self._enqueued.step():
+                    done[output.request_id] = output
+                    bar.update()
+        return [done[request_id] for request_id in ids]
 
     def wait_compiled(self) -> None:
         """Blocks until every executable is compiled: before a benchmark, say."""
         self.engine.wait_compiled()
 
     def _wait_first(self) -> None:
-        with tqdm(total=self.stats().num_executables, desc="compiling", unit="step", disable=None, leave=False) as bar:
+        # Without a total: a few are waited for, and the others follow in the background.
+        with tqdm(desc="compiling the first steps", unit=" ready", disable=None, leave=False) as bar:
             self.engine.wait_compiled(lambda: bar.update(self.stats().num_compiled - bar.n), first=True)
 
     def close(self) -> None:
@@ -297,7 +290,8 @@ class LLM:
             parsed, parse_params(params, len(parsed)), parse_each("priority", priority, int, len(parsed)), strict=True
         )
         return [
-            (self.engine.prepare(prompt.token_ids, sampling, prompt=prompt.text), one) for prompt, sampling, one in each
+            (self.engine.prepare(prompt.token_ids, with_salt(sampling, prompt.cache_salt), prompt=prompt.text), one)
+            for prompt, sampling, one in each
         ]
 
     def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, RequestOutput]]:
@@ -323,9 +317,9 @@ class LLM:
         return self.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def _prepare(self, prompt: Any, params: SamplingParams | None) -> PreparedRequest:
-        text, token_ids = parse_prompt(prompt, self.tokenizer)
+        text, token_ids, salt = parse_prompt(prompt, self.tokenizer)
         params = self.get_default_sampling_params() if params is None else params
-        return self.engine.prepare(token_ids, params, prompt=text)
+        return self.engine.prepare(token_ids, with_salt(params, salt), prompt=text)
 
 
 def _refusal(request_id: str, prompt: Any, error: ValueError) -> RequestOutput:
@@ -333,3 +327,10 @@ def _refusal(request_id: str, prompt: Any, error: ValueError) -> RequestOutput:
     return RequestOutput(
         request_id=request_id, prompt=text, prompt_token_ids=[], outputs=[], finished=True, error=str(error)
     )
+
+
+def _progress_bar(wanted: bool | Callable[..., Any], total: int) -> Any:
+    """As `wanted` makes it; or ours, which is none if it is False."""
+    if callable(wanted):
+        return wanted(total=total, desc="generating", unit="req")
+    return tqdm(total=total, desc="generating", unit="req", disable=None if wanted else True)

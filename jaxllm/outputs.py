@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -55,6 +55,20 @@ def _values(self: Any) -> dict[str, Any]:
 
 
 @dataclass(kw_only=True)
+class RequestStateStats:
+    """When what happened to a request, under vLLM's names; 0 for what has not happened. `arrival_time` is seconds since
+    1970, the others are of the monotonic clock."""
+
+    num_generation_tokens: int = 0
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0  # it came to the engine
+    scheduled_ts: float = 0.0  # it was first in a step
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0  # of this output
+    first_token_latency: float = 0.0  # seconds from `queued_ts` to `first_token_ts`
+
+
+@dataclass(kw_only=True)
 class CompletionOutput:
     """One completion. `token_ids`, `text` and `logprobs` are cumulative or deltas, according to `output_kind`.
 
@@ -70,9 +84,11 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for end of sequence
 
+    lora_request: ClassVar[None] = None  # these two are vLLM's, for what is not there
+    routed_experts: ClassVar[None] = None
+
     __getstate__ = _values
 
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -90,6 +106,14 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
     error: str | None = None  # the cause, if a completion has finish_reason "error"
     queued_s: float = 0.0  # seconds from arrival in the engine to the first step
+    metrics: RequestStateStats | None = _on_demand()  # None behind a server
+
+    # vLLM's, for what is not there.
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    multi_modal_placeholders: ClassVar[dict[str, Any]] = {}
+    kv_transfer_params: ClassVar[None] = None
 
     __getstate__ = _values
 

@@ -2,23 +2,34 @@
 
 import enum
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from jaxllm.argument_checks import as_bias, as_ids, as_list, check_float, check_int, check_words
+from jaxllm.argument_checks import as_bias, as_ids, as_list, check_int
+from jaxllm.from_vllm.request_arguments import OTHER_SAMPLING_FIELDS, SAMPLING_FIELDS
+from jaxllm.keyword_fields import KeywordFields
+from jaxllm.sampling_checks import BAD_WORD_LEN as BAD_WORD_LEN
+from jaxllm.sampling_checks import MAX_BAD_WORDS as MAX_BAD_WORDS
+from jaxllm.sampling_checks import (
+    MAX_BEAM_WIDTH,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SALT_LEN,
+    check_beams,
+    check_best_of,
+    check_numbers,
+    check_penalties,
+    check_stops,
+    check_words_and_ids,
+)
+from jaxllm.sampling_checks import MAX_LOGPROB_TOKEN_IDS as MAX_LOGPROB_TOKEN_IDS
+from jaxllm.sampling_checks import MAX_N as MAX_N
+from jaxllm.sampling_checks import MAX_STOP_TOKEN_IDS as MAX_STOP_TOKEN_IDS
+from jaxllm.sampling_checks import MAX_STOPS as MAX_STOPS
 from jaxllm.structured_outputs import StructuredOutputs, as_structured_outputs
 
-MAX_N = 128
-MAX_STOPS = 32
-MAX_LOGPROBS = 20
-MAX_BEAM_WIDTH = 32
-# The next five are fixed widths of the device's tables.
-MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKEN_IDS = 16
-MAX_LOGPROB_TOKEN_IDS = 128
-MAX_BAD_WORDS = 128
-BAD_WORD_LEN = 8  # tokens of a bad word
-MAX_SALT_LEN = 256  # characters
+DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what models recommend
+StructuredOutputsParams = StructuredOutputs  # its name in vLLM
 
 _FLAGS = (
     "ignore_eos",
@@ -28,7 +39,6 @@ _FLAGS = (
     "include_stop_str_in_output",
     "skip_reading_prefix_cache",
 )
-_NEUTRAL = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}  # what beam search accepts
 
 
 class RequestOutputKind(enum.Enum):
@@ -39,9 +49,12 @@ class RequestOutputKind(enum.Enum):
     FINAL_ONLY = 2  # everything, once, at the end
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Sampling parameters, with vLLM's names and defaults. Raises `ValueError` naming field, value and range.
+@dataclass(kw_only=True)
+class SamplingParams(KeywordFields):
+    """Sampling parameters, with vLLM's names and defaults. Raises `ValueError` naming field, value and range, and
+    `TypeError` for a name that is no field.
+
+    Fields may be changed: they are checked again when a request is made with them, which keeps a copy of its own.
 
     The logits go through `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias` and the penalties, then
     temperature, min-p, top-k and top-p; tokens tied with the last kept one are kept too. Log-probabilities are the
@@ -72,6 +85,9 @@ class SamplingParams:
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to the model's context
+    truncate_prompt_tokens: int | None = (
+        None  # keep this many of the prompt's last tokens; -1: as many as there is room
+    )
     min_tokens: int = 0  # no end of sequence, stop token or stop string earlier
     logprobs: int | None = None  # of the sampled token and of this many of the most likely, 0 .. 20
     prompt_logprobs: int | None = None  # likewise, of each token of the prompt
@@ -81,7 +97,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True  # for slow tokenizers; fast ones put none
     include_stop_str_in_output: bool = False  # keep the stop string or the stop token's text
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int = 1  # tokens between two outputs of a stream, after the first
+    stream_interval: int | None = 1  # tokens between two outputs of a stream, after the first
     logit_bias: Mapping[int | str, float] | None = None  # of up to 1024 token ids -> -100 .. 100, added to its logit
     allowed_token_ids: list[int] | None = None  # only these are generated
     bad_words: list[str] | None = None  # strings that are not generated
@@ -92,20 +108,34 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     stops: tuple[str, ...] = field(init=False, repr=False, default=())
 
+    _foreign, _elsewhere = SAMPLING_FIELDS, OTHER_SAMPLING_FIELDS
+
+    if not TYPE_CHECKING:  # type checkers know the fields
+
+        def __init__(self, *args, **given):
+            self._set_fields(args, given)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> "SamplingParams":
+        """With the defaults for what is None."""
+        defaults = cls._defaults()
+        return cls(**{name: defaults.get(name) if value is None else value for name, value in given.items()})
+
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_penalties()
-        self._check_best_of()
-        self._check_beams()
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        self._set("stops", tuple(as_list("stop", stop)))
+        check_numbers(self)
+        check_penalties(self)
+        check_best_of(self)
+        check_beams(self)
+        stop = self.stop
+        self.stop = [stop] if isinstance(stop, str) else as_list("stop", stop)
+        self.stops = tuple(self.stop)
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
-            self._set(name, as_ids(name, getattr(self, name)))
-        self._set("stop_token_ids", self.stop_token_ids or [])
-        self._set("bad_words", as_list("bad_words", self.bad_words))
-        self._set("logit_bias", as_bias(self.logit_bias, MAX_LOGIT_BIAS))
-        self._check_stops()
-        self._check_words_and_ids()
+            setattr(self, name, as_ids(name, getattr(self, name)))
+        self.stop_token_ids = self.stop_token_ids or []
+        self.bad_words = as_list("bad_words", self.bad_words)
+        self.logit_bias = as_bias(self.logit_bias, MAX_LOGIT_BIAS)
+        check_stops(self, stop)
+        check_words_and_ids(self)
         for name in _FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "skip_reading_prefix_cache" and value is None):
@@ -115,7 +145,8 @@ class SamplingParams:
             raise ValueError(f"cache_salt={salt!r:.100} must be a string of 1 to {MAX_SALT_LEN} characters")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
-        self._set("structured_outputs", as_structured_outputs(self.structured_outputs))
+        self.structured_outputs = as_structured_outputs(self.structured_outputs)
+        self._keep()
 
     @property
     def needs_full_sampler(self) -> bool:
@@ -162,97 +193,11 @@ class SamplingParams:
         names_tokens = self.allowed_token_ids is not None or self.logprob_token_ids is not None
         return names_tokens or bool(self.logit_bias or self.bad_words)
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
 
-    def _check_numbers(self) -> None:
-        check_int("n", self.n, 1, MAX_N)
-        check_float("temperature", self.temperature, 0.0, 2.0)
-        check_int("top_k", self.top_k, -1, 2**31 - 1)
-        check_float("top_p", self.top_p, 0.0, 1.0)
-        check_float("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            check_int("seed", self.seed, -(2**63), 2**64 - 1)
-            self._set("seed", None if self.seed == -1 else self.seed)
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower one or raise the other"
-            )
-        check_int("stream_interval", self.stream_interval, 1, 2**31 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-
-    def _check_penalties(self) -> None:
-        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_float("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)
-
-    def _check_best_of(self) -> None:
-        if self.best_of is None:
-            return
-        check_int("best_of", self.best_of, 1, MAX_N)
-        if self.best_of < self.n:
-            raise ValueError(f"best_of={self.best_of} is less than n={self.n}; raise it, or lower n")
-        if self.beam_width is not None:
-            raise ValueError(
-                f"best_of={self.best_of} and beam_width={self.beam_width!r} exclude each other: beam search draws no "
-                "samples; leave one of them out"
-            )
-        if self.best_of > self.n and self.temperature == 0:
-            raise ValueError(
-                f"best_of={self.best_of} with temperature=0 would choose among equal samples; raise temperature, leave "
-                "best_of out, or search with beam_width"
-            )
-
-    def _check_beams(self) -> None:
-        check_float("length_penalty", self.length_penalty, -10.0, 10.0)
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
-        if self.beam_width is None:
-            for name, default in (("length_penalty", 1), ("early_stopping", False)):
-                if (value := getattr(self, name)) != default:
-                    raise ValueError(f"{name}={value!r} is for beam search; give beam_width, or leave it out")
-            return
-        check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        if self.n > self.beam_width:
-            raise ValueError(f"n={self.n} is more than beam_width={self.beam_width}; lower it, or raise beam_width")
-        for name, allowed in _NEUTRAL.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(
-                    f"{name}={value!r} has no effect with beam_width={self.beam_width}, as beam search draws nothing "
-                    f"at random; leave {name} out, or beam_width"
-                )
-
-    def _check_stops(self) -> None:
-        check_words("stop", self.stop, self.stops, MAX_STOPS)
-        if self.stops and not self.detokenize:
-            raise ValueError("stop strings need detokenize=True; use stop_token_ids instead")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ValueError(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
-            )
-
-    def _check_words_and_ids(self) -> None:
-        check_words("bad_words", self.bad_words, self.bad_words, MAX_BAD_WORDS)
-        if self.allowed_token_ids == []:
-            raise ValueError("allowed_token_ids is empty, so that no token could be generated; give some, or None")
-        ids = self.logprob_token_ids
-        if ids is not None and not 1 <= len(ids) <= MAX_LOGPROB_TOKEN_IDS:
-            raise ValueError(f"logprob_token_ids has {len(ids)} ids; give 1 to {MAX_LOGPROB_TOKEN_IDS}")
-        if ids is not None and self.logprobs not in (None, len(ids)):
-            raise ValueError(
-                f"logprobs={self.logprobs} and {len(ids)} logprob_token_ids exclude each other; leave logprobs out"
-            )
-
-
-@dataclass(frozen=True)
+@dataclass
 class BeamSearchParams:
     """The parameters of `LLM.beam_search`, with vLLM's names and defaults and the meaning that `SamplingParams` gives
-    them. Raises `ValueError` like it.
+    them. Raises `ValueError` like it; what is changed afterwards is checked when a search is made with it.
 
     Scores follow `transformers`. vLLM divides by the length of prompt and output, without the end of sequence, so that
     with long prompts a `length_penalty` other than 0 weighs more here.
@@ -271,16 +216,19 @@ class BeamSearchParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        self.sampling_params  # noqa: B018 - checks them
+
+    def clone(self) -> "BeamSearchParams":
+        return replace(self)
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """The same parameters for `generate`, with the log-probabilities that `BeamSearchOutput` reports."""
         check_int("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         if isinstance(self.temperature, bool) or self.temperature != 0:
             raise ValueError(
                 f"temperature={self.temperature!r} has no effect, as beam search draws nothing at random; leave it out"
             )
-        self.sampling_params  # noqa: B018 - checks the rest
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """The same parameters for `generate`, with the log-probabilities that `BeamSearchOutput` reports."""
         return SamplingParams(
             n=self.beam_width,
             beam_width=self.beam_width,
@@ -295,3 +243,15 @@ class BeamSearchParams:
             logprobs=min(MAX_LOGPROBS, 2 * self.beam_width),
             structured_outputs=self.structured_outputs,
         )
+
+
+def drawing_fields(params: SamplingParams) -> dict[str, Any]:
+    """The fields that say how to draw, where they have other values than the defaults."""
+    usual, given = SamplingParams(), {name: getattr(params, name) for name in DRAWING}
+    return {name: value for name, value in given.items() if value != getattr(usual, name)}
+
+
+def __getattr__(name: str) -> Any:
+    from jaxllm.from_vllm.names import missing
+
+    raise missing(__name__, name, [known for known in globals() if not known.startswith("_")])

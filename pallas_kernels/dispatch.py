@@ -87,7 +87,9 @@ class Op:
 
 @functools.cache
 def _announce(fn: Callable) -> None:
-    log.info("using %s.%s", fn.__module__, fn.__qualname__)
+    op, _, implementation = fn.__module__.removeprefix(f"{__package__}.").rpartition(".")
+    what = "XLA" if implementation == "reference" else f"the {implementation} kernel"
+    log.info("%s %s: %s", op.replace("_", " "), fn.__qualname__, what)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from jaxllm.cli import generate
 from jaxllm.errors import JaxLLMError
 from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.sampling_params import SamplingParams
 
 
 @dataclass
@@ -43,6 +44,7 @@ class FakeLLM:
     one first; what a prompt says can happen to it, happens."""
 
     script: list = []
+    recommended = SamplingParams()
     made: "FakeLLM | None" = None
 
     def __init__(self, **kwargs):
@@ -59,6 +61,9 @@ class FakeLLM:
 
     def stats(self):
         return Stats()
+
+    def get_default_sampling_params(self):
+        return self.recommended
 
     def stream(self, prompts, params):
         self.prompts, self.params = prompts, params

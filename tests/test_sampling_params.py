@@ -1,15 +1,21 @@
 """Every invalid value is a ValueError that names the field, the value and what is allowed."""
 
+import copy
 import dataclasses
 import importlib.util
 import math
+import re
 from importlib.machinery import SourceFileLoader
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm import sampling_params
+from jaxllm.from_vllm.request_arguments import SAMPLING_FIELDS
+from jaxllm.from_vllm.rules import Only
 from jaxllm.sampling_params import (
     MAX_BAD_WORDS,
     MAX_BEAM_WIDTH,
@@ -88,6 +94,9 @@ def test_number_out_of_range(field):
 @pytest.mark.parametrize("field", [*INTS, *FLOATS])
 @pytest.mark.parametrize("value", ["1", True, [1], 1j, b"1"])
 def test_number_of_another_type(field, value):
+    if value is True and field in ("logprobs", "prompt_logprobs"):
+        assert getattr(SamplingParams(**{field: True}), field) == 1  # as vLLM has it
+        return
     low, high = (INTS | FLOATS)[field]
     message = refused(field, value)
     assert f"{field}={value!r} must be" in message and f"[{low}, {high}]" in message
@@ -98,7 +107,7 @@ def test_integers_are_not_rounded(field):
     assert f"{field}=1.0 must be an integer" in refused(field, 1.0)
 
 
-@pytest.mark.parametrize("field", sorted(REQUIRED))
+@pytest.mark.parametrize("field", sorted(set(REQUIRED) - {"stream_interval"}))
 def test_none_where_a_number_is_needed(field):
     assert f"{field}=None must be" in refused(field, None)
 
@@ -264,14 +273,90 @@ valid = st.fixed_dictionaries(
 def test_valid_values_are_kept(fields):
     params = SamplingParams(**fields)
     for field, value in fields.items():
-        if field != "stop_token_ids":
+        if field not in ("stop", "stop_token_ids"):
             assert getattr(params, field) == value
     stop = fields.get("stop")
     assert params.stops == ((stop,) if isinstance(stop, str) else tuple(stop or ()))
+    assert params.stop == list(params.stops)
     assert params.stop_token_ids == list(dict.fromkeys(fields.get("stop_token_ids") or ()))
     assert dataclasses.replace(params) == params
 
 
-def test_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SamplingParams().n = 2
+def test_changes_are_checked_when_a_request_is_made():
+    params = SamplingParams(max_tokens=2)
+    params.min_tokens = 4  # more than max_tokens, for now
+    params.max_tokens = 8
+    assert params.snapshot() == SamplingParams(min_tokens=4, max_tokens=8)
+    params.temperature = 5
+    with pytest.raises(ValueError, match=r"temperature=5 must be a finite number in \[0, 2\]"):
+        params.snapshot()
+    params.temperature, params.temprature = 1.0, 0.5
+    with pytest.raises(TypeError, match="has no argument 'temprature'; did you mean temperature"):
+        params.snapshot()
+
+
+def test_a_request_keeps_what_it_was_made_with():
+    params = SamplingParams(stop=["a"], stop_token_ids=[1], logit_bias={1: 1.0})
+    kept = params.snapshot()
+    params.stop.append("b")
+    params.stop_token_ids.append(2)
+    params.logit_bias[2] = 1.0
+    params.temperature = 0.0
+    assert kept == SamplingParams(stop=["a"], stop_token_ids=[1], logit_bias={1: 1.0}) and kept.snapshot() is kept
+    new = params.snapshot()
+    assert (new.stops, new.stop_token_ids, new.logit_bias) == (("a", "b"), [1, 2], {1: 1.0, 2: 1.0})
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5, True, "2"])
+def test_truncation_keeps_some_tokens(value):
+    with pytest.raises(ValueError, match="truncate_prompt_tokens=.* must be an integer"):
+        SamplingParams(truncate_prompt_tokens=value)
+
+
+def test_clones_share_nothing_that_changes():
+    params = SamplingParams(bad_words=["a"], allowed_token_ids=[1])
+    clone = params.clone()
+    clone.bad_words.append("b")
+    clone.n = 2
+    assert params == SamplingParams(bad_words=["a"], allowed_token_ids=[1])
+    assert clone.snapshot() == SamplingParams(bad_words=["a", "b"], allowed_token_ids=[1], n=2)
+    assert copy.deepcopy(params) == copy.copy(params) == params
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, jnp.int32])
+def test_numbers_of_other_libraries(kind):
+    params = SamplingParams(max_tokens=kind(3), temperature=np.float32(0.5), stop_token_ids=np.arange(2), top_p=kind(1))
+    assert params == SamplingParams(max_tokens=3, temperature=0.5, stop_token_ids=[0, 1], top_p=1)
+    assert type(params.max_tokens) is int and type(params.temperature) is float
+    assert SamplingParams(allowed_token_ids=[kind(5)], logit_bias={kind(1): np.float64(2)}).logit_bias == {1: 2.0}
+
+
+@pytest.mark.parametrize("value", [np.True_, np.float32(1.5), np.arange(2), "3", object()])
+def test_what_is_no_integer(value):
+    with pytest.raises(ValueError, match="max_tokens=.* must be an integer"):
+        SamplingParams(max_tokens=value)
+
+
+@pytest.mark.parametrize(
+    ("field", "meant"),
+    [
+        *(
+            ("max_new_tokens", "give max_tokens"),
+            ("num_beams", "give beam_width"),
+            ("do_sample", "unless temperature=0"),
+        ),
+        *(("guided_json", "StructuredOutputsParams(json=...)"), ("tempreature", "did you mean temperature?")),
+    ],
+)
+def test_names_of_other_libraries_say_what_is_meant(field, meant):
+    with pytest.raises(TypeError, match=re.escape(meant)):
+        SamplingParams(**{field: 1})
+
+
+def test_fields_of_vllm_that_are_none_of_ours():
+    neutral = SamplingParams(logits_processors=[], extra_args=None, thinking_token_budget=-1, guided_decoding=None)
+    assert neutral == SamplingParams() == SamplingParams.from_optional(temperature=None, stop=None, n=None)
+    for field, rule in SAMPLING_FIELDS.items():
+        if isinstance(rule, Only):
+            with pytest.raises(ValueError, match=f"{field}=.* is not supported: "):
+                SamplingParams(**{field: object()})

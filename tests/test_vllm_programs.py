@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm import async_llm, llm
+from jaxllm import async_llm
 from jaxllm.engine import build
 from tests.chat_model import write_model
 
@@ -38,14 +38,16 @@ def run(tmp_path, monkeypatch, capsys, engines):
     monkeypatch.setitem(build.CPU_SIZES, "max_num_seqs", 8)  # fewer executables to compile
     monkeypatch.setitem(build.CPU_SIZES, "max_num_batched_tokens", 32)
 
+    build_engine = build.build_engine
+
     def build_once(*args, **options):
         key = repr((args, sorted(options.items())))
         if key not in engines:
-            engines[key] = build.build_engine(*args, **options)
+            engines[key] = build_engine(*args, **options)
         engines[key].scheduler.pool.forget_keys()
         return engines[key]
 
-    monkeypatch.setattr(llm, "build_engine", build_once)
+    monkeypatch.setattr(build, "build_engine", build_once)
     monkeypatch.chdir(tmp_path)
 
     def run(name: str) -> str:

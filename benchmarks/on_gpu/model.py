@@ -21,7 +21,7 @@ from benchmarks.kernels import WrongResultError
 from benchmarks.on_gpu.child import Recorder
 from benchmarks.on_gpu.engines import SMALL_CONFIG, few_executables
 from jaxllm.bench import workload
-from jaxllm.bench.dummy import dummy_model
+from jaxllm.engine.dummy import dummy_model
 from jaxllm.llm import LLM
 from jaxllm.models import registry, transformer
 from jaxllm.models.cache import Dense

@@ -4,13 +4,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxllm.cli.common import add_engine_arguments, located_kwargs
+from jaxllm.cli.common import add_engine_arguments, add_model_argument, located_kwargs
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--repeats", type=int, default=3, metavar="N", help="measured runs (default: 3)")
     add("--json", action="store_true", help="one JSON object instead of a table")
+    add_model_argument(parser)
     add_engine_arguments(parser)
     add(
         "--dummy-weights",
@@ -39,7 +40,7 @@ def open_llm(*, dummy_weights: bool, **engine: Any) -> Any:
 
     if not dummy_weights:
         return LLM(**engine)
-    from jaxllm.bench.dummy import dummy_model
+    from jaxllm.engine.dummy import dummy_model
     from jaxllm.sharding.mesh import make_mesh
 
     mesh = make_mesh(engine.pop("mesh", None))

@@ -83,12 +83,15 @@ def read_config(path: Path, dtype: Any) -> ModelSpec:
     return read_spec(open_checkpoint(path), dtype)
 
 
-def read_spec(checkpoint: Checkpoint, dtype: Any) -> ModelSpec:
+def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: dict[str, Any] | None = None) -> ModelSpec:
     """Reads the configuration, and the ids of end-of-sequence tokens; a `generation_config.json` goes before it there.
+    `overrides` are in the place of keys of the configuration.
 
     `dtype` comes from `resolve_dtype`. Raises `ModelFormatError` naming file, field and value.
     """
-    hf, path = checkpoint.config(), checkpoint.config_path
+    if not isinstance(overrides, dict | None):
+        raise ValueError(f"hf_overrides is a {type(overrides).__name__}; give a dict of config.json's keys")
+    hf, path = checkpoint.config() | (overrides or {}), checkpoint.config_path
     try:
         module = _architecture(hf)
         _check_quantization(hf)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from jaxllm.aot.chips import CHIPS
 from jaxllm.cli.common import program, run_command
+from jaxllm.cli.parser import CommandParser, Example
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 CONTEXT = 4096  # tokens of each sequence of the decode step
@@ -48,25 +49,47 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("aot"),
+    parser = CommandParser(
+        program("aot"),
         description="Compiles the engine's executables for TPUs and GPUs without having one, and prints memory, "
         "compile time, kernels, and the bytes that a decode step moves relative to the fewest possible.",
-        allow_abbrev=False,
+        examples=[Example("aot --model-config llama-3.1-8b --target v6e-8", "a bundled configuration, on eight chips")],
     )
     add = parser.add_argument
-    add("--model-config", required=True, help="a config.json, a directory with one, or a bundled model's name")
-    add("--target", required=True, help=f"chip ({', '.join(CHIPS)}) and number of devices as JAX counts them: v6e-8")
-    add("--mesh", help="axes of the mesh, such as tensor=8 (default: all devices on 'tensor')")
-    add("--batch", type=int, help="sequences of the decode step (default: 64, or as many as fit)")
-    add("--context", type=int, default=CONTEXT, help="tokens of each of them (default: %(default)s)")
+    add(
+        "--model-config",
+        required=True,
+        metavar="NAME",
+        help="a config.json, a directory with one, or a bundled model's name",
+    )
+    add(
+        "--target",
+        required=True,
+        metavar="CHIP",
+        help=f"chip ({', '.join(CHIPS)}) and number of devices as JAX counts them: v6e-8",
+    )
+    add("--mesh", metavar="SPEC", help="axes of the mesh, such as tensor=8 (default: all devices on 'tensor')")
+    add("--batch", type=int, metavar="N", help="sequences of the decode step (default: 64, or as many as fit)")
+    add("--context", type=int, metavar="N", default=CONTEXT, help="tokens of each of them (default: %(default)s)")
     add("--dtype", default="auto", help="of parameters and KV pool (default: bfloat16)")
-    add("--block-size", type=int, default=BLOCK_SIZE, help="tokens of a KV block (default: %(default)s)")
-    add("--num-blocks", type=int, help="KV blocks (default: as many as fit)")
-    add("--max-num-seqs", type=int, default=MAX_NUM_SEQS, help="sequences running at once (default: %(default)s)")
-    add("--max-num-batched-tokens", type=int, default=MAX_NUM_BATCHED_TOKENS, help="tokens of a step (%(default)s)")
-    add("--max-model-len", type=int, help="tokens of a sequence (default: what model and pool allow)")
+    add("--block-size", type=int, metavar="N", default=BLOCK_SIZE, help="tokens of a KV block (default: %(default)s)")
+    add("--num-blocks", type=int, metavar="N", help="KV blocks (default: as many as fit)")
+    add(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        default=MAX_NUM_SEQS,
+        help="sequences running at once (default: %(default)s)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        default=MAX_NUM_BATCHED_TOKENS,
+        help="tokens of a step (%(default)s)",
+    )
+    add("--max-model-len", type=int, metavar="N", help="tokens of a sequence (default: what model and pool allow)")
     add("--steps-only", action="store_true", help="compile only a decode step's executables and the largest step's")
-    add("--top", type=int, default=0, help="also list this many instructions that move the most bytes")
+    add("--top", type=int, metavar="N", default=0, help="also list this many instructions that move the most bytes")
     add("--json", action="store_true", help="print one JSON object")
     return parser

@@ -9,12 +9,14 @@ from jaxllm.bench.options import add_model_arguments, check_at_least, model_opti
 from jaxllm.bench.workload import KINDS, MAX_VOCAB, check_kinds
 from jaxllm.cli.common import (
     add_engine_arguments,
+    add_model_argument,
     located_kwargs,
     program,
     run_command,
     setup_compilation_cache,
     setup_device_memory,
 )
+from jaxllm.cli.parser import CommandParser, Example
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,19 +26,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program("bench"), description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = CommandParser(
+        program("bench"),
+        description="Measures the engine, and prints text or JSON.",
+        examples=[
+            Example("bench throughput smollm2 --json", "tokens a second of seeded workloads"),
+            Example("bench serve --streams 64 --seconds 30", "a server under load"),
+        ],
+    )
+    commands = parser.add_subparsers(dest="command")
     _add_throughput(commands)
     _add_latency(commands)
     text = "seconds from the command to the first token, with an empty and with a filled compilation cache"
-    add_model_arguments(commands.add_parser("startup", help=text, description=text, allow_abbrev=False))
+    add_model_arguments(commands.add_parser("startup", help=text, description=text))
     _add_serve(commands)
     return parser
 
 
 def _add_throughput(commands: Any) -> None:
     text = "tokens per second over whole workloads of random token ids"
-    parser = commands.add_parser("throughput", help=text, description=text, allow_abbrev=False)
+    parser = commands.add_parser("throughput", help=text, description=text)
     meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items())
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), metavar="KIND", help=f"{meanings} (default: all)")
     parser.add_argument("--scale", type=float, default=1.0, metavar="X", help="times as many requests (default: 1)")
@@ -49,7 +58,7 @@ def _add_throughput(commands: Any) -> None:
 
 def _add_latency(commands: Any) -> None:
     text = "time to the first token, between tokens, and to the last"
-    parser = commands.add_parser("latency", help=text, description=text, allow_abbrev=False)
+    parser = commands.add_parser("latency", help=text, description=text)
     for name, default, what in (
         ("--batch-size", 1, "requests at a time"),
         ("--input-len", 64, "tokens of each prompt"),
@@ -62,7 +71,7 @@ def _add_latency(commands: Any) -> None:
 
 def _add_serve(commands: Any) -> None:
     text = "a server under load: streams over HTTP, latencies, memory, leaks"
-    parser = commands.add_parser("serve", help=text, description=text, allow_abbrev=False)
+    parser = commands.add_parser("serve", help=text, description=text)
     for name, kind, default, what in (
         ("--streams", int, 256, "clients at once"),
         ("--seconds", float, 60.0, "duration of the load"),
@@ -76,6 +85,7 @@ def _add_serve(commands: Any) -> None:
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds of --compare (default: 3)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    add_model_argument(parser)
     add_engine_arguments(parser)
 
 

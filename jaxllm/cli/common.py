@@ -14,8 +14,13 @@ from typing import Any
 
 from jaxllm.argument_checks import check_float
 from jaxllm.cli.completion import completes_models
+from jaxllm.cli.environment import unused_note
+from jaxllm.cli.parser import StoreModel, json_object
+from jaxllm.cli.texts import error_text
+from jaxllm.cli.vllm_flags import add_vllm_flags
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
 from jaxllm.errors import JaxLLMError
+from jaxllm.sampling_params import drawing_fields
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +28,7 @@ _ENGINE_OPTIONS = (
     "model",
     "revision",
     "download_dir",
+    "tokenizer",
     "dtype",
     "mesh",
     "max_model_len",
@@ -35,6 +41,9 @@ _ENGINE_OPTIONS = (
     "preemption",
     "swap_space",
     "record",
+    "load_format",
+    "hf_overrides",
+    "max_logprobs",
 )
 CACHE_BYTES = 2 * 2**30
 EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (2, 130, 141)  # the last two as a shell reports the signals
@@ -45,12 +54,20 @@ def program(name: str) -> str:
     return f"jaxllm {name}" if Path(sys.argv[0]).name in ("jaxllm", "jaxllm.exe") else f"python -m jaxllm.{name}"
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the model as an argument without an option, beside `--model` of `add_engine_arguments`."""
+    completes_models(
+        parser.add_argument("model", nargs="?", action=StoreModel, metavar="MODEL", help="the same as --model")
+    )
+
+
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the engine's options. An option that is not given leaves the engine's default."""
     group = parser.add_argument_group("engine")
     add = group.add_argument
     model = add(
         "--model",
+        action=StoreModel,
         metavar="NAME",
         help="a directory in Hugging Face format, a .gguf file, a model of the hub as org/name[@revision][:FILE.gguf], "
         "or smollm2 (default: the embedded model)",
@@ -58,6 +75,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     completes_models(model)
     add("--revision", metavar="REV", help="branch, tag or commit of a model of the hub (default: main)")
     add("--download-dir", metavar="DIR", help="where models of the hub are kept (default: huggingface_hub's cache)")
+    add("--tokenizer", metavar="DIR", help="a directory or .gguf file with another tokenizer (default: the model's)")
     add("--dtype", help="of weights and KV cache: bfloat16, float16, float32 or auto (default: auto)")
     add("--mesh", metavar="SPEC", help="devices per axis, e.g. tensor=4 (default: one device)")
     add("--max-model-len", type=int, metavar="N", help="maximum tokens of a sequence, prompt included")
@@ -71,6 +89,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--swap-space", type=float, metavar="GIB", help="host memory for swapped KV blocks (default: 4)")
     add("--record", metavar="FILE", help="write what is asked of the device to a new file, for jaxllm replay")
     add("--no-prefix-caching", action="store_true", help="compute every prompt in full")
+    add("--load-format", metavar="KIND", help="dummy: random weights; safetensors or gguf: only these (default: auto)")
+    add("--hf-overrides", type=json_object, metavar="JSON", help="values to use instead of those of config.json")
+    add("--max-logprobs", type=int, metavar="N", help="most log-probabilities of a token that requests may ask for")
+    hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
+    add("-tp", type=int, dest="tensor_parallel_size", **hidden)
+    add("--num-gpu-blocks-override", type=int, dest="num_blocks", **hidden)
+    add("--preemption-mode", choices=PREEMPTIONS, dest="preemption", **hidden)
+    add("--no-enable-prefix-caching", action="store_true", dest="no_prefix_caching", **hidden)
+    add("--enable-prefix-caching", action="store_false", dest="no_prefix_caching", **hidden)
+    add_vllm_flags(parser)
 
 
 def engine_kwargs(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -91,8 +119,22 @@ def located_kwargs(arguments: argparse.Namespace, *, weights: bool = True) -> di
     return given if model is None else {"model": str(model), **given}
 
 
+def recommended_fields(model: str | None, **places: Any) -> dict[str, Any]:
+    """What the model's files say of how to draw; `places` are where to find it, if it is one of the hub."""
+    from jaxllm.checkpoint.formats import open_checkpoint
+    from jaxllm.checkpoint.generation_config import default_sampling_params
+    from jaxllm.default_model import DEFAULT_MODEL
+    from jaxllm.hub.locate import locate
+
+    path = DEFAULT_MODEL if model is None else locate(model, **places, weights=False)
+    return drawing_fields(default_sampling_params(open_checkpoint(path)))
+
+
 def run_command(command: Callable[[], int]) -> int:
     """Runs `command` and returns its exit code; expected errors print one line instead of a traceback."""
+    note = unused_note()
+    if note is not None:
+        print(note, file=sys.stderr)
     try:
         with _no_lost_interrupt():
             code = command()
@@ -111,7 +153,7 @@ def run_command(command: Callable[[], int]) -> int:
         return EXIT_INTERRUPTED
     except (ValueError, OSError, JaxLLMError) as error:
         log.debug("the command failed", exc_info=True)
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error_text(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
 
 

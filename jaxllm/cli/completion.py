@@ -10,6 +10,11 @@ from jaxllm.hub.names import SMOLLM2
 VARIABLE = "_ARGCOMPLETE"  # set by the shell's hook while it asks
 
 
+def module_of(command: str) -> str:
+    """The module with the command's `main` and `_parser`."""
+    return f"jaxllm.cli.{command.replace('-', '_')}"
+
+
 def complete(commands: dict[str, str]) -> None:
     """Answers the shell and exits. `commands` are those of `jaxllm`, and what each does."""
     import argcomplete
@@ -18,7 +23,7 @@ def complete(commands: dict[str, str]) -> None:
     root = argparse.ArgumentParser(prog="jaxllm")
     subparsers = root.add_subparsers()
     for name, text in commands.items():  # only the typed command's module is imported: a TAB has to be quick
-        parents = [import_module(f"jaxllm.cli.{name}")._parser()] if name in typed else []
+        parents = [import_module(module_of(name))._parser()] if name in typed else []
         subparsers.add_parser(name, help=text, parents=parents, add_help=False)
     argcomplete.autocomplete(root)
 

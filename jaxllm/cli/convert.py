@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllm.cli.common import program, run_command
+from jaxllm.cli.parser import CommandParser, Example
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -18,12 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("convert"),
+    parser = CommandParser(
+        program("convert"),
         description="Writes SRC, a Hugging Face directory with pytorch_model*.bin or a slow tokenizer, to OUT with "
         "safetensors and tokenizer.json. Files are read in a separate process, and no code in them runs.",
+        examples=[Example("convert vicuna-7b vicuna-7b-safetensors", "the way to serve what has pytorch_model*.bin")],
         epilog="Needs the extra: pip install 'jaxllm[convert]'",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("src", type=Path, metavar="SRC", help="the directory to read")

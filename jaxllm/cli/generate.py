@@ -13,14 +13,16 @@ from jaxllm.cli.common import (
     add_engine_arguments,
     engine_kwargs,
     program,
+    recommended_fields,
     run_command,
     setup_compilation_cache,
     setup_device_memory,
 )
+from jaxllm.cli.parser import CommandParser, Example
 from jaxllm.cli.sampling_options import add_sampling_arguments, sampling_fields, with_defaults
 from jaxllm.cli.terminal import JsonPrinter, Meter, Printer
 from jaxllm.errors import JaxLLMError
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import SamplingParams, drawing_fields
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,13 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=program("generate"),
+    parser = CommandParser(
+        program("generate"),
         description="Completes prompts. Without a prompt, reads it from standard input.",
-        allow_abbrev=False,
+        examples=[
+            Example('generate "def read_lines(path"', "with the embedded model, a small one that writes Python"),
+            Example('generate "Once upon a time" --model smollm2 --max-tokens 64', "with a model that is fetched"),
+            Example('generate --chat "Why is the sky blue?" --model Qwen/Qwen3-0.6B', "as a question to a chat model"),
+            Example("generate --input requests.jsonl --output results.jsonl", "a file of requests"),
+        ],
     )
     add = parser.add_argument
-    add("prompts", nargs="*", metavar="PROMPT", help="a text to complete")
+    add("prompts", nargs="*", type=str, metavar="PROMPT", help="a text to complete")
     add("--file", metavar="FILE", help="read one prompt from a file, less a newline at its end; - is standard input")
     add("--json", action="store_true", help="print one JSON object per prompt and line when it has finished")
     add("--token-ids", action="store_true", help="include token ids in JSON")
@@ -44,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quiet", action="store_true", help="do not print progress and the closing line with speed and memory")
     add = parser.add_argument_group("chat").add_argument
     add("--chat", action="store_true", help="treat prompts as user messages and apply the model's chat template")
-    add("--system", metavar="TEXT", help="what the conversation begins with")
+    add("--system", type=str, metavar="TEXT", help="what the conversation begins with")
     add("--chat-template", metavar="NAME", help="one of the model's own, vicuna, llama2, or a file")
     _add_jsonl_arguments(parser)
     add_sampling_arguments(parser)
@@ -84,14 +91,18 @@ def _run_jsonl(arguments: argparse.Namespace) -> int:
         raise ValueError("there is a prompt beside --input; add it to the input, or leave --input out")
     if arguments.resume and arguments.output is None:
         raise ValueError("--resume needs the results so far; give their file with --output")
+    fields = sampling_fields(arguments)
+    SamplingParams(**with_defaults(fields))  # reports a bad option before any line
+    engine = engine_kwargs(arguments)
+    places = {name: engine[name] for name in ("revision", "download_dir") if name in engine}
     settings = Settings(
-        fields=sampling_fields(arguments),
+        fields=fields,
+        recommended=recommended_fields(arguments.model, **places),
         chat=arguments.chat,
         system=arguments.system,
         chat_template=arguments.chat_template,
         model=Path(arguments.model or "").name,
     )
-    SamplingParams(**with_defaults(settings.fields))  # reports a bad option before any line
     options = JsonlOptions(
         input=None if arguments.input == "-" else Path(arguments.input),
         output=None if arguments.output in (None, "-") else Path(arguments.output),
@@ -136,8 +147,10 @@ def _open_llm(arguments: argparse.Namespace) -> Any:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    prompts, params = _read_prompts(arguments), SamplingParams(**with_defaults(sampling_fields(arguments)))
+    prompts, fields = _read_prompts(arguments), sampling_fields(arguments)
+    SamplingParams(**with_defaults(fields))  # reports a bad option before the model is loaded
     with _open_llm(arguments) as llm:
+        params = SamplingParams(**with_defaults(fields, drawing_fields(llm.get_default_sampling_params())))
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
         requests = [_chat_prompt(llm, prompt, arguments) for prompt in prompts] if arguments.chat else prompts

@@ -1,23 +1,30 @@
 """`jaxllm COMMAND`: dispatches to the commands of this folder."""
 
+import difflib
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 import jaxllm
-from jaxllm.cli.completion import VARIABLE, complete
+from jaxllm.checkpoint.files import is_gguf
+from jaxllm.cli.completion import VARIABLE, complete, module_of
+from jaxllm.hub.names import SMOLLM2
 
 COMMANDS = {  # modules of this folder
     "serve": "serves OpenAI's API over HTTP, and a chat page",
     "chat": "holds a conversation in the terminal",
     "generate": "completes prompts, or a file of requests",
+    "run-batch": "answers a file of requests in OpenAI's batch format",
+    "complete": "completes a prompt with the model of a server that runs",
     "models": "lists, fetches and removes models of the hub",
     "bench": "measures the engine",
     "replay": "repeats on the device what an engine has recorded, for bug reports",
     "convert": "converts pickled weights and slow tokenizers",
     "aot": "compiles for TPUs and GPUs without having one, and reports what a model needs there",
 }
+_TALKS = ("run", "talk", "ask", "launch", "start")  # what other programs call it
 _HELP, _VERSION = ("-h", "--help", "help"), ("-V", "--version", "version")
 
 
@@ -27,15 +34,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete(COMMANDS)
     name, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     if name in COMMANDS:
-        return import_module(f"jaxllm.cli.{name}").main(rest[:-1])
+        return import_module(module_of(name)).main(rest[:-1])
     if name in _VERSION:
         print(f"jaxllm {jaxllm.__version__}")
         return 0
     if name in _HELP:
         print(_usage())
         return 0
-    print(f"error: {name!r} is not a command\n\n{_usage()}" if name else _usage(), file=sys.stderr)
+    error = f"error: {name!r} is not a command{_suggestion(name, rest[0] if rest else '')}\n\n"
+    print(f"{error if name else ''}{_usage()}", file=sys.stderr)
     return 2
+
+
+def _suggestion(name: str, argument: str) -> str:
+    if near := difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.75):
+        return f"; did you mean jaxllm {near[0]}?"
+    model = argument if name in _TALKS else name if "/" in name or name == SMOLLM2 or is_gguf(Path(name)) else ""
+    return f"; to talk with that model: jaxllm chat {model}" if model else ""
 
 
 def _usage() -> str:

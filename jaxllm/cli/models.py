@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxllm.cli.common import run_command
 from jaxllm.cli.completion import completes_models
+from jaxllm.cli.parser import CommandParser, Example
 from jaxllm.errors import ModelNotFoundError
 from jaxllm.hub.names import SMOLLM2, HubName, parse_name
 
@@ -19,13 +20,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxllm models",
+    parser = CommandParser(
+        "jaxllm models",
         description="Models that are on this machine by name. They lie in huggingface_hub's cache (HF_HUB_CACHE), "
         "which other programs share.",
-        allow_abbrev=False,
+        examples=[
+            Example("models pull Qwen/Qwen3-0.6B", "fetches it"),
+            Example("models ls", "lists what is there"),
+            Example("models rm Qwen/Qwen3-0.6B", "asks, and removes it"),
+        ],
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     _add(commands, "ls", "list names, revisions, sizes, and when they were last used")
     pull = _add(commands, "pull", "fetch a model, without serving it; prints where it is")
     model = pull.add_argument(
@@ -41,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+    parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.add_argument("--download-dir", metavar="DIR", help="cache to use (default: huggingface_hub's)")
     return parser
 

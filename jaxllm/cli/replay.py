@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 
 from jaxllm.cli.common import run_command, setup_compilation_cache, setup_device_memory
+from jaxllm.cli.parser import CommandParser, Example
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,11 +15,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxllm replay",
+    parser = CommandParser(
+        "jaxllm replay",
         description="Replays what --record FILE has written: builds the same engine, asks the same of its device, and "
         "compares the results, bit by bit.",
-        allow_abbrev=False,
+        examples=[Example("replay run.commands", "says whether the same comes of it, or where it first differs")],
     )
     parser.add_argument("file", metavar="FILE", help="a recording; replay only those of people you trust")
     parser.add_argument("--model", metavar="NAME", help="the model, as for other commands (default: where it was)")

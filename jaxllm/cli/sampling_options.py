@@ -2,10 +2,11 @@
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from jaxllm.cli.parser import json_object
 from jaxllm.sampling_params import SamplingParams
 
 DEFAULTS = {"temperature": 0.8, "max_tokens": 128}  # better suited to a terminal than the library's
@@ -24,11 +25,13 @@ _NUMBERS = (
     ("min_tokens", int, "minimum number of tokens before an end"),
     ("logprobs", int, "log-probabilities of each token and of this many most likely ones; 0 to 20, for JSON"),
     ("prompt_logprobs", int, "likewise, of the prompt's tokens"),
+    ("truncate_prompt_tokens", int, "keep this many of the prompt's last tokens; -1: as many as there is room for"),
 )
 _BEAMS = (
     ("beam_width", int, "search with this many beams, 1 to 32, and show the --n best completions"),
     ("length_penalty", float, "above 0 favours long completions, below 0 short ones; -10 to 10"),
 )
+ONE_ANSWER = ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs", "logprob_token_ids")  # not of one text
 _EARLY_STOPPING = {"true": True, "false": False, "never": "never"}
 _LISTS = (  # each may be given more than once
     ("stop", str, "TEXT", "end before this text"),
@@ -65,7 +68,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--structured-outputs",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help="the format of the text: json (a schema), regex, choice, grammar or json_object, as in "
         """'{"choice": ["yes", "no"]}'""",
@@ -91,7 +94,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_numbers(add: Callable, table: tuple, fields: Mapping[str, Any]) -> None:
     for name, kind, text in table:
         note = "" if fields[name] is None else f" (default: {fields[name]})"
-        add(_option(name), type=kind, metavar="X", help=text + note)
+        add(_option(name), type=kind, metavar="N" if kind is int else "X", help=text + note)
 
 
 def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -103,6 +106,15 @@ def sampling_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.logit_bias is not None:
         given["logit_bias"] = dict(arguments.logit_bias)
     return {name: value for name, value in given.items() if value is not None}
+
+
+def check_one_answer(fields: Mapping[str, Any], what: str) -> None:
+    """Raises `ValueError` for fields that ask for more than one text as it grows."""
+    for name in ONE_ANSWER:
+        if name in fields:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is not for {what}; use jaxllm generate, with --chat for a chat"
+            )
 
 
 def parse_field(name: str, value: str, *, forbidden: Sequence[str] = ()) -> dict[str, Any]:
@@ -120,24 +132,15 @@ def parse_field(name: str, value: str, *, forbidden: Sequence[str] = ()) -> dict
         raise ValueError(f"{name}={value!r} must be {kind}") from error
 
 
-def with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` of `SamplingParams` with the commands' defaults; beam search has temperature 0."""
+def with_defaults(fields: Mapping[str, Any], recommended: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """`fields` of `SamplingParams` with the commands' defaults, and between them what the model recommends; beam search
+    draws nothing, and has temperature 0."""
     is_search = fields.get("beam_width") is not None
-    return DEFAULTS | ({"temperature": 0.0} if is_search else {}) | fields
+    return DEFAULTS | ({"temperature": 0.0} if is_search else recommended) | fields
 
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text!r:.100} is not a JSON object, such as {{"regex": ...}}')
-    return value
 
 
 def _bias(text: str) -> tuple[int, float]:

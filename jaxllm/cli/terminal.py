@@ -11,6 +11,7 @@ from typing import Any
 from jaxllm.cli.jsonl.results import output_fields
 from jaxllm.outputs import CompletionOutput, RequestOutput
 
+_WIDTH = 80  # of a narrow terminal
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 # A model can write escape sequences, which a terminal would execute.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
@@ -68,9 +69,9 @@ class Printer:
             return False
         self._out.write(self._clean(completion.text[self._num_shown :]))
         self._num_shown = len(completion.text)
-        if completion.finished:
+        if completion.finished():
             self._out.write("\n")
-        return completion.finished
+        return completion.finished()
 
     def _clean(self, text: str) -> str:
         return clean(text) if self._is_terminal else text
@@ -125,24 +126,32 @@ class Meter:
             self._first = self._first or self._last
 
     def _speed(self) -> list[str]:
-        parts = [f"{self._last[1] if self._last else 0} tokens"]
+        parts = [_count(self._last[1] if self._last else 0, "token")]
         if self._first and self._last:
             seconds, num_decoded = (last - first for first, last in zip(self._first, self._last, strict=True))
             if num_decoded and seconds:
                 parts.append(f"{num_decoded / seconds:.1f} tokens/s")
-            parts.append(f"first token after {self._first[0] - self._start_s:.2f} s")
+            parts.append(f"the first after {self._first[0] - self._start_s:.2f} s")
         return parts
 
     def speed(self) -> str:
         """The speed, on one line."""
-        return f"[{', '.join(self._speed())}]"
+        return _line(self._speed())
 
     def summary(self, stats: Any) -> str:
-        """Speed, memory and compilation on one line; `stats` is an `EngineStats`."""
+        """Speed and memory on one line; `stats` is an `EngineStats`."""
         parts = self._speed()
-        share = stats.peak_blocks_used / stats.num_blocks
-        parts.append(f"KV peak {stats.peak_blocks_used} of {stats.num_blocks} blocks ({share:.1%})")
         if stats.num_preemptions:
-            parts.append(f"{stats.num_preemptions} preemptions")
-        parts.append(f"compiled {stats.num_compiled} of {stats.num_executables} in {stats.compile_s:.1f} s")
-        return f"[{', '.join(parts)}]"
+            parts.append(_count(stats.num_preemptions, "preemption"))
+        return _line([*parts, f"KV cache {stats.peak_blocks_used / stats.num_blocks:.1%} full"])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _line(parts: Sequence[str]) -> str:
+    """As many of the parts as a narrow terminal has room for."""
+    while len(line := f"[{', '.join(parts)}]") > _WIDTH:
+        parts = parts[:-1]
+    return line

@@ -6,11 +6,31 @@ import os
 import sys
 from pathlib import Path
 
+from jaxllm.cli.texts import as_utf8
+
 log = logging.getLogger(__name__)
 
 PROMPT, MORE = ">>> ", "... "
 _QUOTES = '"""'
 _MAX_LINES = 1000  # of the history
+
+
+class GivenLine:
+    """One message, in the place of `LineInput`."""
+
+    is_terminal = has_colours = False
+
+    def __init__(self, text: str):
+        self._texts = [text]
+
+    def __enter__(self) -> "GivenLine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self) -> str | None:
+        return self._texts.pop() if self._texts else None
 
 
 class LineInput:
@@ -69,9 +89,9 @@ class LineInput:
     def _line(self, prompt: str) -> str | None:
         if self.is_terminal:
             try:
-                return input(prompt)
+                return as_utf8(input(prompt))
             except EOFError:
                 print()
                 return None
         line = "" if sys.stdin is None else sys.stdin.readline()
-        return line.removesuffix("\n") if line else None
+        return as_utf8(line.removesuffix("\n")) if line else None

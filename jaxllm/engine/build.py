@@ -20,9 +20,10 @@ from jaxllm.engine.device.packing import min_bucket
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.host_memory import machine_bytes
-from jaxllm.engine.model_source import cache_specs, model_source
+from jaxllm.engine.model_source import Reading, cache_specs, model_source
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
+from jaxllm.sampling_checks import MAX_LOGPROBS
 from jaxllm.sharding.expand import padded, repeated
 from jaxllm.sharding.mesh import make_mesh, platform_of
 from jaxllm.sharding.rules import sharding
@@ -51,6 +52,10 @@ def build_engine(
     seed: int = 0,
     record: str | Path | None = None,
     compilation_cache: bool | str | Path | None = None,
+    skip_tokenizer_init: bool = False,
+    load_format: str = "auto",
+    hf_overrides: dict[str, Any] | None = None,
+    max_logprobs: int | None = None,
 ) -> Engine:
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments."""
     if tensor_parallel_size is not None:
@@ -60,7 +65,10 @@ def build_engine(
         mesh = make_mesh(f"tensor={tensor_parallel_size}", f"tensor_parallel_size={tensor_parallel_size}")
     mesh = make_mesh(mesh)
     platform = platform_of(mesh)
-    source = model_source(model, dtype, platform, tokenizer)
+    reading = Reading(load_format, hf_overrides, skip_tokenizer_init)
+    if record is not None and (load_format == "dummy" or hf_overrides):
+        raise ValueError("record notes neither load_format='dummy' nor hf_overrides; write a checkpoint that is so")
+    source = model_source(model, dtype, platform, tokenizer, reading)
     source.expand(mesh)
     graph, state = nnx.split(source.model)
     check_mesh(state, mesh)
@@ -82,6 +90,7 @@ def build_engine(
         preemption=preemption,
         swap_space=swap_space,
         seed=seed,
+        max_logprobs=_default(max_logprobs, MAX_LOGPROBS),
     )
     _check_len(wanted.max_model_len, source.cfg.max_len)
     _check_swap_space(swap_space)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jaxllm.argument_checks import check_float, check_int
 from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.engine.schedule.cache_groups import EVERYTHING, CacheGroup
+from jaxllm.sampling_checks import MAX_LOGPROBS
 
 BLOCK_SIZE = 32  # tokens
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2048  # on accelerators
@@ -32,6 +33,7 @@ class EngineConfig:
     preemption: str = "auto"  # when blocks run out: "swap", "recompute", or what is measured to be faster
     swap_space: float | None = None  # GiB of host memory for swapped blocks; None: 4, or an eighth of the machine's
     seed: int = 0  # of requests that bring none
+    max_logprobs: int = MAX_LOGPROBS  # that a request may ask for, of each token
 
     def __post_init__(self) -> None:
         check_int("max_model_len", self.max_model_len, 2, 2**24)
@@ -56,6 +58,7 @@ class EngineConfig:
             check_int("num_pages", num_pages, 1, 2**16)
             check_int("is_state", int(is_state), 0, 1)
         check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        check_int("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         if self.max_model_len > self.longest_len():
             raise ValueError(
                 f"max_model_len={self.max_model_len} tokens don't fit the KV pool of {self.num_blocks} blocks "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import time
 from collections import abc
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,9 @@ from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import End, Sequence
+from jaxllm.engine.sleep import KV_CACHE, Sleep
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
+from jaxllm.engine.swap_choice import SwapChoice
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
 from jaxllm.outputs import RequestOutput
@@ -29,18 +32,6 @@ from jaxllm.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 6  # in a row, after which it is not one request's fault
-
-
-class SwapChoice:
-    """Whether a victim of preemption is swapped out, or computed again. `kind` is as in `EngineConfig`."""
-
-    def __init__(self, runner: Runner, kind: str):
-        self.kind, self._runner = kind, runner
-
-    def __call__(self, num_pages: int, num_tokens: int) -> bool:
-        if self.kind == "auto":
-            return self._runner.knows_bandwidth() and self._runner.costs.prefers_swap(num_pages, num_tokens)
-        return self.kind == "swap"
 
 
 class Engine:
@@ -56,6 +47,7 @@ class Engine:
         self._peak_blocks = 0
         self._steps = StepCounter()
         self._dead: BaseException | None = None
+        self._sleep = Sleep(runner)
         self._start_empty()
 
     @property
@@ -90,6 +82,7 @@ class Engine:
     ) -> PreparedRequest:
         """Checks a request, in any thread. ValueError says what is wrong with it. Compiling a grammar may take
         seconds."""
+        self._sleep.check_awake()
         return self.intake.prepare(token_ids, params, prompt=prompt)
 
     def submit(
@@ -98,6 +91,7 @@ class Engine:
         """Accepts a request that this engine has prepared; ValueError if its id is in use. `stream` and `lean` are as
         in `Request`."""
         self._check_alive()
+        self._sleep.check_awake()
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use; choose another")
         request = Request(
@@ -228,6 +222,10 @@ class Engine:
     def _commit(self, plan: Plan, result: Result) -> list[Sequence]:
         if result.tokens:
             self.failure, self._num_failed_steps = None, 0
+        now = time.monotonic()
+        sampling = [chunk.sequence for chunk in plan.chunks if chunk.num_samples]
+        for sequence in (*plan.decodes[plan.num_steady :], *sampling):  # among them all that get their first token
+            sequence.request.sampled(now)
         return self.scheduler.commit(plan, result.tokens, *self._read(plan, result))
 
     def _end_blocked(self, sequence: Sequence) -> Sequence:
@@ -295,8 +293,28 @@ class Engine:
 
     def update_params(self, params: Params) -> None:
         """Replaces the parameters between two steps, and drops the prefix cache, which came from the old ones."""
-        self.runner.set_params(params)
+        self._sleep.set_params(params)
         self.scheduler.pool.forget_keys()
+
+    def sleep(self, level: int) -> None:
+        """Gives the device's memory away, between two steps. ValueError while there are requests."""
+        if len(self.requests):
+            raise ValueError(f"{len(self.requests)} requests run; let them finish, or abort them, before sleep")
+        while self._in_flight is not None:
+            self.step()
+        self._sleep.fall(level)
+        self.scheduler.pool.forget_keys()
+        self._has_state = False
+
+    def wake_up(self, tags: abc.Collection[str] | None = None) -> None:
+        """Takes the memory back that `tags` name, "weights" and "kv_cache"; None for both."""
+        self._sleep.wake(tags)
+        if KV_CACHE not in self._sleep.given_away and not self._has_state:
+            self._build_state()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._sleep.given_away)
 
     def wait_compiled(self, tick: Callable[[], None] = lambda: None, *, first: bool = False) -> None:
         """Blocks until all executables (or `first`: enough to serve) are compiled."""

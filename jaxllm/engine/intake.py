@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jaxllm.argument_checks import plain_number
 from jaxllm.engine.config import EngineConfig
 from jaxllm.sampling_params import BAD_WORD_LEN, SamplingParams
 
@@ -14,21 +15,30 @@ def check_request(
 ) -> tuple[list[int], list[list[int]]]:
     """The prompt as a list, and the token ids of the bad words. ValueError if an engine of this configuration, for a
     model of `vocab` tokens, can't serve the request."""
-    ids = _check_prompt(token_ids, vocab, config.max_model_len)
+    ids = _check_prompt(token_ids, vocab, config.max_model_len, params.truncate_prompt_tokens)
     for name in _ID_FIELDS:
         outside = [i for i in getattr(params, name) or () if i >= vocab]
         if outside:
             raise ValueError(f"{name} {outside[:5]} are outside the vocabulary [0, {vocab - 1}]")
     if params.stops and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and the engine has none; use stop_token_ids")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > config.max_logprobs:
+            raise ValueError(
+                f"{name}={getattr(params, name)} is more than the engine's max_logprobs={config.max_logprobs}"
+            )
     _check_room(ids, params, config)
     return ids, _bad_word_ids(params, tokenizer)
 
 
-def _check_prompt(token_ids: Sequence[Any], vocab: int, max_model_len: int) -> list[int]:
+def _check_prompt(token_ids: Sequence[Any], vocab: int, max_model_len: int, keep: int | None) -> list[int]:
     ids = list(token_ids)
     if not ids:
         raise ValueError("the prompt has no tokens; give at least one")
+    if keep is not None:
+        ids = ids[1 - max_model_len if keep == -1 else -keep :]
+    if set(map(type, ids)) != {int}:
+        ids = [plain_number(i) for i in ids]
     if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
         bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocab)
         raise ValueError(f"prompt token id {bad!r} is not an integer in [0, {vocab - 1}]")

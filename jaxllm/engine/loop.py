@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,6 +89,19 @@ class EngineLoop:
     def drop(self, request_ids: Iterable[str], receiver: Any = None) -> None:
         """Ends requests that nobody listens to any more. Nothing happens to an id that is another receiver's by now."""
         self._post(partial(self._drop, request_ids, receiver), must=False)
+
+    def call(self, function: Callable[[], Any]) -> "Future[Any]":
+        """Has `function` called between two steps; the future has what it returns or raises."""
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(function())
+            except Exception as error:  # noqa: BLE001 - the caller is told
+                done.set_exception(error)
+
+        self._post(run)
+        return done
 
     def stop(self) -> None:
         """Ends `run`, after the step that it is in."""

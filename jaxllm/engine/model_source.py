@@ -15,12 +15,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxllm.argument_checks import a_type
-from jaxllm.checkpoint.config import read_spec, resolve_dtype
+from jaxllm.checkpoint.config import ModelSpec, read_spec, resolve_dtype
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
+from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
 from jaxllm.checkpoint.loader import load_params
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.default_model import DEFAULT_MODEL
+from jaxllm.engine.dummy import random_params
 from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
 from jaxllm.models.cache_spec import CacheSpec
@@ -77,23 +79,35 @@ class ModelSource(NamedTuple):
         return self.params(abstract, mesh) if callable(self.params) else place_params(self.params, abstract, mesh)
 
 
-def model_source(model: Any, dtype: str, platform: str, tokenizer: Any) -> ModelSource:
+class Reading(NamedTuple):
+    """How a checkpoint is read; see `LLM`."""
+
+    load_format: str = "auto"
+    hf_overrides: dict[str, Any] | None = None
+    skip_tokenizer_init: bool = False
+
+
+AS_IT_IS = Reading()
+
+
+def model_source(model: Any, dtype: str, platform: str, tokenizer: Any, reading: Reading = AS_IT_IS) -> ModelSource:
     """`model` is what `LLM` takes. Raises `TypeError` or `ValueError` for what can't be served."""
+    if reading.skip_tokenizer_init and tokenizer is not None:
+        raise ValueError("tokenizer and skip_tokenizer_init=True exclude each other; give one")
     tokenizer = None if tokenizer is None else _tokenizer(tokenizer)
-    source = _source(model, dtype, platform, tokenizer)
+    source = _source(model, dtype, platform, tokenizer, reading)
     if source.tokenizer is not None:
         _check_fit(source.tokenizer, source)
     return source
 
 
-def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None) -> ModelSource:
+def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, reading: Reading) -> ModelSource:
     if model is None or isinstance(model, str | Path):
-        checkpoint = open_checkpoint(DEFAULT_MODEL if model is None else model)
-        spec = read_spec(checkpoint, resolve_dtype(dtype, platform))
-        abstract = transformer.abstract(spec.module.Model, spec.cfg)
-        tokenizer = tokenizer or checkpoint.tokenizer()
-        load = partial(load_params, checkpoint, spec)
-        return ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint)
+        return _of_checkpoint(
+            open_checkpoint(DEFAULT_MODEL if model is None else model), dtype, platform, tokenizer, reading
+        )
+    if reading.load_format != "auto" or reading.hf_overrides:
+        raise ValueError("load_format and hf_overrides are for checkpoints; the model is an object, so leave them out")
     if dtype != "auto":
         raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
     eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -105,6 +119,33 @@ def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None) 
         f"model is {a_type(model)}; give a directory in Hugging Face format, a GGUF file, a Flax "
         "module with the interface of jaxllm.models, or a pair (configuration, parameter pytree)"
     )
+
+
+def _of_checkpoint(
+    checkpoint: Checkpoint, dtype: str, platform: str, tokenizer: Tokenizer | None, reading: Reading
+) -> ModelSource:
+    _check_load_format(checkpoint, reading.load_format)
+    spec = read_spec(checkpoint, resolve_dtype(dtype, platform), reading.hf_overrides)
+    abstract = transformer.abstract(spec.module.Model, spec.cfg)
+    if tokenizer is None and not reading.skip_tokenizer_init:
+        tokenizer = checkpoint.tokenizer()
+    load = partial(load_params, checkpoint, spec)
+    if reading.load_format == "dummy":
+        load = partial(_random_params, spec)
+    return ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint)
+
+
+def _random_params(spec: ModelSpec, abstract: Params, mesh: Mesh) -> Params:
+    return place_params(random_params(spec, mesh), abstract, mesh)
+
+
+def _check_load_format(checkpoint: Checkpoint, load_format: str) -> None:
+    theirs = "gguf" if isinstance(checkpoint, GgufCheckpoint) else "safetensors"
+    if load_format not in ("auto", "dummy", theirs):
+        raise ValueError(
+            f"load_format={load_format!r} is not supported for {checkpoint.path}: it is 'auto' or {theirs!r}, "
+            "or 'dummy' for random weights; jaxllm convert makes safetensors of other files"
+        )
 
 
 def _tokenizer(given: Any) -> Tokenizer:

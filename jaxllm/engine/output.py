@@ -10,9 +10,10 @@ from typing import Any
 from jaxllm.engine.beam.group import BeamResult, BeamSearchGroup
 from jaxllm.engine.logprobs import PackedLogprobs, to_logprobs
 from jaxllm.engine.schedule.sequence import Sequence
-from jaxllm.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, assemble
+from jaxllm.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, RequestStateStats, assemble
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.token_text import MOST_BEFORE
 
 Output = Sequence | BeamResult
 
@@ -20,9 +21,12 @@ Output = Sequence | BeamResult
 class LogprobReader:
     """Makes dictionaries of packed log-probabilities, each once, when someone looks: in any thread."""
 
-    def __init__(self, token_ids: list[int], packed: list[PackedLogprobs], num_top: int, token_text: Any):
+    def __init__(
+        self, token_ids: list[int], packed: list[PackedLogprobs], num_top: int, text_after: Any, first: int = 0
+    ):
+        """`text_after` makes the text of a token, given those before it; `first` tokens have none packed."""
         self._token_ids, self._packed = token_ids, packed  # they may grow meanwhile
-        self._num_top, self._token_text = num_top, token_text
+        self._num_top, self._text_after, self._first = num_top, text_after, first
         self._made: dict[int, dict[int, Logprob]] = {}
 
     def read(self, start: int, stop: int) -> Logprobs:
@@ -30,12 +34,14 @@ class LogprobReader:
         return [self._read(i) for i in range(start, stop)]
 
     def after_first(self) -> Logprobs:
-        """Of a prompt: nothing comes before its first token, and the others' are packed."""
+        """Of a prompt, whose first token comes after nothing: the others' are packed."""
         return [None, *self.read(0, len(self._packed))]
 
     def _read(self, i: int) -> dict[int, Logprob]:
         if i not in self._made:
-            self._made[i] = to_logprobs(self._token_ids[i], self._packed[i], self._num_top, self._token_text)
+            at = i + self._first
+            token_text = partial(self._text_after, before=self._token_ids[max(0, at - MOST_BEFORE) : at])
+            self._made[i] = to_logprobs(self._token_ids[at], self._packed[i], self._num_top, token_text)
         return self._made[i]
 
 
@@ -70,8 +76,10 @@ class Request:
     lean: bool = False  # outputs leave the prompt out, and have its log-probabilities once
     sequences: list[Sequence] = field(default_factory=list)
     error: str | None = None
+    arrival_time: float = field(default_factory=time.time)
     arrived_at: float = field(default_factory=time.monotonic)
     queued_s: float | None = None  # seconds; None until it is in a step
+    first_token_at: float | None = None  # time.monotonic
 
     def __post_init__(self) -> None:
         params = self.params
@@ -98,6 +106,11 @@ class Request:
         """It is in a step."""
         if self.queued_s is None:
             self.queued_s = time.monotonic() - self.arrived_at
+
+    def sampled(self, now: float) -> None:
+        """Its prompt was computed, and a token drawn."""
+        if self.first_token_at is None:
+            self.first_token_at = now
 
     @property
     def finished(self) -> bool:
@@ -175,6 +188,7 @@ class Request:
             "num_cached_tokens": max(0, self.sequences[0].num_cached),
             "error": error,
             "queued_s": self.queued_s or 0.0,
+            "metrics": None if lean else self._metrics(),
         }
         return assemble(RequestOutput, fields)
 
@@ -220,7 +234,7 @@ class Request:
     def _logprobs(self, sequence: Output, progress: Progress) -> LogprobReader:
         if progress.logprobs is None:
             tokens, packed, num_top = sequence.output_token_ids, sequence.logprobs, self.params.num_top_logprobs
-            progress.logprobs = LogprobReader(tokens, packed, num_top, self._token_text())
+            progress.logprobs = LogprobReader(tokens, packed, num_top, self._text_after())
         return progress.logprobs
 
     def _take_prompt_logprobs(self) -> abc.Callable[[], Logprobs] | None:
@@ -229,17 +243,35 @@ class Request:
         if self._is_prompt_told or len(packed) < len(self.prompt_token_ids) - 1:
             return None
         if self._prompt_logprobs is None:
-            tokens, num_top = self.prompt_token_ids[1:], self.params.prompt_logprobs
+            tokens, num_top = self.prompt_token_ids, self.params.prompt_logprobs
             assert num_top is not None  # the caller looks first
-            self._prompt_logprobs = LogprobReader(tokens, packed, num_top, self._token_text())
+            self._prompt_logprobs = LogprobReader(tokens, packed, num_top, self._text_after(), first=1)
         self._is_prompt_told = self.lean
         return self._prompt_logprobs.after_first
 
-    def _token_text(self) -> abc.Callable[[int], str | None]:
-        return self.tokenizer.token_text if self._decode else _no_text
+    def _text_after(self) -> abc.Callable[..., str | None]:
+        return self.tokenizer.token_text_after if self._decode else _no_text
+
+    def _metrics(self) -> abc.Callable[[], RequestStateStats]:
+        """When what happened to it until now."""
+        now, queued_s = time.monotonic(), self.queued_s
+        num_tokens = sum(len(sequence.output_token_ids) for sequence in self.shown)
+        if num_tokens and self.first_token_at is None:
+            self.first_token_at = now
+        first = self.first_token_at
+        return partial(
+            RequestStateStats,
+            num_generation_tokens=num_tokens,
+            arrival_time=self.arrival_time,
+            queued_ts=self.arrived_at,
+            scheduled_ts=0.0 if queued_s is None else self.arrived_at + queued_s,
+            first_token_ts=first or 0.0,
+            last_token_ts=0.0 if first is None else now,
+            first_token_latency=0.0 if first is None else first - self.arrived_at,
+        )
 
 
-def _no_text(token: int) -> None:
+def _no_text(token: int, before: abc.Sequence[int]) -> None:
     return None
 
 

@@ -50,6 +50,7 @@ class Intake:
     ) -> PreparedRequest:
         """Checks a request and resolves what it names. ValueError if this engine can't serve it. Compiling a grammar
         may take seconds."""
+        params = params.snapshot()
         ids, bad_words = check_request(token_ids, params, self.config, self.vocab, self.tokenizer)
         wanted = as_structured_outputs(params.structured_outputs)  # which it is already
         grammar = None if wanted is None else self._compile(wanted)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxllm.checkpoint.files import gguf_parts, is_gguf, local
+from jaxllm.checkpoint.files import gguf_parts, is_gguf, local, read_json
 from jaxllm.errors import ModelNotFoundError
 
 SMOLLM2 = "smollm2"  # of the Python package index
@@ -18,6 +18,7 @@ MAIN = "main"  # the hub's default branch
 _WORD = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?P<repo>{_WORD}/{_WORD})(?:@(?P<revision>[^@:]+))?(?::(?P<file>[^@:]+))?", re.ASCII)
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*", re.ASCII)
+_SNAPSHOT = re.compile(r".*/models--(?P<name>[^/]+)/snapshots/[0-9a-f]{40}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _URL = re.compile(
     r"(?:https?:/{1,2})?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repo>[^/?#]+/[^/?#]+)"
@@ -65,7 +66,7 @@ def parse_name(text: str, revision: str | None = None, known: Iterable[str] = ()
     """
     text, path = without_url(text), local(text)
     if text and (path.exists() or _looks_like_a_path(text)):
-        if revision is not None:
+        if revision not in (None, MAIN):  # which is the usual one, and asks for nothing
             raise ValueError(f"revision={revision!r} is for names of the hub; {text} is a local path, so leave it out")
         return path
     if text == SMOLLM2:
@@ -98,6 +99,18 @@ def served_names(model: str) -> tuple[str, ...]:
         path = local(model)  # a file of the hub's cache leads to one without its name
         return tuple(dict.fromkeys([path.stem if is_gguf(path) else path.resolve().name, model]))
     return (model,)
+
+
+def model_name(model: str) -> str:
+    """The name to show for a model, as it was typed: not that of a folder where the hub's can be known."""
+    path = local(model)
+    if not path.is_dir():
+        return served_names(model)[0]
+    if cached := _SNAPSHOT.fullmatch(str(path.resolve())):
+        return cached["name"].replace("--", "/")
+    config = path / "config.json"
+    stored = read_json(config).get("_name_or_path") if config.is_file() else None
+    return stored if isinstance(stored, str) and _NAME.fullmatch(stored) else served_names(model)[0]
 
 
 def _looks_like_a_path(text: str) -> bool:

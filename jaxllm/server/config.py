@@ -1,7 +1,9 @@
 """The server's settings, checked once."""
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from jaxllm.hub.names import served_names
 
@@ -26,6 +28,21 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     vllm_metric_names: bool = False
+    # The sampling parameters of requests without their own: the model's ("auto"), the API's ("vllm"), or a directory's.
+    generation_config: str = "auto"
+    override_generation_config: Mapping[str, Any] = field(default_factory=dict)  # some of these
+    default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # a request's own come first
+    root_path: str = ""  # that a proxy takes off the URLs
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use this server (CORS)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None  # with which the server speaks HTTPS
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0  # 0: clients need no certificate; 2: they do
+    ssl_ciphers: str | None = None
+    uvicorn_log_level: str = "warning"
     max_body_bytes: int = 8 << 20
     max_header_bytes: int = 64 << 10
     max_connections: int = 4096
@@ -39,15 +56,31 @@ class ServerConfig:
             raise ValueError("served_model_names must hold at least one name, and no empty ones")
         if not all(key.strip() == key and key for key in self.api_keys):
             raise ValueError("an API key must not be empty, or begin or end with a space")
-        for field in dataclasses.fields(self):
-            if field.name.endswith("_s") and not 0 <= getattr(self, field.name) < 1e9:
-                raise ValueError(f"{field.name}={getattr(self, field.name)} must be a number of seconds, not negative")
+        for name in (own.name for own in dataclasses.fields(self) if own.name.endswith("_s")):
+            if not 0 <= getattr(self, name) < 1e9:
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, not negative")
         if self.max_queued_requests < 0:
             raise ValueError(f"max_queued_requests={self.max_queued_requests} must not be negative")
+        if self.root_path and not self.root_path.startswith("/") or self.root_path.endswith("/"):
+            raise ValueError(f"root_path={self.root_path!r} must begin with a slash, and not end with one")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ValueError(
+                "allow_credentials with allowed_origins * lets every web page act as its visitor; name them"
+            )
+        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs or self.ssl_ciphers):
+            raise ValueError("ssl_keyfile, ssl_ca_certs and ssl_ciphers need ssl_certfile, the server's certificate")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ValueError(
+                f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, which clients' certificates are of"
+            )
 
     @property
     def is_loopback(self) -> bool:
         return self.host in LOOPBACK
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.ssl_certfile is None else "https"
 
 
 def model_names(model: str | None, given: list[str] | None) -> tuple[str, ...]:

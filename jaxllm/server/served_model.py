@@ -4,16 +4,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.grammar.sandbox import GrammarSandbox
-from jaxllm.sampling_params import SamplingParams
+from jaxllm.sampling_params import drawing_fields
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.http.errors import invalid, unknown_model
 from jaxllm.text.tokenizer import Tokenizer
-
-_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -24,6 +22,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     defaults: dict[str, Any] = field(default_factory=dict)  # fields of `SamplingParams` that the model recommends
     chat_template: str | None = None  # Jinja source; None: the tokenizer's own
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # its variables where a request has none
     created: int = 0  # seconds since 1970
 
     @property
@@ -57,22 +56,20 @@ class ServedModel:
         return self.tokenizer
 
 
-def read_model(config: ServerConfig, model: str | None, *, created: int = 0) -> ServedModel:
-    """Reads a directory in Hugging Face format or a GGUF file; None: the model of the package. Raises
-    `ModelFormatError`, and `ValueError` for an unknown chat template."""
+def read_model(
+    config: ServerConfig, model: str | None, tokenizer_path: str | None = None, *, created: int = 0
+) -> ServedModel:
+    """Reads a directory in Hugging Face format or a GGUF file; None: the model of the package. `tokenizer_path` is
+    another that has the tokenizer. Raises `ModelFormatError`, and `ValueError` for what `config` has wrong."""
     checkpoint = open_checkpoint(DEFAULT_MODEL if model is None else model)
-    tokenizer = checkpoint.tokenizer()
+    tokenizer = (checkpoint if tokenizer_path is None else open_checkpoint(tokenizer_path)).tokenizer()
     return ServedModel(
         names=config.served_model_names,
         tokenizer=tokenizer,
-        defaults=recommended(checkpoint),
+        defaults=drawing_fields(
+            default_sampling_params(checkpoint, config.generation_config, config.override_generation_config)
+        ),
+        chat_template_kwargs=dict(config.default_chat_template_kwargs),
         created=created,
         chat_template=None if config.chat_template is None else tokenizer.chat.source(config.chat_template),
     )
-
-
-def recommended(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The sampling parameters that the model sets to other values than the defaults."""
-    theirs, usual = default_sampling_params(checkpoint), SamplingParams()
-    given = {name: getattr(theirs, name) for name in _RECOMMENDED}
-    return {name: value for name, value in given.items() if value != getattr(usual, name)}

@@ -56,9 +56,10 @@ class Detokenizer:
         return self.stop
 
     def finish(self) -> None:
-        """Ends the completion: the withheld text is shown. Does nothing after a stop string or a second time."""
+        """Ends the completion: the withheld text is shown, but for a character of which bytes are missing. Does nothing
+        after a stop string or a second time."""
         if not self._finished:
-            self._end(self._hidden + self._stream.flush())
+            self._end(self._hidden + self._stream.end())
 
     def clone(self) -> "Detokenizer":
         """An independent copy, for a completion with the same beginning."""

@@ -1,58 +1,106 @@
 """Normalises the prompts and parameters that users pass."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
+from jaxllm.argument_checks import plain_number
+from jaxllm.from_vllm.request_arguments import PROMPT_KEYS
+from jaxllm.from_vllm.rules import translate
 from jaxllm.sampling_params import SamplingParams
 
 
 class TextPrompt(TypedDict):
     prompt: str
+    cache_salt: NotRequired[str]  # as in `SamplingParams`
 
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]  # its text, if known
+    cache_salt: NotRequired[str]
 
 
 class Prompt(NamedTuple):
     text: str | None
-    token_ids: list[int]
+    token_ids: list[int]  # what stands for them: the engine checks each
+    cache_salt: str | None = None
+
+
+_KEYS = ("prompt_token_ids", "prompt", "cache_salt")
+_CONVERSATION = "a message of a conversation; conversations go to llm.chat([{'role': 'user', 'content': '...'}])"
 
 
 def parse_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
     """One prompt, or a list of them. ValueError for anything else."""
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         prompts = [prompts]
+    if getattr(prompts, "ndim", 0) == 2:
+        prompts = list(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise ValueError(f"prompts is a {type(prompts).__name__}; expected a string, a dict or a list of them")
+        raise ValueError(f"prompts is {_kind(prompts)}; expected a string, a dict or a list of them")
     return [parse_prompt(prompt, tokenizer) for prompt in prompts]
 
 
 def parse_prompt(prompt: Any, tokenizer: Any) -> Prompt:
-    """A string, `{"prompt": str}`, `{"prompt_token_ids": [...]}` or a list of token ids. ValueError otherwise."""
+    """A string, `{"prompt": str}`, `{"prompt_token_ids": [...]}`, or token ids. ValueError otherwise."""
     if _is_ids(prompt):
-        return Prompt(None, list(prompt))
+        return Prompt(None, _as_list(prompt))
+    salt = None
     if isinstance(prompt, Mapping):
-        ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
-        unknown = sorted(set(prompt) - {"prompt_token_ids", "prompt"})
-        if unknown or (ids is None and text is None):
-            raise ValueError(f"a prompt dict has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}")
+        _check_keys(prompt)
+        ids, text, salt = map(prompt.get, _KEYS)
         if ids is not None:
-            if isinstance(ids, str) or not isinstance(ids, Sequence):
-                raise ValueError(f"prompt_token_ids is a {type(ids).__name__}; expected a list of integers")
-            return Prompt(text, list(ids))
+            if (
+                getattr(ids, "ndim", 1) != 1
+                or isinstance(ids, str)
+                or not (isinstance(ids, Sequence) or hasattr(ids, "ndim"))
+            ):
+                raise ValueError(f"prompt_token_ids is {_kind(ids)}; expected a list of integers")
+            return Prompt(text, _as_list(ids), salt)
         prompt = text
     if not isinstance(prompt, str):
-        raise ValueError(f"a prompt is a {type(prompt).__name__}; expected a string or a dict")
+        raise ValueError(f"a prompt is {_kind(prompt)}; expected a string or a dict")
     if tokenizer is None:
         raise ValueError("a text prompt needs a tokenizer; pass tokenizer=... or {'prompt_token_ids': [...]}")
-    return Prompt(prompt, tokenizer.encode(prompt))
+    return Prompt(prompt, tokenizer.encode(prompt), salt)
+
+
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    unknown = [key for key in prompt if key not in _KEYS]
+    if "role" in unknown:
+        raise ValueError(f"a prompt is {_CONVERSATION}")
+    for key in unknown:
+        if key not in PROMPT_KEYS:
+            raise ValueError(f"a prompt dict has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}")
+    translate("a prompt", {key: prompt[key] for key in unknown}, PROMPT_KEYS)
+    if prompt.get("prompt_token_ids") is None and prompt.get("prompt") is None:
+        raise ValueError(f"a prompt dict has the key 'prompt' or 'prompt_token_ids', not {sorted(prompt)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bytes):
+        return "bytes: decode them first, with .decode()"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}" if value is not None else "None"
+
+
+def _as_list(ids: Any) -> list[Any]:
+    return ids.tolist() if hasattr(ids, "tolist") else list(ids)
 
 
 def _is_ids(prompt: Any) -> bool:
     """Whether `prompt` is meant as a list of token ids; the engine checks each id."""
-    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], int)
+    if getattr(prompt, "ndim", 0) == 1:
+        return True
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return False
+    return isinstance(prompt[0], int) or (hasattr(type(prompt[0]), "__index__") and not getattr(prompt[0], "ndim", 0))
+
+
+def with_salt(params: SamplingParams, salt: str | None) -> SamplingParams:
+    """`params` with a prompt's `cache_salt`, if it has one."""
+    return params if salt is None else replace(params, cache_salt=salt)
 
 
 def is_conversation(messages: Any) -> bool:
@@ -63,6 +111,10 @@ def is_conversation(messages: Any) -> bool:
 def parse_each(name: str, value: Any, kind: type, count: int) -> list:
     """`count` values, from one value for all prompts or a list with one for each. ValueError otherwise."""
     values = [value] * count if isinstance(value, kind) else value
+    if kind is int:
+        values = (
+            [plain_number(one) for one in values] if isinstance(values, Sequence) else [plain_number(values)] * count
+        )
     if not isinstance(values, Sequence) or not all(isinstance(v, kind) for v in values):
         raise ValueError(f"{name} must be a {kind.__name__} or a list of them, not {value!r}")
     if len(values) != count:

@@ -37,6 +37,10 @@ class TextStream(Protocol):
         """The rest of the text, when no token follows."""
         ...
 
+    def end(self) -> str:
+        """As `flush`, without a character at the end whose bytes are not all there."""
+        ...
+
     def clone(self) -> "TextStream":
         """An independent copy, for a completion with the same beginning."""
         ...
@@ -85,6 +89,9 @@ class ByteStream:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def end(self) -> str:
+        return ""  # what waits is a part of a character
 
     def clone(self) -> "ByteStream":
         other = ByteStream(self._table)
@@ -174,6 +181,12 @@ class PieceStream:
         self._decoder.reset()
         return text
 
+    def end(self) -> str:
+        num_open = len(self._decoder.getstate()[0])  # bytes, and as many tokens
+        if num_open:
+            del self._run[-num_open:]
+        return self.flush()
+
     def clone(self) -> "PieceStream":
         other = copy.copy(self)
         other._run = list(self._run)
@@ -207,6 +220,9 @@ class WindowStream:
 
     def flush(self) -> str:
         return self._settle(self._pending_text())
+
+    def end(self) -> str:
+        return self._settle(self.held)
 
     def clone(self) -> "WindowStream":
         other = copy.copy(self)

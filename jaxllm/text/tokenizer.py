@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.files import check_no_pointer, local, read_json
 from jaxllm.errors import ModelFormatError
 from jaxllm.text.chat_template import ChatTemplates, ForeignChatTemplates, parse_templates, read_templates
-from jaxllm.text.streams import ByteStream, ByteTable, PieceStream, PieceTable, TextStream, WindowStream
+from jaxllm.text.streams import REPLACEMENT, ByteStream, ByteTable, PieceStream, PieceTable, TextStream, WindowStream
+from jaxllm.text.token_text import text_after
+from jaxllm.text.tokenizer_interface import TokenizerInterface
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 MAX_FILE_BYTES = 100_000_000
@@ -25,7 +28,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_toke
 _TOKENWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
 
 
-class Tokenizer:
+class Tokenizer(TokenizerInterface):
     """A fast tokenizer. `eos_token_id` is None if the tokenizer names no end of sequence."""
 
     def __init__(
@@ -115,6 +118,14 @@ class Tokenizer:
             piece = bytes([piece])
         return piece.decode(errors="replace") if isinstance(piece, bytes) else piece or ""
 
+    def token_text_after(self, token: int, before: Sequence[int]) -> str:
+        """The text that the token adds after others: of a character in several tokens, all is the last one's."""
+        text = self.token_text(token)
+        if REPLACEMENT not in text:
+            return text
+        decode = partial(self.decode, skip_special_tokens=False)
+        return text_after(token, before, self._table(skip_special_tokens=False), decode)
+
     def stream(
         self,
         skip_special_tokens: bool = True,
@@ -186,6 +197,9 @@ class _Adapter(Tokenizer):
 
     @property
     def json(self) -> str | None:
+        return None
+
+    def _table(self, skip_special_tokens: bool) -> None:
         return None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -47,7 +47,7 @@ def instruction_set() -> str:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     library.jaxllm_instruction_set.restype = ctypes.c_char_p
     name = library.jaxllm_instruction_set().decode()
-    log.info("using the native CPU kernels (%s)", name)
+    log.info("the native CPU kernels use %s", name)
     return name
 
 

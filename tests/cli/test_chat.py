@@ -95,7 +95,7 @@ def test_sampling_parameters_are_set(llm, monkeypatch, capsys):
         ("/set temperature 9", "temperature=9"),
         ("/retry", "there is no message yet"),
         ("fail", "the answer failed: it broke"),
-        ("/save /nowhere/x.json", "No such file"),
+        ("/save /nowhere/x.json", "/nowhere/x.json does not exist"),
     ],
 )
 def test_mistakes_are_told_and_the_conversation_goes_on(llm, monkeypatch, capsys, line, message):
@@ -178,7 +178,7 @@ def test_a_terminal_is_greeted_and_protected(llm, monkeypatch, tmp_path):
     monkeypatch.setattr(llm, "answer", "ans\x1b]0;x\x07 {}")
     assert chat.main([]) == 0
     shown = out.getvalue()
-    assert shown.startswith("the embedded model. /help") and "tokens" in shown and "/retry" in shown
+    assert shown.startswith("This is the embedded model. /help") and "tokens" in shown and "/retry" in shown
     assert "ans\ufffd]0;x\ufffd 1" in shown and "\x1b]" not in shown
     assert (tmp_path / "jaxllm" / "chat_history").stat().st_mode & 0o777 == 0o600
 
@@ -206,7 +206,7 @@ def test_usage(capsys):
 
 def test_every_command_is_there():
     for name in main.COMMANDS:
-        file = Path(main.__file__).with_name(f"{name}.py")
+        file = Path(main.__file__).with_name(f"{name.replace('-', '_')}.py")
         assert "def main(argv" in file.read_text()
 
 

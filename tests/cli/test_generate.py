@@ -12,10 +12,7 @@ from jaxllm.cli.common import EXIT_INTERRUPTED, run_command
 from jaxllm.errors import JaxLLMError, ModelFormatError, OutOfMemoryError
 from tests.fake_llm import Stats, install, output, stdin
 
-SUMMARY = re.compile(
-    r"\[(\d+) tokens(, [\d.]+ tokens/s)?(, first token after [\d.]+ s)?, KV peak 3 of 12 blocks \(25\.0%\), "
-    r"compiled 2 of 5 in 1\.5 s\]\n"
-)
+SUMMARY = re.compile(r"\[(\d+) tokens?(, [\d.]+ tokens/s)?(, the first after [\d.]+ s)?, KV cache 25\.0% full\]\n")
 
 
 @pytest.fixture
@@ -97,7 +94,20 @@ def test_a_failed_request_is_told_and_exits_1(llm, capsys):
 
 
 def test_preemptions_are_told():
-    assert ", 7 preemptions, compiled" in generate.Meter().summary(Stats(num_preemptions=7))
+    meter = generate.Meter()
+    assert meter.summary(Stats(num_preemptions=7)) == "[0 tokens, 7 preemptions, KV cache 25.0% full]"
+    assert ", 1 preemption, KV" in meter.summary(Stats(num_preemptions=1))
+
+
+def test_the_closing_line_fits_a_narrow_terminal(monkeypatch):
+    times = iter([0.0, 123.456, 789.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    meter = generate.Meter()
+    meter.update(0, output("a"))
+    assert meter.speed() == "[1 token, the first after 123.46 s]"
+    meter.update(0, output("a" * 1_234_567))
+    line = meter.summary(Stats(num_preemptions=123_456))
+    assert line == "[1234567 tokens, 1855.0 tokens/s, the first after 123.46 s, 123456 preemptions]" and len(line) <= 80
 
 
 def test_options_reach_the_engine_and_the_request(llm):
@@ -163,7 +173,7 @@ def test_arguments_win_over_standard_input(llm, monkeypatch):
         ([], b"", "there is no prompt: standard input is empty"),
         ([], b"\xff", "standard input is not UTF-8"),
         (["p", "--file", "f"], None, "give one or the other"),
-        (["--file", "nowhere.txt"], None, "No such file.*nowhere.txt"),
+        (["--file", "nowhere.txt"], None, "nowhere.txt does not exist; check the path"),
         (["p", "--n", "0"], None, "n=0 must be an integer in"),
         (["p", "--temperature", "nan"], None, "temperature=nan must be a finite number"),
     ],
@@ -245,11 +255,13 @@ def test_a_closed_pipe_ends_quietly():
         import sys, types
         from jaxllm import generate
         from jaxllm.outputs import CompletionOutput, RequestOutput
+        from jaxllm.sampling_params import SamplingParams
 
         class LLM:
             def __init__(self, seed): pass
             def __enter__(self): return self
             def __exit__(self, *_): print("closed", file=sys.stderr)
+            def get_default_sampling_params(self): return SamplingParams()
             def stream(self, prompts, params):
                 text = ""
                 while True:

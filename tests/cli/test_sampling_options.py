@@ -57,6 +57,8 @@ def test_every_sampling_parameter_has_an_option():
         "3",
         "--prompt-logprobs",
         "0",
+        "--truncate-prompt-tokens",
+        "9",
         "--stop",
         "a",
         "--stop",
@@ -91,6 +93,7 @@ def test_every_sampling_parameter_has_an_option():
     assert set(given) == {field.name for field in dataclasses.fields(SamplingParams) if field.init} - NOT_SAMPLING
     assert given.pop("structured_outputs") == {"regex": "a+"}
     assert given == {
+        "truncate_prompt_tokens": 9,
         "n": 2,
         "best_of": 3,
         "beam_width": 4,

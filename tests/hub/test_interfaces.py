@@ -12,6 +12,7 @@ from jaxllm import LLM, AsyncLLM, SamplingParams
 from jaxllm.cli import serve
 from jaxllm.cli.common import add_engine_arguments, located_kwargs
 from jaxllm.cli.main import COMMANDS
+from jaxllm.cli.parser import CommandParser
 from jaxllm.hub.locate import locate
 
 ROOT = Path(__file__).parents[2]
@@ -54,21 +55,19 @@ def test_generate(hub, cache):
 def test_serve(hub, monkeypatch, options, names):
     served = []
 
-    async def fake(config, options, model, traces):
-        served.append((config.served_model_names, model, options))
+    async def fake(config, options, traces):
+        served.append((config.served_model_names, options))
         return 0
 
-    monkeypatch.setattr(serve, "_serve", lambda config, model, options, traces: fake(config, options, model, traces))
+    monkeypatch.setattr(serve, "_serve", fake)
     assert serve.main(["--model", "org/tiny", "--revision", "main", *options]) == 0
-    ((found, model, given),) = served
+    ((found, given),) = served
     snapshot = str(locate("org/tiny"))
-    assert found == names and model == given["model"] == snapshot and "revision" not in given
+    assert found == names and given["model"] == snapshot and "revision" not in given
 
 
 def test_bench_of_dummy_weights_fetches_no_weights(hub):
-    import argparse
-
-    parser = argparse.ArgumentParser()
+    parser = CommandParser("jaxllm bench")
     add_engine_arguments(parser)
     arguments = parser.parse_args(["--model", "org/tiny", "--dtype", "float32"])
     assert located_kwargs(arguments, weights=False) == {

@@ -10,12 +10,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxllm.aot.prepare import find_model
-from jaxllm.bench import dummy
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import load_params
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import canonical_params, expansion_of, named, place_params, sharding_before
+from jaxllm.engine import dummy
 from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import memory

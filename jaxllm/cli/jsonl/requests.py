@@ -23,9 +23,10 @@ _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams) if field
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """The command line's settings for all lines. A line's own sampling fields take precedence over `fields`, and these
-    over the commands' defaults."""
+    over what the model recommends."""
 
     fields: dict[str, Any]
+    recommended: dict[str, Any] = dataclasses.field(default_factory=dict)  # by the model, before the commands' defaults
     chat: bool = False  # prompts are user messages
     system: str | None = None  # for conversations without a system message
     chat_template: str | None = None
@@ -51,17 +52,26 @@ class BadJsonlLine(NamedTuple):
     digest: str
 
 
-def read_lines(stream: BufferedIOBase, settings: Settings) -> Iterator[JsonlRequest | BadJsonlLine]:
-    """Parses each line of `stream` that is not blank."""
+def raw_lines(stream: BufferedIOBase) -> Iterator[tuple[int, bytes]]:
+    """The number, from 1, and the bytes of each line that is not blank; of one that is longer than `MAX_LINE_BYTES`
+    its beginning, one byte too long."""
     number = 0
     while raw := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
-        too_long, digest = len(raw) > MAX_LINE_BYTES, _digest(raw)
-        while too_long and raw and not raw.endswith(b"\n"):
-            raw = stream.readline(MAX_LINE_BYTES)
-        if too_long:
+        rest = raw
+        while len(raw) > MAX_LINE_BYTES and rest and not rest.endswith(b"\n"):
+            rest = stream.readline(MAX_LINE_BYTES)
+        if raw.strip():
+            yield number, raw
+
+
+def read_lines(stream: BufferedIOBase, settings: Settings) -> Iterator[JsonlRequest | BadJsonlLine]:
+    """Parses each line of `stream` that is not blank."""
+    for number, raw in raw_lines(stream):
+        digest = _digest(raw)
+        if len(raw) > MAX_LINE_BYTES:
             yield BadJsonlLine(number, {}, f"it is longer than {MAX_LINE_BYTES} bytes", digest)
-        elif raw.strip():
+        else:
             yield _parse(number, raw, digest, settings)
 
 
@@ -121,7 +131,8 @@ def _request(number: int, value: dict[str, Any], given: dict[str, Any], settings
     parse_kwargs(chat_options.get("chat_template_kwargs"))
     if settings.chat_template is not None and messages is not None:
         chat_options["chat_template"] = settings.chat_template
-    fields = with_defaults(settings.fields | {name: value[name] for name in _SAMPLING if name in value})
+    own = {name: value[name] for name in _SAMPLING if name in value}
+    fields = with_defaults(settings.fields | own, settings.recommended)
     params = SamplingParams(**fields)
     digest = _digest(_canonical([given, messages, chat_options, fields, settings.model]))
     prompt = {kind: value[kind]} if messages is None else None

@@ -1,15 +1,13 @@
 """The results of a JSON lines job: one object per line, written completely or not at all, and read by --resume."""
 
-import fcntl
 import json
-import os
-import stat
 import sys
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxllm.cli.jsonl.line_file import LineFile
 from jaxllm.cli.jsonl.requests import BadJsonlLine, JsonlRequest
 from jaxllm.outputs import CompletionOutput, Logprobs, RequestOutput
 
@@ -64,30 +62,15 @@ class Results:
         self.num_done = 0
         self.last_line = 0  # last input line with a result
         self._done = array("Q")  # digest of each line's result, 0 for none
-        if path is None:
-            self._fd, self._size = None, None
-            return
-        self._fd: int | None = os.open(path, os.O_CREAT | os.O_APPEND | (os.O_RDWR if resume else os.O_WRONLY), 0o666)
+        self._file = LineFile(path, reads=resume)
         try:
-            self._open(path, resume)
+            if resume and path is not None and self._file.size is not None:
+                self._find_done(path)
+            elif self._file.size:
+                raise ValueError(f"{path} has results already; add --resume to continue, or give another --output")
         except BaseException:
-            os.close(self._fd)
+            self._file.close()
             raise
-
-    def _open(self, path: Path, resume: bool) -> None:
-        status = os.fstat(self._fd)
-        is_file = stat.S_ISREG(status.st_mode)
-        self._size: int | None = status.st_size if is_file else None  # end of the last complete line
-        if not is_file:
-            return
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"{path} is being written by another process; wait for it, or give another") from error
-        if resume:
-            self._find_done(path)
-        elif self._size:
-            raise ValueError(f"{path} has results already; add --resume to continue, or give another --output")
 
     def _find_done(self, path: Path) -> None:
         """Reads the existing results and removes an incomplete last line, which a crash may leave."""
@@ -96,11 +79,10 @@ class Results:
             for number, raw in enumerate(file, start=1):
                 if not raw.endswith(b"\n"):
                     print(f"{path}: the last line is incomplete, so that its request runs again", file=sys.stderr)
-                    os.ftruncate(self._fd, size)
+                    self._file.truncate(size)
                     break
                 size += len(raw)
                 self._note_done(path, number, raw)
-        self._size = size
 
     def _note_done(self, path: Path, number: int, raw: bytes) -> None:
         try:
@@ -132,25 +114,10 @@ class Results:
 
     def write(self, line: JsonlRequest | BadJsonlLine, fields: Mapping[str, Any]) -> None:
         record = {"line": line.number, **line.given, **fields, "digest": line.digest}
-        data = json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        if self._fd is None:
-            sys.stdout.buffer.write(data)
-            sys.stdout.buffer.flush()
-            return
-        num_written = 0
-        try:
-            while num_written < len(data):
-                num_written += os.write(self._fd, data[num_written:])
-        except OSError as error:
-            if self._size is not None:
-                os.ftruncate(self._fd, self._size)  # a full disk wrote part of the line
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
-        if self._size is not None:
-            self._size += len(data)
+        self._file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
     def __enter__(self) -> "Results":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
+        self._file.close()

@@ -88,8 +88,17 @@ class Executor:
     def close(self) -> None:
         """Stops compiling and lets go of the device's memory."""
         self.compile_plan.close()
-        self.state, self.leaves, self._head, self._logits, self._altered = None, [], [], None, None
+        self.release_params()
         self._offered.clear()
+        self.release_state()
+
+    def release_params(self) -> None:
+        """Lets go of the parameters, until others are offered."""
+        self.leaves, self._head = [], []
+
+    def release_state(self) -> None:
+        """Lets go of the state, until the next "init"."""
+        self.state = self._logits = self._altered = None
         self.moves.clear()
 
     @property
@@ -107,8 +116,7 @@ class Executor:
         huge_pages.collapse_soon(leaves)
 
     def _init(self, command: Command) -> None:
-        self.state = self._logits = self._altered = None  # free the old pool first
-        self.moves.clear()
+        self.release_state()  # free the old pool first
         self.state = self.compile_plan["init"]()
 
     def _move(self, command: Command) -> None:

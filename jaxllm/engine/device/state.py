@@ -25,7 +25,7 @@ class Slots(NamedTuple):
 
 
 def _temperature(sequence: Sequence) -> float:
-    return 0.0 if sequence.group.chooses_tokens else sequence.params.temperature  # nothing is drawn for a beam
+    return 0.0 if sequence.group.chooses_tokens else float(sequence.params.temperature)  # nothing is drawn for a beam
 
 
 def _min_len(sequence: Sequence) -> int:

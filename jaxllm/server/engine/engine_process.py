@@ -140,9 +140,11 @@ class EngineProcess:
 
 
 def main(path: str) -> int:
+    from jaxllm.cli.environment import logging_level
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    logging.basicConfig(level=logging_level(), format="%(levelname)s engine: %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # what it looked for and did not find is no news
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)

@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -108,7 +109,17 @@ def create_app(server: Server) -> App:
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
     app.router.redirect_slashes = False
     config = server.config
-    return Guard(app, api_keys=config.api_keys, hosts=[config.host] if config.is_loopback else None)
+    guarded = Guard(app, api_keys=config.api_keys, hosts=[config.host] if config.is_loopback else None)
+    if not config.allowed_origins:
+        return guarded
+    return CORSMiddleware(  # before the guard, as browsers ask whether they may without the key
+        guarded,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 async def _completions(server: Server, request: CompletionRequest, exchange: Exchange) -> None:

@@ -57,7 +57,7 @@ class Guard:
 
     def _check(self, scope: Scope) -> bytes | None:
         """The digest of the request's API key; None if no key is required. Raises `APIError` 401 or 403."""
-        if scope["path"] in PUBLIC_PATHS:
+        if route_path(scope) in PUBLIC_PATHS:
             return None
         headers = scope["headers"]
         digest = self._known_key(headers) if self._keys else None
@@ -85,7 +85,12 @@ def _is_browser(scope: Scope) -> bool:
     """Whether a browser asks for the page. It is sent without a key too, because it contains nothing of this server and
     has the form for the key. The status stays 401."""
     accepted = next((value for name, value in scope["headers"] if name == b"accept"), b"")
-    return scope["path"] == "/" and scope["method"] in ("GET", "HEAD") and b"text/html" in accepted
+    return route_path(scope) == "/" and scope["method"] in ("GET", "HEAD") and b"text/html" in accepted
+
+
+def route_path(scope: Scope) -> str:
+    """The path that is routed: uvicorn puts the root path of `--root-path` before what came."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def _digest(key: bytes) -> bytes:

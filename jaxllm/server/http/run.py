@@ -93,25 +93,38 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def make_web(server: Server) -> uvicorn.Server:
-    """The web server; `serve(sockets=[...])` runs until `should_exit` is set."""
+    """The web server; `serve(sockets=[...])` runs until `should_exit` is set. Raises `ValueError` for certificates that
+    can't be used."""
     config = server.config
-    return _Uvicorn(
-        uvicorn.Config(
-            create_app(server),
-            http=protocol_of(config),
-            lifespan="off",
-            access_log=False,
-            log_level="warning",
-            log_config=None,
-            h11_max_incomplete_event_size=config.max_header_bytes,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            ws="none",
-            timeout_graceful_shutdown=_LAST_ANSWERS_S,
-            server_header=False,
-            backlog=1024,
-            proxy_headers=False,
-        )
+    web = uvicorn.Config(
+        create_app(server),
+        http=protocol_of(config),
+        lifespan="off",
+        access_log=False,
+        log_level=config.uvicorn_log_level,
+        log_config=None,
+        h11_max_incomplete_event_size=config.max_header_bytes,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        ws="none",
+        timeout_graceful_shutdown=_LAST_ANSWERS_S,
+        server_header=False,
+        backlog=1024,
+        proxy_headers=False,
+        root_path=config.root_path,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
+        ssl_ciphers=config.ssl_ciphers,
     )
+    try:
+        web.load()
+    except OSError as error:  # ssl.SSLError is one
+        files = ", ".join(filter(None, [config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs]))
+        raise ValueError(
+            f"HTTPS can't be served with {files} ({error}); give a certificate and its key in PEM"
+        ) from error
+    return _Uvicorn(web)
 
 
 async def serve(server: Server, listener: socket.socket) -> int:
@@ -193,7 +206,8 @@ async def drain(server: Server, hurry: asyncio.Event) -> None:
 
 def address(config: ServerConfig, listener: socket.socket) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{listener.getsockname()[1]}"
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"{config.scheme}://{host}:{listener.getsockname()[1]}"
 
 
 def banner(server: Server, listener: socket.socket, seconds: float) -> str:

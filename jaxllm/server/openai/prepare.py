@@ -218,7 +218,7 @@ def chat_text(
                 chat_template=model.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                chat_template_kwargs=variables,
+                chat_template_kwargs={**model.chat_template_kwargs, **(variables or {})},
             )
     except RecursionError as error:
         raise invalid("a tool call's arguments are nested too deep", "messages") from error

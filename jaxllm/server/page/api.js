@@ -19,7 +19,8 @@ async function request(path, { body, signal, isQuiet = false } = {}) {
     if (body) headers["content-type"] = "application/json";
     let response;
     try {
-      response = await fetch(path, { method: body ? "POST" : "GET", headers, signal, body: body && JSON.stringify(body) });
+      response = await fetch(path.slice(1), {  // relative, as a proxy may serve this under a path of its own
+        method: body ? "POST" : "GET", headers, signal, body: body && JSON.stringify(body) });
     } catch (error) {
       throw stopped(error, OFFLINE);
     }

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.bench.dummy import dummy_model
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.cli.generate import main as generate
 from jaxllm.cli.replay import main as replay
+from jaxllm.engine.dummy import dummy_model
 from jaxllm.errors import ModelFormatError
 from jaxllm.server.config import ServerConfig, model_names
 from jaxllm.server.served_model import read_model

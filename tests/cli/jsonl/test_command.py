@@ -191,8 +191,8 @@ def test_a_model_that_cannot_chat_is_no_lines_fault(llm, folder, capsys):
         (["--input", "x", "--file", "y"], "there is a prompt beside --input"),
         (["--input", "x", "--resume"], "--resume needs the results so far"),
         (["--input", "x", "--top-p", "2"], "^error: top_p=2.0 must be"),
-        (["--input", "no/such/file"], "No such file or directory: 'no/such/file'"),
-        (["--input", "."], "Is a directory"),
+        (["--input", "no/such/file"], "^error: no/such/file does not exist; check the path\n$"),
+        (["--input", "."], "^error: \\. is a directory; give a file\n$"),
     ],
 )
 def test_options_that_do_not_fit(llm, capsys, arguments, message):

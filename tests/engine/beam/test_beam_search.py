@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from jaxllm import AsyncLLM, SamplingParams, async_llm
+from jaxllm import AsyncLLM, SamplingParams
+from jaxllm.engine import build
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.text.tokenizer import wrap
 from tests.engine.test_step_contract import Letters
@@ -203,7 +204,7 @@ def test_a_stream_has_one_output(llm):
 
 
 def test_async(llm, monkeypatch):
-    monkeypatch.setattr(async_llm, "build_engine", lambda model, **_: llm.engine)
+    monkeypatch.setattr(build, "build_engine", lambda model, **_: llm.engine)
     monkeypatch.setattr(llm.engine, "close", lambda: None)  # it is the others' too
     served = AsyncLLM()
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxllm.bench import dummy
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.loader import abstract_params
+from jaxllm.engine import dummy
 from jaxllm.errors import ModelFormatError, OutOfMemoryError
 from jaxllm.models import registry
 from jaxllm.sharding.mesh import make_mesh

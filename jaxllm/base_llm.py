@@ -1,0 +1,128 @@
+"""What `LLM` and `AsyncLLM` have in common: how an engine is asked for, and what may be asked of it."""
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any, Unpack
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxllm.checkpoint.formats import open_checkpoint
+from jaxllm.checkpoint.generation_config import default_sampling_params
+from jaxllm.default_model import DEFAULT_MODEL
+from jaxllm.engine import build
+from jaxllm.engine.metrics import Metric, read_metrics
+from jaxllm.engine.stats import EngineStats
+from jaxllm.from_vllm.configs import ModelConfig, VllmConfig, describe
+from jaxllm.from_vllm.dtypes import dtype_name
+from jaxllm.from_vllm.engine_arguments import translate_engine_arguments
+from jaxllm.from_vllm.missing import MissingMethods
+from jaxllm.from_vllm.typed import VllmEngineArguments
+from jaxllm.hub.locate import locate
+from jaxllm.sampling_params import SamplingParams
+
+
+class BaseLLM(MissingMethods):
+    """An engine, and the arguments that it is built from."""
+
+    def __init__(
+        self,
+        model: str | Path | nnx.Module | tuple[Any, Any] | None = None,
+        *,
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
+        tokenizer: Any = None,
+        skip_tokenizer_init: bool = False,
+        dtype: Any = "auto",
+        load_format: str = "auto",
+        hf_overrides: dict[str, Any] | None = None,
+        generation_config: str | Path = "auto",
+        override_generation_config: dict[str, Any] | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        mesh: str | Mesh | None = None,
+        tensor_parallel_size: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        preemption: str = "auto",
+        swap_space: int | float | None = None,
+        max_logprobs: int | None = None,
+        seed: int | None = 0,
+        record: str | Path | None = None,
+        compilation_cache: bool | str | Path | None = None,
+        **vllm: Unpack[VllmEngineArguments],
+    ):
+        options: dict[str, Any] = dict(
+            tokenizer=tokenizer,
+            skip_tokenizer_init=skip_tokenizer_init,
+            dtype=dtype_name(dtype),
+            load_format=load_format,
+            hf_overrides=hf_overrides,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching is not False,
+            mesh=mesh,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            preemption=preemption,
+            swap_space=float(swap_space) if type(swap_space) is int else swap_space,
+            max_logprobs=max_logprobs,
+            seed=random.SystemRandom().getrandbits(63) if seed is None else seed,
+            record=record,
+            compilation_cache=compilation_cache,
+        )
+        options |= translate_engine_arguments(type(self).__name__, vllm, options)
+        default_sampling_params(None, "vllm", override_generation_config)  # checks it
+        self._recommended = generation_config, override_generation_config
+        wants_tokenizer = tokenizer is None and not skip_tokenizer_init
+        model = locate(model, revision=revision, download_dir=download_dir, tokenizer=wants_tokenizer)
+        self._engine = build.build_engine(model, **options)
+        path = DEFAULT_MODEL if model is None else model
+        self._checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else None
+        self._user_tokenizer, self._hf_overrides = tokenizer, hf_overrides
+        self._start()
+
+    def _start(self) -> None:
+        """What comes after the engine is built."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> Any:
+        """Of an `EngineArgs`."""
+        return cls(**{field.name: getattr(engine_args, field.name) for field in dataclasses.fields(engine_args)})
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._engine.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer that was passed as an object, or else the model directory's (`jaxllm.text.tokenizer`)."""
+        return self.tokenizer if isinstance(self._user_tokenizer, str | Path | None) else self._user_tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's files recommend, or `generation_config` and `override_generation_config` say."""
+        return default_sampling_params(self._checkpoint, *self._recommended)
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        """The engine's sizes, under vLLM's names."""
+        return describe(self._engine, self._checkpoint, self._hf_overrides)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """What the engine knows of the model, under vLLM's names."""
+        return self.vllm_config.model_config
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """`stats` as vLLM's `Counter`, `Gauge` and `Histogram`: by vLLM's names what it has too, the rest by ours."""
+        return read_metrics(self.stats(), self._engine.config, {"model_name": self.model_config.model, "engine": "0"})

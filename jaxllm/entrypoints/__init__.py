@@ -1,0 +1,1 @@
+"""vLLM's home of what programs begin with."""

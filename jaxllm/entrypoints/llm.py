@@ -1,0 +1,3 @@
+"""vLLM's home of `LLM`."""
+
+from jaxllm.llm import LLM as LLM

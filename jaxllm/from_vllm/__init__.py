@@ -1,0 +1,1 @@
+"""What programs written for vLLM say, and what it means here."""

@@ -1,0 +1,20 @@
+"""Names of dtypes, of what people give as one."""
+
+from typing import Any
+
+import numpy as np
+
+_ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype of JAX, NumPy or torch, or of a name of vLLM's. What is none comes back as text, to be
+    refused where names are known."""
+    if isinstance(dtype, str):
+        return _ALIASES.get(dtype, dtype)
+    if type(dtype).__module__ == "torch":
+        return str(dtype).removeprefix("torch.")
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        return str(dtype)

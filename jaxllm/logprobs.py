@@ -1,0 +1,3 @@
+"""vLLM's home of log-probabilities."""
+
+from jaxllm.outputs import Logprob as Logprob

@@ -1,0 +1,1 @@
+"""vLLM's home of LoRA adapters, which are not there."""

@@ -1,0 +1,3 @@
+"""vLLM's home of `AsyncLLM`."""
+
+from jaxllm.async_llm import AsyncLLM as AsyncLLM

@@ -1,0 +1,3 @@
+"""vLLM's home of `LLMEngine`."""
+
+from jaxllm.llm_engine import LLMEngine as LLMEngine

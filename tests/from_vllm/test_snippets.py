@@ -1,0 +1,114 @@
+"""Common snippets of programs for vLLM, with nothing but the library's name changed: what runs has the meaning that it
+has there, and what does not says why."""
+
+import json
+
+import jax
+import pytest
+
+from jaxllm import LLM, SamplingParams
+from tests.chat_model import write_model
+from tests.from_vllm import construction, interfaces, requests
+from tests.from_vllm.snippet import Snippet, execute, kinds
+
+ON_ONE_ENGINE = [
+    *requests.PROMPTS,
+    *requests.PARAMETERS,
+    *requests.OUTPUTS,
+    *interfaces.TOKENIZER,
+    *interfaces.ENGINE,
+    *interfaces.IMPORTS,
+]
+LEAST_THAT_RUN = 100
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("from_vllm") / "model", max_position_embeddings=512)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "max_new_tokens": 6}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A compilation cache, as most engines here have the same executables."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    return dict(dtype="float32", max_model_len=128, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def shared(model_dir, cache, sizes):
+    llm = LLM(model_dir, block_size=16, max_num_batched_tokens=32, **sizes)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture
+def names(model_dir, sizes, tmp_path, monkeypatch):
+    """What snippets find. The engines that they build are closed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", str(tmp_path / "profile"))
+    found = {"M": str(model_dir), "SIZES": sizes, "LLM": LLM, "SamplingParams": SamplingParams, "said": said}
+    yield found
+    for value in found.values():
+        if isinstance(value, LLM) and value is not found.get("llm"):
+            value.close()
+
+
+def said(engine: LLM) -> bool:
+    """Whether the engine generates."""
+    (output,) = engine.generate("ab", SamplingParams(max_tokens=2, ignore_eos=True))
+    return len(output.outputs[0].token_ids) == 2
+
+
+def check(snippet: Snippet, names: dict) -> None:
+    if not snippet.error:
+        execute(snippet, names)
+        assert eval(snippet.check, names), snippet.check
+        return
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - of which kind is asserted next
+        execute(snippet, names)
+    assert snippet.error in kinds(caught.value), repr(caught.value)
+    assert snippet.message in str(caught.value)
+
+
+@pytest.mark.parametrize("snippet", ON_ONE_ENGINE, ids=lambda snippet: snippet.name)
+def test_on_a_running_engine(snippet, shared, names):
+    names["llm"] = shared
+    check(snippet, names)
+    assert not shared.engine.requests
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        pytest.param(snippet, id=snippet.name, marks=() if snippet.error else pytest.mark.slow)
+        for snippet in construction.SNIPPETS
+    ],
+)
+def test_that_build_an_engine(snippet, shared, names):
+    names["llm"] = shared
+    check(snippet, names)
+
+
+def test_most_of_them_run():
+    snippets = [*construction.SNIPPETS, *ON_ONE_ENGINE]
+    assert len(snippets) == len({(snippet.name, snippet.code) for snippet in snippets}) == 147
+    assert sum(not snippet.error for snippet in snippets) >= LEAST_THAT_RUN
+    assert all(bool(snippet.check) != bool(snippet.error and snippet.message) for snippet in snippets)
