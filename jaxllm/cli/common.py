@@ -4,7 +4,6 @@ import argparse
 import logging
 import os
 import signal
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -45,7 +44,10 @@ _ENGINE_OPTIONS = (
     "hf_overrides",
     "max_logprobs",
 )
-CACHE_BYTES = 2 * 2**30
+_KEEP_ALL = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,  # no limit, not even the file system's default
+}
 EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (2, 130, 141)  # the last two as a shell reports the signals
 
 
@@ -186,57 +188,21 @@ def setup_device_memory(gpu_memory_utilization: float | None) -> None:
 
 
 def setup_compilation_cache() -> None:
-    """Enables the persistent compilation cache, up to 2 GiB. JAX options set in the environment take precedence.
-
-    For commands only, because the options apply to the whole process. Raises `ValueError` if other users can write to
-    the cache.
-    """
+    """Where JAX_COMPILATION_CACHE_DIR names a place, has JAX keep all executables there, large or small. Without it the
+    engine keeps them in a place of its own. For commands only, because JAX's options apply to the whole process."""
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if given is None:
+        return
     import jax
 
-    options: dict[str, Any] = {
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,  # no limit, not even the file system's default
-    }
-    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    try:
-        if given is None:
-            options["jax_compilation_cache_dir"] = str(cache_dir())
-        elif "://" not in given:  # no bucket
+    if "://" not in given:  # no bucket
+        try:
             Path(given).mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        log.warning("the compilation cache is unavailable, so that each start compiles everything: %s", error)
-        if given is not None:
+        except OSError as error:
+            log.warning("there is no compilation cache, so that each start compiles everything: %s", error)
             jax.config.update("jax_compilation_cache_dir", None)
-        return
-    if given is None:
-        # The limit deletes files, so it is set only for a directory of jaxllm alone.
-        options["jax_compilation_cache_max_size"] = CACHE_BYTES
-    for name, value in options.items():
+            jax.config.update("jax_enable_compilation_cache", False)
+            return
+    for name, value in _KEEP_ALL.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
-
-
-def cache_dir() -> Path:
-    """The directory of compiled executables, created if missing. Raises `ValueError` if it is not private."""
-    # The XDG specification ignores relative paths.
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    home = (base if base.is_absolute() else Path.home() / ".cache") / "jaxllm"
-    for folder in (home, home / "xla"):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_private(folder)
-    return home / "xla"
-
-
-def _check_private(folder: Path) -> None:
-    """Raises `ValueError` if others can write to `folder`: they could run code as this user."""
-    status = folder.stat()
-    if status.st_uid != os.getuid():
-        trouble = f"belongs to user {status.st_uid}, not to you (user {os.getuid()})"
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        trouble = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
-    else:
-        return
-    raise ValueError(
-        f"the compilation cache {folder} {trouble}, but the code in it runs as you. Remove it, or set "
-        "JAX_COMPILATION_CACHE_DIR to a directory of your own"
-    )

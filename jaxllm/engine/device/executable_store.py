@@ -113,17 +113,19 @@ def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
     if where is False or jax.process_count() > 1:
         return lambda lowered: lowered.compile()
     try:
-        folder = private_folder(default_folder() if where is True else Path(where).expanduser())
+        folder = own_folder() if where is True else private_folder(Path(where).expanduser())
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         log.warning("there is no compilation cache, so that each start compiles everything: %s", error)
         return lambda lowered: lowered.compile()
     return ExecutableStore(folder, mesh).compile
 
 
-def default_folder() -> Path:
+def own_folder() -> Path:
+    """jaxllm's, created if missing. ValueError as `private_folder`."""
     # The XDG specification ignores relative paths.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "jaxllm" / "executables"
+    home = (base if base.is_absolute() else Path.home() / ".cache") / "jaxllm"
+    return private_folder(private_folder(home) / "executables")
 
 
 def private_folder(folder: Path) -> Path:
