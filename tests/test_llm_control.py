@@ -6,6 +6,7 @@ import gc
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxllm import AsyncLLM, SamplingParams
 from jaxllm.errors import EngineAsleepError
@@ -22,13 +23,7 @@ def live_bytes() -> int:
 @pytest.fixture(scope="module")
 def own_params(tiny):
     """On the host, so that the engine alone has them on the device."""
-    return tiny.cfg, jax.tree.map(np.asarray, jax.tree.map(lambda x: x, _state(tiny.model)))
-
-
-def _state(model):
-    from flax import nnx
-
-    return nnx.state(model, nnx.Param)
+    return tiny.cfg, jax.tree.map(np.asarray, nnx.state(tiny.model, nnx.Param))
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +127,8 @@ def test_the_async_interface_sleeps_too(tiny):
     llm = AsyncLLM(tiny.model, max_num_seqs=4, max_num_batched_tokens=8, block_size=4, num_blocks=64)
 
     async def text() -> list[int]:
-        async for output in llm.generate(ids(PROMPTS[0])[0], greedy(4), "mine", lora_request=None):
-            pass
-        return output.outputs[0].token_ids
+        outputs = [o async for o in llm.generate(ids(PROMPTS[0])[0], greedy(4), "mine", lora_request=None)]
+        return outputs[-1].outputs[0].token_ids
 
     async def main() -> None:
         said = await text()
