@@ -328,7 +328,7 @@ def test_numbers_of_other_libraries(kind):
     params = SamplingParams(max_tokens=kind(3), temperature=np.float32(0.5), stop_token_ids=np.arange(2), top_p=kind(1))
     assert params == SamplingParams(max_tokens=3, temperature=0.5, stop_token_ids=[0, 1], top_p=1)
     assert type(params.max_tokens) is int and type(params.temperature) is float
-    assert SamplingParams(allowed_token_ids=[kind(5)], logit_bias={kind(1): np.float64(2)}).logit_bias == {1: 2.0}
+    assert SamplingParams(allowed_token_ids=[kind(5)], logit_bias={np.int64(1): kind(2)}).logit_bias == {1: 2.0}
 
 
 @pytest.mark.parametrize("value", [np.True_, np.float32(1.5), np.arange(2), "3", object()])

@@ -83,7 +83,7 @@ def read_config(path: Path, dtype: Any) -> ModelSpec:
     return read_spec(open_checkpoint(path), dtype)
 
 
-def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: dict[str, Any] | None = None) -> ModelSpec:
+def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None) -> ModelSpec:
     """Reads the configuration, and the ids of end-of-sequence tokens; a `generation_config.json` goes before it there.
     `overrides` are in the place of keys of the configuration.
 

@@ -83,7 +83,7 @@ class Reading(NamedTuple):
     """How a checkpoint is read; see `LLM`."""
 
     load_format: str = "auto"
-    hf_overrides: dict[str, Any] | None = None
+    hf_overrides: Any = None  # a dict
     skip_tokenizer_init: bool = False
 
 

@@ -234,8 +234,8 @@ _ONLY: dict[str, Only] = {
     "device": Only(
         (None, "auto"), "set the environment variable JAX_PLATFORMS to cpu, cuda or tpu before importing jax"
     ),
-    "rope_scaling": Only((None,), "give hf_overrides={'rope_scaling': {...}}"),
-    "rope_theta": Only((None,), "give hf_overrides={'rope_theta': ...}"),
+    "rope_scaling": Only((None,), "the configuration has it; give hf_overrides={'rope_scaling': {...}}"),
+    "rope_theta": Only((None,), "the configuration has it; give hf_overrides={'rope_theta': ...}"),
 }
 RENAMED = {"num_gpu_blocks_override": "num_blocks", "preemption_mode": "preemption"}
 

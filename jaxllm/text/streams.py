@@ -18,6 +18,7 @@ REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 64
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT_TOKENS = 8
+_CHARACTER_BYTES = 4  # at most
 
 
 @runtime_checkable
@@ -222,7 +223,8 @@ class WindowStream:
         return self._settle(self._pending_text())
 
     def end(self) -> str:
-        return self._settle(self.held)
+        is_open = len(self._pending) < _CHARACTER_BYTES  # or its bytes are no character's
+        return self._settle(self.held if is_open else self._pending_text())
 
     def clone(self) -> "WindowStream":
         other = copy.copy(self)

@@ -16,8 +16,7 @@ def text_after(
     what each token decodes to, if it does so by itself; `decode` is for others."""
     near = list(before[-MOST_BEFORE:])
     if table is None:
-        whole = decode([*near, token])
-        return "" if whole.endswith(REPLACEMENT) else whole[len(decode(near).rstrip(REPLACEMENT)) :]
+        return _decoded_after(token, near, decode)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = ""
     for one in (*near, token):
@@ -30,3 +29,13 @@ def text_after(
         else:
             text = decoder.decode(piece or b"")
     return text
+
+
+def _decoded_after(token: int, near: list[int], decode: Callable[[list[int]], str]) -> str:
+    """As `text_after`, for any decoder that writes U+FFFD for bytes that are no character."""
+    for num_open in range(len(near) + 1):  # tokens that the character began with
+        before = near[len(near) - num_open :]
+        whole = decode([*before, token])
+        if REPLACEMENT not in whole:
+            return whole[len(decode(before).rstrip(REPLACEMENT)) :]
+    return ""

@@ -57,14 +57,17 @@ SNIPPETS: list[Snippet] = [
     runs("cpu_offload_gb", "engine = LLM(model=M, cpu_offload_gb=0, **SIZES)", "said(engine)"),
     runs("quantization=None", "engine = LLM(model=M, quantization=None, **SIZES)", "said(engine)"),
     refused(
-        "quantization='awq'", "LLM(model=M, quantization='awq', **SIZES)", NOT_YET, "weights are not quantized yet"
+        "quantization='awq'",
+        "LLM(model=M, quantization='awq', **SIZES)",
+        NOT_YET,
+        "weights are not quantized yet; give the original checkpoint, or a GGUF file",
     ),
     runs("kv_cache_dtype='auto'", "engine = LLM(model=M, kv_cache_dtype='auto', **SIZES)", "said(engine)"),
     refused(
         "kv_cache_dtype='fp8'",
         "LLM(model=M, kv_cache_dtype='fp8', **SIZES)",
         NOT_YET,
-        "keys and values are kept in the model's dtype",
+        "keys and values are kept in the model's dtype; leave it 'auto'",
     ),
     runs(
         "enable_prefix_caching",
@@ -96,13 +99,18 @@ SNIPPETS: list[Snippet] = [
         "engine = LLM(model=M, hf_overrides={'max_position_embeddings': 1024}, dtype='float32', max_num_seqs=4)",
         "engine.model_config.max_model_len == 1024",
     ),
-    refused("enable_lora", "LLM(model=M, enable_lora=True, **SIZES)", NOT_YET, "there are no LoRA adapters yet"),
+    refused(
+        "enable_lora",
+        "LLM(model=M, enable_lora=True, **SIZES)",
+        NOT_YET,
+        "there are no LoRA adapters yet; merge the adapter into the weights",
+    ),
     refused(
         "speculative_config",
         "LLM(model=M, speculative_config={'method': 'ngram', 'num_speculative_tokens': 3, 'prompt_lookup_max': 3}, "
         "**SIZES)",
         NOT_YET,
-        "there is no speculative decoding yet",
+        "there is no speculative decoding yet; leave it out, the text is the same",
     ),
     runs("compilation_config", "engine = LLM(model=M, compilation_config=0, **SIZES)", "said(engine)"),
     runs(
@@ -124,7 +132,12 @@ SNIPPETS: list[Snippet] = [
         NOT_YET,
         "log-probabilities are the model's own, before temperature, masks and penalties",
     ),
-    refused("runner='pooling'", "LLM(model=M, runner='pooling', **SIZES)", NOT_YET, "models generate text only"),
+    refused(
+        "runner='pooling'",
+        "LLM(model=M, runner='pooling', **SIZES)",
+        NOT_YET,
+        "models generate text only: there are no embeddings, classes or scores yet; leave it out",
+    ),
     refused(
         "a name of the hub, without a network",
         "LLM(model='facebook/opt-125m', **SIZES)",

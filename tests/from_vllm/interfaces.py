@@ -37,8 +37,18 @@ ENGINE: list[Snippet] = [
     runs("llm_engine.model_config", "n = llm.llm_engine.model_config.max_model_len", "n == 128"),
     runs("llm_engine.vllm_config", "n = llm.llm_engine.vllm_config.model_config.max_model_len", "n == 128"),
     runs("model_config", "n = llm.model_config.max_model_len", "n == 128"),
-    refused("embed", "llm.embed(['a'])", "NotImplementedError", "there are no embeddings, classes or scores yet"),
-    refused("score", "llm.score('a', 'b')", "NotImplementedError", "there are no embeddings, classes or scores yet"),
+    refused(
+        "embed",
+        "llm.embed(['a'])",
+        "NotImplementedError",
+        "models generate text only: there are no embeddings, classes or scores yet",
+    ),
+    refused(
+        "score",
+        "llm.score('a', 'b')",
+        "NotImplementedError",
+        "models generate text only: there are no embeddings, classes or scores yet",
+    ),
     runs(
         "sleep and wake_up",
         "before = llm.generate('a', SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].token_ids\n"
@@ -58,8 +68,18 @@ ENGINE: list[Snippet] = [
         "isinstance(found['vllm:num_requests_running'], Gauge) "
         "and isinstance(found['vllm:prefix_cache_hits'], Counter)",
     ),
-    refused("collective_rpc", "llm.collective_rpc('x')", "NotImplementedError", "there are no workers to call"),
-    refused("apply_model", "llm.apply_model(lambda m: 1)", "NotImplementedError", "llm.params"),
+    refused(
+        "collective_rpc",
+        "llm.collective_rpc('x')",
+        "NotImplementedError",
+        "there are no workers to call, the engine is in this process; LLM.params, update_params",
+    ),
+    refused(
+        "apply_model",
+        "llm.apply_model(lambda m: 1)",
+        "NotImplementedError",
+        "a model is a function of its parameters; read those as llm.params",
+    ),
     runs(
         "start_profile",
         "llm.start_profile()\nllm.generate('a', SamplingParams(max_tokens=2))\nllm.stop_profile()\nimport os, pathlib",
@@ -118,7 +138,7 @@ IMPORTS: list[Snippet] = [
         "vllm.lora.request",
         "from vllm.lora.request import LoRARequest",
         "ImportError",
-        "there are no LoRA adapters yet",
+        "there are no LoRA adapters yet; merge the adapter into the weights",
     ),
     runs("__version__", "import vllm\nversion = vllm.__version__", "version.count('.') >= 1"),
     runs("vllm.logprobs", "from vllm.logprobs import Logprob", "Logprob(-0.5, 1, 'a').logprob == -0.5"),
@@ -126,14 +146,19 @@ IMPORTS: list[Snippet] = [
         "vllm.distributed.parallel_state",
         "from vllm.distributed.parallel_state import destroy_model_parallel",
         "ImportError",
-        "llm.close()",
+        "there are no process groups; llm.close() frees what an engine holds",
     ),
     runs("vllm.entrypoints.llm", "from vllm.entrypoints.llm import LLM as Same", "Same is LLM"),
-    refused("ModelRegistry", "from vllm import ModelRegistry", "ImportError", "give LLM a Flax module"),
+    refused(
+        "ModelRegistry",
+        "from vllm import ModelRegistry",
+        "ImportError",
+        "give LLM a Flax module with the interface of jaxllm.models",
+    ),
     refused(
         "PoolingParams, EmbeddingRequestOutput",
         "from vllm import PoolingParams, EmbeddingRequestOutput",
         "ImportError",
-        "there are no embeddings, classes or scores yet",
+        "models generate text only: there are no embeddings, classes or scores yet",
     ),
 ]

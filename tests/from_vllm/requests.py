@@ -40,7 +40,7 @@ PROMPTS: list[Snippet] = [
         "multi_modal_data",
         "llm.generate([{'prompt': 'Hi', 'multi_modal_data': {'image': None}}], SamplingParams(max_tokens=4))",
         USER,
-        "only text is served",
+        "only text is served: there are no images, sounds or videos yet; leave it out",
         note="vLLM refuses it too for a model of text.",
     ),
     refused(
@@ -74,7 +74,7 @@ PROMPTS: list[Snippet] = [
         "from vllm.lora.request import LoRARequest\n"
         "llm.generate('a', SamplingParams(max_tokens=2), lora_request=LoRARequest('sql', 1, '/adapters/sql'))",
         "ImportError",
-        "there are no LoRA adapters yet",
+        "there are no LoRA adapters yet; merge the adapter into the weights",
     ),
     runs("priority", "out = llm.generate(['a'], SamplingParams(max_tokens=2), priority=[0])", "len(out) == 1"),
     runs(
@@ -178,13 +178,13 @@ PARAMETERS: list[Snippet] = [
         "logits_processors",
         "llm.generate('a', SamplingParams(logits_processors=[lambda ids, logits: logits], max_tokens=2))",
         USER,
-        "logits are changed on the device",
+        "logits are changed on the device, by logit_bias, allowed_token_ids, bad_words and structured_outputs",
     ),
     refused(
         "extra_args",
         "llm.generate('a', SamplingParams(extra_args={'a': 1}, max_tokens=2))",
         USER,
-        "they are for plugins, and there are none",
+        "they are for plugins, and there are none; leave it out",
     ),
     runs(
         "truncate_prompt_tokens",
@@ -195,7 +195,7 @@ PARAMETERS: list[Snippet] = [
         "use_beam_search (removed from vLLM)",
         "llm.generate('a', SamplingParams(use_beam_search=True, best_of=2, temperature=0, max_tokens=2))",
         "TypeError",
-        "give beam_width",
+        "give beam_width, or call llm.beam_search",
     ),
     runs(
         "best_of=4, n=2",
@@ -255,7 +255,7 @@ PARAMETERS: list[Snippet] = [
         "from vllm.sampling_params import GuidedDecodingParams\n"
         "llm.generate('A:', SamplingParams(max_tokens=20, guided_decoding=GuidedDecodingParams(choice=['yes', 'no'])))",
         "ImportError",
-        "StructuredOutputsParams",
+        "its name in vLLM is StructuredOutputsParams now, and here",
     ),
     runs(
         "structured outputs: a pydantic model's schema",

@@ -75,13 +75,13 @@ def render() -> str:
     for title, snippets in SECTIONS.items():
         head = [f"## {title}\n", _row("snippet", "code", "here", "note"), "|---|---|---|---|"]
         parts.append("\n".join([*head, *map(_snippet, snippets), ""]))
-    parts.append(_table("Arguments of `LLM`, `AsyncLLM` and `EngineArgs` that are vLLM's alone", ENGINE_ARGUMENTS))
+    parts.append(_table("Arguments of `LLM`, `AsyncLLM` and EngineArgs that are vLLM's alone", ENGINE_ARGUMENTS))
     parts.append(_table("Fields of `SamplingParams` that are vLLM's alone", SAMPLING_FIELDS))
     parts.append(_table("Arguments of `generate` that are vLLM's alone", GENERATE_ARGUMENTS))
     parts.append(_table("Arguments of `chat` that are vLLM's alone", CHAT_ARGUMENTS))
     methods = [name for name in vars(MissingMethods) if not name.startswith("_")]
-    rows = [_row(f"`LLM.{name}`", getattr(MissingMethods, name).__doc__.partition(": ")[2]) for name in methods]
-    rows += [_row(f"`{name}`", why) for name, why in sorted(ABSENT.items())]
+    rows = [_row(f"LLM.{name}", getattr(MissingMethods, name).__doc__.partition(": ")[2]) for name in methods]
+    rows += [_row(name, why) for name, why in sorted(ABSENT.items())]
     parts.append(
         "\n".join(
             ["## Methods and names that are not there\n", _row("name", "why, and what to do"), "|---|---|", *rows, ""]

@@ -51,7 +51,7 @@ def test_nothing_that_asks_for_something_is_ignored(name, caplog):
     rule, asks = ENGINE_ARGUMENTS[name], types.SimpleNamespace(backend="mine")
     assert translate_engine_arguments("LLM", {name: None}, {}) == {}
     if isinstance(rule, Only):
-        with pytest.raises(ValueError, match=f"^{name}=.* is not supported: .*[a-z)\\]]$"):
+        with pytest.raises(ValueError, match=f"^{name}=.* is not supported: .{{10}}"):
             translate_engine_arguments("LLM", {name: asks}, {})
         for value in () if callable(rule.accepted) else rule.accepted:
             assert translate_engine_arguments("LLM", {name: value}, {}) == {}

@@ -87,6 +87,31 @@ def test_equals_transformers(kind, text, data, tmp_path_factory):
     assert wrap(theirs).encode(text) == theirs(text).input_ids
 
 
+@both
+def test_has_the_interface_of_transformers(kind, tmp_path_factory):
+    transformers = pytest.importorskip("transformers")
+    ours, theirs = _transformers_pair(transformers, kind, tmp_path_factory)
+    texts = ["Hello world", "", "a é 🙂"]
+    for special in (True, False):
+        one, each = ours(texts[0], special), ours(texts, add_special_tokens=special)
+        assert dict(one) == dict(theirs(texts[0], add_special_tokens=special, return_token_type_ids=False))
+        assert dict(each) == dict(theirs(texts, add_special_tokens=special, return_token_type_ids=False))
+        assert one.input_ids == one["input_ids"] and one.attention_mask == [1] * len(one.input_ids)
+    ids = theirs(texts).input_ids
+    assert ours.batch_decode(ids) == theirs.batch_decode(ids, skip_special_tokens=True)
+    assert ours.tokenize(texts[0]) == theirs.tokenize(texts[0])
+    tokens = theirs.convert_ids_to_tokens(ids[0])
+    assert ours.convert_ids_to_tokens(ids[0]) == tokens and ours.convert_ids_to_tokens(ids[0][1]) == tokens[1]
+    assert ours.convert_tokens_to_ids(tokens) == ids[0] and ours.convert_tokens_to_ids("</s>") == 2
+    assert len(ours) == len(theirs) and ours.get_vocab() == theirs.get_vocab()
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token", "bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert (ours.all_special_tokens, ours.all_special_ids) == (theirs.all_special_tokens, theirs.all_special_ids)
+    with pytest.raises(AttributeError, match="an encoding has input_ids and attention_mask, not 'offsets'"):
+        ours("a").offsets  # noqa: B018 - raises
+
+
 _PAIRS = {}
 
 
