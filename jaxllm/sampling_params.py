@@ -97,7 +97,9 @@ class SamplingParams(KeywordFields):
     include_stop_str_in_output: bool = False  # keep the stop string or the stop token's text
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = 1  # tokens between two outputs of a stream, after the first
-    logit_bias: Mapping[int | str, float] | None = None  # of up to 1024 token ids -> -100 .. 100, added to its logit
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = (
+        None  # of up to 1024 token ids -> -100 .. 100, added to its logit
+    )
     allowed_token_ids: list[int] | None = None  # only these are generated
     bad_words: list[str] | None = None  # strings that are not generated
     # False and None read it, unless prompt_logprobs are wanted: cached blocks have none.
@@ -118,7 +120,8 @@ class SamplingParams(KeywordFields):
     def from_optional(cls, **given: Any) -> "SamplingParams":
         """With the defaults for what is None."""
         defaults = cls._defaults()
-        return cls(**{name: defaults.get(name) if value is None else value for name, value in given.items()})
+        fields: dict[str, Any] = {n: defaults.get(n) if value is None else value for n, value in given.items()}
+        return cls(**fields)
 
     def __post_init__(self) -> None:
         check_numbers(self)

@@ -63,6 +63,13 @@ def test_all_folders_come_from_one_tree():
     assert Path(jaxllm.models.qwen3.__file__).is_relative_to(home)
 
 
+NAMES_OF_VLLM = {  # that only import what programs for vLLM look for there
+    "jaxllm.engine.arg_utils",
+    "jaxllm.engine.async_llm_engine",
+    "jaxllm.engine.llm_engine",
+}
+
+
 @pytest.mark.parametrize(
     ("layer", "forbidden"),
     [
@@ -84,6 +91,7 @@ def test_all_folders_come_from_one_tree():
 def test_imports_point_one_way(layer, forbidden):
     modules = {name: file for name, file in sources().items() if name == layer or name.startswith(f"{layer}.")}
     assert modules
+    modules = {name: file for name, file in modules.items() if name not in NAMES_OF_VLLM}
     for name, file in modules.items():
         for imported in imports(file):
             bad = [f for f in forbidden if imported == f or imported.startswith(f"{f}.")]
