@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxllm.argument_checks import as_bias, as_ids, as_list, check_int
 from jaxllm.from_vllm.request_arguments import OTHER_SAMPLING_FIELDS, SAMPLING_FIELDS
+from jaxllm.from_vllm.rules import check_names
 from jaxllm.keyword_fields import KeywordFields
 from jaxllm.sampling_checks import BAD_WORD_LEN as BAD_WORD_LEN
 from jaxllm.sampling_checks import MAX_BAD_WORDS as MAX_BAD_WORDS
@@ -216,6 +217,10 @@ class BeamSearchParams:
     allowed_token_ids: list[int] | None = None
     early_stopping: bool | Literal["never"] = False
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+
+    def __new__(cls, *args: Any, **given: Any) -> "BeamSearchParams":
+        check_names(cls, given)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self.sampling_params  # noqa: B018 - checks them

@@ -80,6 +80,7 @@ NAMES_OF_VLLM = {  # that only import what programs for vLLM look for there
         ("jaxllm.hub", ["jaxllm.engine", "jaxllm.llm", "jaxllm.server", "jaxllm.cli", "jax"]),
         ("jaxllm.text", ["jaxllm.engine", "jaxllm.llm", "jax"]),
         ("jaxllm.grammar", ["jaxllm.engine", "jaxllm.llm", "jaxllm.server", "jax"]),
+        ("jaxllm.from_vllm", ["jaxllm.engine", "jaxllm.llm", "jaxllm.sampling_params", "jaxllm.text", "jax"]),
         ("jaxllm.engine", ["jaxllm.llm", "jaxllm.async_llm", "jaxllm.server", "jaxllm.cli"]),
         ("jaxllm.engine.schedule", ["jaxllm.engine.device", "jaxllm.engine.beam", "jaxllm.engine.engine"]),
         ("jaxllm.engine.beam", ["jaxllm.engine.device", "jaxllm.engine.engine"]),
@@ -119,6 +120,7 @@ JAX_FREE = [
     *("jaxllm.server.observe", "jaxllm.server.page", "jaxllm.server.server", "jaxllm.server.served_model"),
     *("jaxllm.server.engine.client", "jaxllm.server.engine.process_client", "jaxllm.server.engine.engine_process"),
     *("jaxllm.hub", "jaxllm.engine.intake", "jaxllm.checkpoint.files", "jaxllm.checkpoint.tensors"),
+    *("jaxllm.from_vllm", "jaxllm.keyword_fields", "jaxllm.lora", "jaxllm.distributed", "jaxllm.utils"),
     *("jaxllm.checkpoint.generation_config", "jaxllm.sampling_params", "jaxllm.structured_outputs", "jaxllm.outputs"),
 ]
 IN_THE_WORKER = {  # of conversions; they need packages of the `convert` extra
