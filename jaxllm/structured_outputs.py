@@ -5,12 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-<<<<<<< HEAD
 from jaxllm.argument_checks import a_type, nests_deeper
-=======
-from jaxllm.argument_checks import nests_deeper
 from jaxllm.from_vllm.rules import check_names
->>>>>>> w16a
 
 MAX_GRAMMAR_CHARS = 1 << 20  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 50_000
