@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxllm.checkpoint.files import local
 from jaxllm.errors import ModelNotFoundError
-from jaxllm.hub.names import SMOLLM2, HubName, parse_name
+from jaxllm.hub.names import MAIN, SMOLLM2, HubName, parse_name
 
 
 def locate(
@@ -24,7 +24,7 @@ def locate(
     Raises `ModelNotFoundError`, `ModelAccessError`, `ModelFormatError`, `DownloadError` or `ValueError`.
     """
     if not isinstance(model, str):
-        if revision is not None:
+        if revision not in (None, MAIN):
             raise ValueError(f"revision={revision!r} is for names of the hub, and the model is no name; leave it out")
         return local(model) if isinstance(model, os.PathLike) else model
     name = _parse(model, revision, download_dir)

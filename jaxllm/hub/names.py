@@ -70,7 +70,7 @@ def parse_name(text: str, revision: str | None = None, known: Iterable[str] = ()
             raise ValueError(f"revision={revision!r} is for names of the hub; {text} is a local path, so leave it out")
         return path
     if text == SMOLLM2:
-        if revision is not None:
+        if revision not in (None, MAIN):
             raise ValueError(f"revision={revision!r} is for names of the hub; {SMOLLM2} has one version only")
         return None
     match = _NAME.fullmatch(text)

@@ -26,8 +26,8 @@ def test_llm(hub):
     with LLM(locate("org/tiny"), **SIZES) as llm:
         (by_path,) = llm.generate("Hi", PARAMS, use_tqdm=False)
     assert by_name.outputs[0].token_ids == by_path.outputs[0].token_ids and len(by_name.outputs[0].token_ids) == 4
-    with pytest.raises(ValueError, match="revision='main' is for names"):
-        LLM(locate("org/tiny"), revision="main")
+    with pytest.raises(ValueError, match="revision='v2' is for names"):
+        LLM(locate("org/tiny"), revision="v2")
 
 
 def test_async_llm(hub, tmp_path):

@@ -347,7 +347,7 @@ def test_a_disk_that_fills_up(hub, monkeypatch):
 def test_what_is_no_name_passes_through(tmp_path):
     assert locate(None) is None and locate(tmp_path) == tmp_path and locate(str(tmp_path)) == tmp_path
     with pytest.raises(ValueError, match="is no name"):
-        locate(tmp_path, revision="main")
+        locate(tmp_path, revision="v2")
 
 
 def test_two_processes_fetch_each_file_once(hub, files, cache):
