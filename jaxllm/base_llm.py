@@ -5,6 +5,8 @@ import random
 from pathlib import Path
 from typing import Any, Unpack
 
+import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -113,7 +115,11 @@ class BaseLLM(MissingMethods):
     @property
     def vllm_config(self) -> VllmConfig:
         """The engine's sizes, under vLLM's names."""
-        return describe(self._engine, self._checkpoint, self._hf_overrides)
+        dtype = np.dtype(jax.tree.leaves(self._engine.runner.executor.abstract_params)[0].dtype)
+        if self._checkpoint is None:
+            return describe(self._engine, "", None, dtype)
+        hf_config = self._checkpoint.config() | (self._hf_overrides or {})
+        return describe(self._engine, str(self._checkpoint.path), hf_config, dtype)
 
     @property
     def model_config(self) -> ModelConfig:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxllm.argument_checks import as_bias, as_ids, as_list, check_int
 from jaxllm.from_vllm.request_arguments import OTHER_SAMPLING_FIELDS, SAMPLING_FIELDS
+from jaxllm.from_vllm.rules import check_names
 from jaxllm.keyword_fields import KeywordFields
 from jaxllm.sampling_checks import BAD_WORD_LEN as BAD_WORD_LEN
 from jaxllm.sampling_checks import MAX_BAD_WORDS as MAX_BAD_WORDS
@@ -98,7 +99,9 @@ class SamplingParams(KeywordFields):
     include_stop_str_in_output: bool = False  # keep the stop string or the stop token's text
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = 1  # tokens between two outputs of a stream, after the first
-    logit_bias: Mapping[int | str, float] | None = None  # of up to 1024 token ids -> -100 .. 100, added to its logit
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = (
+        None  # of up to 1024 token ids -> -100 .. 100, added to its logit
+    )
     allowed_token_ids: list[int] | None = None  # only these are generated
     bad_words: list[str] | None = None  # strings that are not generated
     # False and None read it, unless prompt_logprobs are wanted: cached blocks have none.
@@ -119,7 +122,8 @@ class SamplingParams(KeywordFields):
     def from_optional(cls, **given: Any) -> "SamplingParams":
         """With the defaults for what is None."""
         defaults = cls._defaults()
-        return cls(**{name: defaults.get(name) if value is None else value for name, value in given.items()})
+        fields: dict[str, Any] = {n: defaults.get(n) if value is None else value for n, value in given.items()}
+        return cls(**fields)
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -214,6 +218,10 @@ class BeamSearchParams:
     allowed_token_ids: list[int] | None = None
     early_stopping: bool | Literal["never"] = False
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+
+    def __new__(cls, *args: Any, **given: Any) -> "BeamSearchParams":
+        check_names(cls, given)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self.sampling_params  # noqa: B018 - checks them

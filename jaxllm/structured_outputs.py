@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxllm.argument_checks import a_type, nests_deeper
+from jaxllm.from_vllm.rules import check_names
 
 MAX_GRAMMAR_CHARS = 1 << 20  # of a schema, an expression, a grammar, or all choices together
 MAX_CHOICES = 50_000
@@ -31,8 +32,17 @@ class StructuredOutputs:
     disable_any_whitespace: Any = False  # True: no whitespace in JSON
     disable_additional_properties: Any = False  # True: objects have only the properties that the schema names
     whitespace_pattern: Any = None  # str: regular expression of the whitespace between JSON's tokens
+    structural_tag: Any = None  # vLLM's; None
+
+    def __new__(cls, *args: Any, **given: Any) -> "StructuredOutputs":
+        check_names(cls, given)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
+        if self.structural_tag is not None:
+            raise ValueError(
+                "structured_outputs.structural_tag is not supported: the whole text has one format; give a grammar"
+            )
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
         given = [name for name in _KINDS if getattr(self, name) is not None]

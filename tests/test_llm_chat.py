@@ -178,7 +178,9 @@ def test_a_module_and_a_tokenizer_as_objects(make, module, tmp_path):
         assert llm.get_default_sampling_params() == SamplingParams()
         (out,) = llm.generate("abc", GREEDY, use_tqdm=False)
         assert out.prompt_token_ids == tokenizer.encode("abc")
-        assert out.outputs[0].text == wrap(tokenizer).decode(out.outputs[0].token_ids)
+        # A character at the end that is not whole is left out.
+        whole = wrap(tokenizer).decode(out.outputs[0].token_ids).rstrip("\ufffd")
+        assert out.outputs[0].text.rstrip("\ufffd") == whole
         (out,) = llm.chat(TURNS[:1], GREEDY, use_tqdm=False)
         assert out.prompt == tokenizer.apply_chat_template(TURNS[:1], tokenize=False, add_generation_prompt=True)
         assert len(out.outputs[0].token_ids) == 4

@@ -360,3 +360,16 @@ def test_fields_of_vllm_that_are_none_of_ours():
         if isinstance(rule, Only):
             with pytest.raises(ValueError, match=f"{field}=.* is not supported: "):
                 SamplingParams(**{field: object()})
+
+
+def test_other_parameters_suggest_names_too():
+    with pytest.raises(TypeError, match="BeamSearchParams has no argument 'beam_with'; did you mean beam_width"):
+        plain.BeamSearchParams(beam_with=2, max_tokens=4)
+    with pytest.raises(TypeError, match="StructuredOutputs has no argument 'jsn'; did you mean json"):
+        plain.StructuredOutputsParams(jsn={})
+    with pytest.raises(ValueError, match="structural_tag is not supported: the whole text has one format"):
+        plain.StructuredOutputsParams(structural_tag="{}")
+    params = plain.BeamSearchParams(2, 4)
+    params.beam_width = 40
+    with pytest.raises(ValueError, match="beam_width=40 must be"):
+        params.clone()

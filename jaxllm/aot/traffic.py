@@ -54,13 +54,13 @@ def count(module: Module, label: Callable[[Instruction], str], *, open_trips: in
     """The traffic of one run. `label` names an entry parameter's origin; a loop that ends when data say so counts
     `open_trips` times, or, with 0, is not entered; intermediate arrays up to `small_bytes`, which a cache may hold,
     count apart."""
-    counter = _Counter(module, open_trips, small_bytes)
+    counter = _TrafficCounter(module, open_trips, small_bytes)
     origins = [label(parameter) for _, parameter in sorted(module.entry.parameters.items())]
     counter.walk(module.entry, origins, 1)
     return counter.traffic
 
 
-class _Counter:
+class _TrafficCounter:
     def __init__(self, module: Module, open_trips: int, small_bytes: int):
         self.module, self.open_trips, self.small_bytes = module, open_trips, small_bytes
         self.traffic = Traffic()

@@ -140,7 +140,7 @@ class Request:
         num_new = len(sequence.output_token_ids) - progress.num_sent
         if sequence.finish_reason is not None:
             return not progress.is_end_sent
-        return num_new >= (self.params.stream_interval if progress.num_sent else 1)
+        return num_new >= (progress.num_sent and self.params.stream_interval or 1)
 
     def decode(self, sequence: Output) -> str | None:
         """Decodes the sequence's tokens that were not yet; returns the stop string that they complete, if any."""

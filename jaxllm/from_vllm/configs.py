@@ -2,14 +2,9 @@
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jax
 import numpy as np
-
-if TYPE_CHECKING:
-    from jaxllm.checkpoint.formats import Checkpoint
-    from jaxllm.engine.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +63,18 @@ class VllmConfig:
     speculative_config: None = field(default=None)
 
 
-def describe(engine: "Engine", checkpoint: "Checkpoint | None", hf_overrides: dict[str, Any] | None) -> VllmConfig:
-    """Of an engine, and the checkpoint that it was built from, if it was."""
-    config, executor = engine.config, engine.runner.executor
-    hf: dict[str, Any] | None = None if checkpoint is None else checkpoint.config() | (hf_overrides or {})
+def describe(engine: Any, model: str, hf_config: dict[str, Any] | None, dtype: np.dtype) -> VllmConfig:
+    """Of an engine for the model at `model`, whose config.json says `hf_config`."""
+    config, mesh = engine.config, engine.runner.executor.mesh
     return VllmConfig(
         model_config=ModelConfig(
-            model="" if checkpoint is None else str(checkpoint.path),
-            dtype=np.dtype(jax.tree.leaves(executor.abstract_params)[0].dtype),
+            model=model,
+            dtype=dtype,
             max_model_len=config.max_model_len,
             vocab_size=engine.vocab,
             seed=config.seed,
             max_logprobs=config.max_logprobs,
-            hf_config=None if hf is None else SimpleNamespace(**hf),
+            hf_config=None if hf_config is None else SimpleNamespace(**hf_config),
         ),
         cache_config=CacheConfig(
             block_size=config.block_size,
@@ -94,7 +88,5 @@ def describe(engine: "Engine", checkpoint: "Checkpoint | None", hf_overrides: di
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
         ),
-        parallel_config=ParallelConfig(
-            tensor_parallel_size=executor.mesh.shape.get("tensor", 1), world_size=executor.mesh.size
-        ),
+        parallel_config=ParallelConfig(tensor_parallel_size=mesh.shape.get("tensor", 1), world_size=mesh.size),
     )

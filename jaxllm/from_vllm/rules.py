@@ -53,6 +53,14 @@ def translate(call: str, given: Mapping[str, Any], rules: Mapping[str, Rule]) ->
     return ours
 
 
+def check_names(kind: type[Any], given: Mapping[str, Any]) -> None:
+    """Raises `TypeError` for a name that is no field of the dataclass `kind`."""
+    fields = kind.__dataclass_fields__
+    for name in given:
+        if name not in fields:
+            raise unknown(kind.__name__, name, fields, {})
+
+
 def unknown(call: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> TypeError:
     """The error for an argument that nobody knows, with the name that was probably meant. `elsewhere` says of names of
     other libraries what is theirs here."""

@@ -144,7 +144,7 @@ class Found(LLM):
     """Has completed every prompt already."""
 
     def __init__(self, outputs, tokenizer):
-        self.engine, self.outputs = types.SimpleNamespace(tokenizer=tokenizer), outputs
+        self._engine, self.outputs = types.SimpleNamespace(tokenizer=tokenizer), outputs
 
     def generate(self, prompts, sampling_params=None, **options):
         self.asked = prompts, sampling_params, options
