@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,19 @@ def test_imports_point_one_way(layer, forbidden):
         for imported in imports(file):
             bad = [f for f in forbidden if imported == f or imported.startswith(f"{f}.")]
             assert not bad, f"{name} imports {imported}"
+
+
+def test_serving_is_part_of_the_plain_install():
+    """What the commands and the server import comes with `pip install .`, without an extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[^\w-]", needed)[0].lower().replace("-", "_") for needed in project["dependencies"]}
+    declared = names | {"yaml"} if "pyyaml" in names else names
+    extras = {"opentelemetry", "argcomplete", "matplotlib", "optax"}
+    for name, file in sources().items():
+        if name.startswith(("jaxllm.server", "jaxllm.cli")):
+            roots = {imported.split(".")[0] for imported in imports(file)} - {"jaxllm"} - sys.stdlib_module_names
+            assert roots <= declared | extras, name
+    assert "serve" not in project["optional-dependencies"] and {"uvicorn", "starlette"} <= declared
 
 
 def test_no_module_takes_pickles():

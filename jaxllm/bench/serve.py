@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxllm.cli.environment import KEY_VARIABLES
+
 _IDS = range(5, 250)  # token ids of prompts: every model has as many
 _SETTLE_S = 15.0  # for blocks and connections to be released
 _STOP_S = 60.0
@@ -41,7 +43,7 @@ class ServerProcess:
 
     def __init__(self, options: Sequence[str]):
         command = [sys.executable, "-m", "jaxllm.serve", "--port", "0", "--served-model-name", "bench", *options]
-        env = {name: value for name, value in os.environ.items() if name != "JAXLLM_API_KEY"}
+        env = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.log: list[str] = []
         for line in self.process.stderr:

@@ -36,7 +36,8 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams, drawing_fields
 
 MAX_TOKENS = 512  # of an answer
-Stream = Callable[[Any, dict[str, Any]], Generator[tuple[int, RequestOutput]]]  # of a prompt and sampling fields
+Updates = Generator[tuple[int, RequestOutput], None, None]
+Stream = Callable[[Any, dict[str, Any]], Updates]  # of a prompt and sampling fields
 HELP = """\
 /system TEXT   set the system prompt; without TEXT, remove it
 /set NAME X    set a sampling parameter, as in /set temperature 0.2; alone, list them
@@ -97,9 +98,11 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         fields = with_defaults({"max_tokens": MAX_TOKENS} | fields, drawing_fields(llm.get_default_sampling_params()))
         name = model_name(arguments.model) if arguments.model else "the embedded model"
-        return _talk(
-            arguments, name, conversation, fields, lambda prompt, now: llm.stream([prompt], SamplingParams(**now))
-        )
+
+        def stream(prompt: Any, now: dict[str, Any]) -> Updates:
+            yield from llm.stream([prompt], SamplingParams(**now))
+
+        return _talk(arguments, name, conversation, fields, stream)
 
 
 def _run_remote(arguments: argparse.Namespace, fields: dict[str, Any]) -> int:

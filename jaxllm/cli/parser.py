@@ -73,6 +73,8 @@ class CommandParser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         if not name.startswith("-"):
             return f"{word!r} is one argument too many"
+        if "." in name and self.option(whole := name.partition(".")[0]) is not None:
+            return f"{name} sets a part of {whole}; give that, as JSON"
         return f"there is no option {name}{self._suggestion(name.replace('_', '-'))}"
 
     def _suggestion(self, name: str) -> str:

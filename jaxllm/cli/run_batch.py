@@ -98,7 +98,7 @@ async def _answer(
     model = read_model(config, options.get("model"), options.get("tokenizer"), created=int(time.time()))
     server = Server(config, client, model)
     answers = BatchAnswers(create_app(server))
-    job = _Job(answers, file, quiet=quiet)
+    job = _BatchRun(answers, file, quiet=quiet)
     try:
         await job.until_signal(server.start())
         if job.signal is None:
@@ -111,7 +111,7 @@ async def _answer(
     return int(bool(answers.num_failed))
 
 
-class _Job:
+class _BatchRun:
     """Lines that are being answered, a bounded number at once, until the last or a signal."""
 
     def __init__(self, answers: "BatchAnswers", file: LineFile, *, quiet: bool):

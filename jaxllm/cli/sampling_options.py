@@ -136,7 +136,7 @@ def with_defaults(fields: Mapping[str, Any], recommended: Mapping[str, Any] = Ma
     """`fields` of `SamplingParams` with the commands' defaults, and between them what the model recommends; beam search
     draws nothing, and has temperature 0."""
     is_search = fields.get("beam_width") is not None
-    return DEFAULTS | ({"temperature": 0.0} if is_search else recommended) | fields
+    return {**DEFAULTS, **({"temperature": 0.0} if is_search else recommended), **fields}
 
 
 def _option(name: str) -> str:

@@ -182,8 +182,8 @@ def _names(text: str) -> tuple[str, ...]:
     try:
         values = json.loads(text)
     except ValueError:
-        values = [None]
-    if not all(isinstance(value, str) for value in values):
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise argparse.ArgumentTypeError(
             f'{text!r:.100} is not a JSON list of strings, such as ["https://example.org"]'
         )

@@ -5,7 +5,7 @@ import json
 import logging
 from typing import Any
 
-from jaxllm.from_vllm.rules import Hint, Renamed, Rule
+from jaxllm.from_vllm.rules import Hint, Only, Renamed
 from jaxllm.from_vllm.serve_flags import FLAGS, SEVERAL, SHORT, SWITCHES
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
 class _RuledFlag(argparse.Action):
     """A flag of vLLM's whose value is judged by a rule, and leaves at most a note."""
 
-    def __init__(self, *args: Any, rule: Rule, **options: Any):
+    def __init__(self, *args: Any, rule: Hint | Only, **options: Any):
         super().__init__(*args, default=(), **options)
         self._rule = rule
 

@@ -38,6 +38,7 @@ def refusal(command: str, capsys) -> list[str]:
         ("generate x --early-stopping 1", "--early-stopping: '1' is not one of true, false, never"),
         ("generate x --logit-bias x", "--logit-bias: 'x' is not a token id and a number, as in 198=-5"),
         ("serve a b", "'b' is one argument too many"),
+        ("serve --hf-overrides.a 1", "--hf-overrides.a sets a part of --hf-overrides; give that, as JSON"),
         ("serve a --model b", "the model is given twice, as 'a' and 'b'; give one"),
         ("serve --tool-call-parser hermess", "--tool-call-parser: 'hermess' is not one of auto, hermes, llama, none; "
          "did you mean hermes?"),

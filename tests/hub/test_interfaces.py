@@ -90,7 +90,14 @@ def test_the_shell_completes_commands_and_names_in_the_cache(hub, cache, tmp_pat
     locate("org/tiny")
     assert completed("jaxllm m", cache, tmp_path) == ["models"]
     assert set(COMMANDS) <= set(completed("jaxllm ", cache, tmp_path))
-    for line in ("chat --model o", "models rm o", "bench latency --model o"):
+    for line in (
+        "chat --model o",
+        "chat o",
+        "serve --port 1 o",
+        "run-batch --model o",
+        "models rm o",
+        "bench latency --model o",
+    ):
         assert completed(f"jaxllm {line}", cache, tmp_path) == ["org/tiny"]
     assert {"smollm2", "org/tiny", "cache/"} <= set(completed("jaxllm serve --model ", cache, tmp_path))
     assert completed("jaxllm generate --model x --max-num-s", cache, tmp_path) == ["--max-num-seqs"]

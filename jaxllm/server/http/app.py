@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -112,14 +112,15 @@ def create_app(server: Server) -> App:
     guarded = Guard(app, api_keys=config.api_keys, hosts=[config.host] if config.is_loopback else None)
     if not config.allowed_origins:
         return guarded
-    return CORSMiddleware(  # before the guard, as browsers ask whether they may without the key
-        guarded,
+    outer: Any = CORSMiddleware(  # before the guard, as browsers ask whether they may without the key
+        cast(Any, guarded),
         allow_origins=config.allowed_origins,
         allow_methods=config.allowed_methods,
         allow_headers=config.allowed_headers,
         allow_credentials=config.allow_credentials,
         expose_headers=["x-request-id", "retry-after"],
     )
+    return outer
 
 
 async def _completions(server: Server, request: CompletionRequest, exchange: Exchange) -> None:
