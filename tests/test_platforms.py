@@ -70,7 +70,7 @@ for _ in range(2):
     done = run("-c", code, **CPU)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "compiling:" not in line]
-    assert "C++ kernels for CPUs are not built" in line and "10 to 20 % slower" in line
+    assert "C++ kernels for CPUs are not built" in line and "about a fifth slower" in line
     assert "python -m jaxllm.pallas_kernels.native.build" in line
 
 
