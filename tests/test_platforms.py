@@ -53,7 +53,7 @@ def test_a_cache_that_can_not_be_made_is_said_in_a_line():
     )
     assert done.returncode == 0 and done.stdout.startswith("def f(")
     (line,) = [line for line in done.stderr.splitlines() if "kernels" not in line]  # which may not be built
-    assert line.startswith("the compilation cache is unavailable") and "'/proc/x'" in line
+    assert "compilation cache" in line and "'/proc/x'" in line
 
 
 def test_missing_kernels_are_said_once():
