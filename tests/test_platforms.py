@@ -53,7 +53,7 @@ def test_a_cache_that_can_not_be_made_is_said_in_a_line():
     )
     assert done.returncode == 0 and done.stdout.startswith("def f(")
     (line,) = [line for line in done.stderr.splitlines() if "kernels" not in line]  # which may not be built
-    assert line.startswith("the compilation cache is unavailable") and "'/proc/x'" in line
+    assert "compilation cache" in line and "'/proc/x'" in line
 
 
 def test_missing_kernels_are_said_once():
@@ -70,7 +70,7 @@ for _ in range(2):
     done = run("-c", code, **CPU)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "compiling:" not in line]
-    assert "C++ kernels for CPUs are not built" in line and "10 to 20 % slower" in line
+    assert "C++ kernels for CPUs are not built" in line and "about a fifth slower" in line
     assert "python -m jaxllm.pallas_kernels.native.build" in line
 
 

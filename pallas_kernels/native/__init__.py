@@ -25,8 +25,8 @@ def is_built() -> bool:
     built = _library().exists()
     if not built:
         log.warning(
-            "the C++ kernels for CPUs are not built, and XLA's code, 10 to 20 % slower, serves in their place. With a "
-            "compiler (g++ or clang++), python -m jaxllm.pallas_kernels.native.build builds them"
+            "the C++ kernels for CPUs are not built, and XLA's code, about a fifth slower, serves in their place. With "
+            "a compiler (g++ or clang++), python -m jaxllm.pallas_kernels.native.build builds them"
         )
     return built
 

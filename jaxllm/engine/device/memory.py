@@ -109,14 +109,16 @@ def kv_budget(
     Raises `OutOfMemoryError` with what is missing."""
     slots = leaf_bytes(jax.tree.leaves(Lowering(shape, config, mesh).small_state()))
     params, temporary = leaf_bytes(shape.leaves), step_bytes(shape, config, mesh) + slots
+    least = block_bytes(shape, config, mesh)
     if device is None:
         usable, others = machine_bytes() // mesh.size, 0
-        most = int(usable * CPU_KV_SHARE)
+        unused = free_bytes() // mesh.size - params * (not has_params) - temporary
+        most = _cpu_share(int(usable * CPU_KV_SHARE), unused, least)
     else:
         usable = most = device.usable(config.gpu_memory_utilization)
         others = -(-max(0, device.in_use - params * has_params) // _IN_USE_GRID) * _IN_USE_GRID
         temporary += MAX_STAGED_BYTES
-    least, free = block_bytes(shape, config, mesh), usable - others - params - temporary
+    free = usable - others - params - temporary
     if free < least:
         raise OutOfMemoryError(
             f"the model does not fit: each device needs {params / 1e9:.2f} GB for parameters, {temporary / 1e9:.2f} GB "
@@ -128,6 +130,17 @@ def kv_budget(
     if device is not None:
         _tell(config, device, params=params, others=others, temporary=temporary, free=free)
     return min(most, free)
+
+
+def _cpu_share(share: int, unused: int, least: int) -> int:
+    """Bytes of the KV pool on a CPU: of `share` what is unused now, but a block."""
+    most = max(least, min(share, unused))
+    if most < share:
+        log.warning(
+            "the KV pool has %.2g GB at most, not %.2g: no more of the machine's memory is free beside the model",
+            *(most / 1e9, share / 1e9),
+        )
+    return most
 
 
 def _tell(config: EngineConfig, device: DeviceMemory, *, params: int, others: int, temporary: int, free: int) -> None:

@@ -64,12 +64,19 @@ def test_an_8b_model_on_one_and_on_four_devices():
     assert 0.44 * H200.total < used < 0.5 * H200.total
 
 
-def test_on_a_cpu_the_pool_takes_a_small_share_whatever_that_of_accelerators(monkeypatch):
+def test_on_a_cpu_the_pool_takes_a_small_share_whatever_that_of_accelerators(monkeypatch, caplog):
     mesh = make_mesh(None)
     monkeypatch.setattr(memory, "machine_bytes", lambda: 160 << 30)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 100 << 30)
     for share in (None, 0.5, 0.9):
         config = replace(CONFIG, gpu_memory_utilization=share)
         assert memory.kv_budget(shape_of(mesh), config, mesh, None) == 10 << 30
+    monkeypatch.setattr(memory, "free_bytes", lambda: 20 << 30)
+    loaded, given = (memory.kv_budget(shape_of(mesh), CONFIG, mesh, None, has_params=given) for given in (False, True))
+    assert (1 << 30) < loaded < (5 << 30) and given == 10 << 30
+    assert "not 11: no more of the machine's memory is free beside the model" in caplog.text
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 30)  # the system may swap
+    assert memory.kv_budget(shape_of(mesh), CONFIG, mesh, None) == memory.block_bytes(shape_of(mesh), CONFIG, mesh)
     for share in (0.0, 1.1):
         with pytest.raises(ValueError, match=f"gpu_memory_utilization={share} must be a finite number in"):
             replace(CONFIG, gpu_memory_utilization=share)
