@@ -64,8 +64,8 @@ def few_executables(
         return tuple(sorted({min(max(size, least), most) for size in tokens}))
 
     with (
-        mock.patch.object(encoder, "token_ladder", ladder),
-        mock.patch.object(lowering, "token_ladder", ladder),
+        mock.patch.multiple(encoder, token_ladder=ladder, sample_ladder=ladder),
+        mock.patch.multiple(lowering, token_ladder=ladder, sample_ladder=ladder),
         mock.patch.object(Lowering, "jobs", jobs),
     ):
         yield all_jobs

@@ -10,6 +10,8 @@ _ALIASES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "
 def dtype_name(dtype: Any) -> str:
     """The name of a dtype of JAX, NumPy or torch, or of a name of vLLM's. What is none comes back as text, to be
     refused where names are known."""
+    if dtype is None:  # for NumPy, which calls it float64
+        return "None"
     if isinstance(dtype, str):
         return _ALIASES.get(dtype, dtype)
     if type(dtype).__module__ == "torch":

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from jaxllm.argument_checks import plain_number
+from jaxllm.argument_checks import a_type, plain_number
 from jaxllm.from_vllm.request_arguments import PROMPT_KEYS
 from jaxllm.from_vllm.rules import translate
 from jaxllm.sampling_params import SamplingParams
@@ -81,8 +81,7 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
 def _kind(value: Any) -> str:
     if isinstance(value, bytes):
         return "bytes: decode them first, with .decode()"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}" if value is not None else "None"
+    return a_type(value)
 
 
 def _as_list(ids: Any) -> list[Any]:

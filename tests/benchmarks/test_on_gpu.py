@@ -290,6 +290,7 @@ def test_limits_of_filters():
 def test_few_executables_are_compiled():
     with engines.few_executables((1, 5), compiled=(1,)) as jobs:
         assert engines.encoder.token_ladder(8) == engines.lowering.token_ladder(8) == (1, 5) and jobs == {}
+        assert engines.encoder.sample_ladder(8) == engines.lowering.sample_ladder(8) == (1, 5)
     assert engines.encoder.token_ladder(8) == engines.lowering.token_ladder(8) == (1, 8)
 
 

@@ -6,6 +6,7 @@ checked holds layer by layer, so that models have their first few layers; JAXLLM
 
 import json
 import os
+import re
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -84,6 +85,29 @@ def test_steps(chip, model, tokens):
 @pytest.mark.parametrize("chip", chip_names())
 def test_a_step_on_two_devices(chip):
     check(chip, "qwen3-0.6b", DECODE, count=2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("chip", chip_names())
+def test_layers_are_lowered_once_and_compiled_one_by_one(chip, model):
+    """Kernels are lowered for each kind of layer, and run in each layer; a loop over layers could not fetch a layer's
+    weights while the one before works."""
+    plan, run = prepared(chip, model, 0), counted(chip, model, DECODE, 0).pallas_calls
+    text = plan.lower(plan.jobs()["step", DECODE]).as_text()  # again: the first time imports Pallas, and traces twice
+    lowered = sum(text.count(f"@{target}(") for target in traffic.PALLAS_TARGETS)
+    num_kinds = len({layer.window for layer in plan.cfg.layers})
+    assert lowered >= num_kinds
+    assert lowered * plan.cfg.num_layers == run * num_kinds
+    assert "while(" not in compiled(chip, model, DECODE, 0).text
+
+
+@pytest.mark.parametrize("chip", chip_names("tpu"))
+def test_the_smallest_step_takes_the_fewest_cycles(chip):
+    """As the compiler estimates them: of one row it makes sums of products without the matrix unit."""
+    plan = prepared(chip, "qwen3-0.6b", 0)
+    texts = [compiled(chip, "qwen3-0.6b", tokens, 0).text for tokens in (min(plan.layouts), DECODE)]
+    small, large = (sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text))) for text in texts)
+    assert 0 < small <= large
 
 
 @pytest.mark.parametrize("tokens", [DECODE, MIXED])

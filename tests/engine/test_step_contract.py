@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.engine import build
 from jaxllm.engine.device.packing import StepLayout, token_ladder
 from jaxllm.errors import EngineDeadError
 from tests.tiny import greedy, ids, make_llm, prompts_of, tokens
@@ -73,6 +74,17 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
         fail_once(llm, 3, pytest.MonkeyPatch())
         llm.generate(ids([1, 2, 3]), plain)
         assert compiled == []
+
+
+def test_steps_and_samplers_of_eight_say_what_those_of_one_do(tiny, llm, monkeypatch):
+    """As on a TPU, where nothing is smaller; samplers have no more rows than there are slots."""
+    monkeypatch.setattr(build, "min_bucket", lambda platform: 8)
+    prompts = ids(*prompts_of([1, 2, 9]))
+    with make_llm(tiny.model, max_num_seqs=6) as padded:
+        steps = [name[1] for name in padded.engine.runner.compile_plan.names if name[0] == "step"]
+        assert steps == [8, 16, 24]
+        for params in (greedy(5), SamplingParams(temperature=0.9, seed=1, max_tokens=5, frequency_penalty=1.0)):
+            assert tokens(padded.generate(prompts, params)) == tokens(llm.generate(prompts, params))
 
 
 def test_an_executable_refuses_what_it_was_not_compiled_for_by_name(llm):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputs
-from jaxllm.engine.device.packing import token_ladder
+from jaxllm.engine.device.packing import sample_ladder
 from tests.chat_model import backend
 from tests.engine.test_step_contract import fail_once
 from tests.tiny import Tiny, clean, drain, ids, make_llm, prompts_of
@@ -272,7 +272,7 @@ def test_nothing_compiles_after_the_start(llm):
     assert llm.stats().num_compiled == llm.stats().num_executables
     names = llm.engine.runner.compile_plan.names
     sizes = {kind: [size for name, *rest in map(_pair, names) if name == kind for size in rest] for kind in MASKING}
-    assert sizes == dict.fromkeys(MASKING, list(token_ladder(llm.engine.config.max_num_seqs))), (
+    assert sizes == dict.fromkeys(MASKING, list(sample_ladder(llm.engine.config.max_num_seqs))), (
         "one a bucket of samples"
     )
 

@@ -14,6 +14,7 @@ from jaxllm.engine.device.packing import (
     SampleLayout,
     StepLayout,
     pick_bucket,
+    sample_ladder,
     table_shapes,
     token_ladder,
 )
@@ -45,8 +46,10 @@ class Encoder:
 
     def __init__(self, config: EngineConfig, vocab: int, ready: Callable[[Hashable], bool]):
         self.config, self._ready = config, ready
-        most = config.max_num_batched_tokens, config.max_num_seqs
-        self.all = Buckets(*(token_ladder(n, config.min_bucket) for n in most))
+        self.all = Buckets(
+            token_ladder(config.max_num_batched_tokens, config.min_bucket),
+            sample_ladder(config.max_num_seqs, config.min_bucket),
+        )
         sizes = config.max_num_seqs, config.block_size, config.pages_per_block
         self._steps = {n: StepLayout(n, *sizes) for n in self.all.tokens}
         self._samples = {n: SampleLayout(n, config.max_num_seqs) for n in self.all.samples}

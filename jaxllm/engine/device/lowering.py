@@ -21,6 +21,7 @@ from jaxllm.engine.device.packing import (
     StepLayout,
     TableShape,
     pick_bucket,
+    sample_ladder,
     table_shapes,
     token_ladder,
 )
@@ -84,7 +85,7 @@ class Lowering:
     @property
     def sample_buckets(self) -> tuple[int, ...]:
         """Of samplers."""
-        return token_ladder(self.config.max_num_seqs, self.config.min_bucket)
+        return sample_ladder(self.config.max_num_seqs, self.config.min_bucket)
 
     def _first_buckets(self) -> list[int]:
         """The buckets of tokens that come first on accelerators, each at least eight times the one before."""

@@ -32,11 +32,19 @@ def min_bucket(platform: str) -> int:
 def token_ladder(max_tokens: int, least: int = 1) -> tuple[int, ...]:
     """The token buckets, up to `max_tokens`: `least`, then 8 and its doublings (fewer rows cost a matrix unit as much);
     from 64 on, where each row costs, also the sizes half way, so that padding is at most a third of a step."""
-    sizes, size = {min(least, max_tokens), max_tokens}, 8
-    while size < max_tokens:
-        sizes.update((size, size * 3 // 2) if size >= 64 else (size,))
+    doublings = sample_ladder(max_tokens, least)
+    half_way = (size * 3 // 2 for size in doublings if size >= 64)
+    return tuple(sorted({*doublings, *(size for size in half_way if size < max_tokens)}))
+
+
+def sample_ladder(max_samples: int, least: int = 1) -> tuple[int, ...]:
+    """The buckets of samples, up to `max_samples`: `least`, then 8 and its doublings. A row costs a sampler little
+    beside the head, which it reads for all rows, and each bucket takes four executables."""
+    sizes, size = {min(least, max_samples), max_samples}, 8
+    while size < max_samples:
+        sizes.add(size)
         size *= 2
-    return tuple(sorted(size for size in sizes if size <= max_tokens))
+    return tuple(sorted(sizes))
 
 
 def pick_bucket(sizes: abc.Sequence[int], n: int) -> int:

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from jaxllm.engine.device import packing
 from jaxllm.engine.device.columns import RowLayout, column, install, of_slots
 from jaxllm.engine.device.executables import admit
-from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, SampleLayout, StepLayout, pick_bucket, token_ladder
+from jaxllm.engine.device.packing import (
+    FROM_SLOT,
+    AdmitLayout,
+    SampleLayout,
+    StepLayout,
+    pick_bucket,
+    sample_ladder,
+    token_ladder,
+)
 from jaxllm.engine.device.state import NUM_STOP_IDS, SAMPLING_LAYOUT, SamplingTable, empty_slots
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
@@ -299,6 +307,11 @@ def test_token_ladder():
     assert token_ladder(600) == (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 600)
     assert token_ladder(90, 8) == (8, 16, 32, 64, 90)
     assert token_ladder(8, 8) == (8,) and token_ladder(5, 8) == (5,)
+
+
+def test_sample_ladder():
+    assert sample_ladder(6) == (1, 6) and sample_ladder(6, 8) == (6,)
+    assert sample_ladder(200, 8) == (8, 16, 32, 64, 128, 200)
 
 
 @quick
