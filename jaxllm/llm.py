@@ -70,7 +70,8 @@ class LLM(LLMControl):
       mesh: "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device.
       gpu_memory_utilization: the share of each accelerator's whole memory that this process may use (0.92): what its
         other arrays take is left to them, and JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU unless
-        set).
+        set). On a CPU it says nothing: the KV pool takes a sixteenth of the machine's memory at most, and no more than
+        is free, unless `num_blocks` gives its size.
       enable_prefix_caching: whether prompts share the blocks of equal beginnings (True).
       preemption, swap_space: when blocks run out, the last requests go to at most `swap_space` GiB of host memory
         ("swap"), or are computed again ("recompute"); "auto" measures which is faster.
@@ -81,8 +82,9 @@ class LLM(LLMControl):
 
     vLLM's other arguments are accepted where their value asks for nothing that is not so; docs/from_vllm.md has them.
 
-    Raises `ValueError`, `ModelFormatError`, `MeshError` or `OutOfMemoryError`, for names `ModelNotFoundError`,
-    `ModelAccessError` or `DownloadError`, each with what to do about it, and `TypeError` for an unknown argument.
+    Raises `ValueError`, `ModelFormatError`, `DeviceError`, `MeshError` or `OutOfMemoryError`, for names
+    `ModelNotFoundError`, `ModelAccessError` or `DownloadError`, each with what to do about it, and `TypeError` for an
+    unknown argument.
     """
 
     def _start(self) -> None:
