@@ -89,6 +89,8 @@ class BaseLLM(MissingMethods):
         path = DEFAULT_MODEL if model is None else model
         self._checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else None
         self._user_tokenizer, self._hf_overrides = tokenizer, hf_overrides
+        if self.get_default_sampling_params().needs_full_sampler:
+            self._engine.expect_full_sampler()
         self._start()
 
     def _start(self) -> None:

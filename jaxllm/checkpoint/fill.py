@@ -82,7 +82,7 @@ class Filler:
         slow, jobs = [], []
         for one in fillings:
             if native_read.supports(one.tensor, one.host):
-                jobs.append(native_read.Job(one.tensor, one.stored_part.source_axes(one.target)))
+                jobs.append(native_read.FillJob(one.tensor, one.stored_part.source_axes(one.target)))
             else:
                 slow.append(one)
         if jobs:

@@ -20,7 +20,7 @@ _TARGETS = {"float32": 0, "float16": 1, "bfloat16": 2}
 _NOT_FINITE, _TOO_SHORT, _CANNOT_READ = 1, 2, 3  # statuses
 
 
-class Job(NamedTuple):
+class FillJob(NamedTuple):
     """A tensor, and its place with the axes that the tensor has in its file."""
 
     tensor: StoredTensor
@@ -53,7 +53,7 @@ def supports(tensor: StoredTensor, target: np.ndarray) -> bool:
     return (target.dtype.name != "float16" or is_same) and native.is_built()
 
 
-def read(jobs: Sequence[Job]) -> None:
+def read(jobs: Sequence[FillJob]) -> None:
     """Does the jobs, with all cores. ModelFormatError for files that can't be read, and for values not finite."""
     with ExitStack() as opened:
         files: dict[Path, int] = {}
@@ -76,7 +76,7 @@ def read(jobs: Sequence[Job]) -> None:
             raise job.tensor.unreadable(os.strerror(done.error))
 
 
-def _pack(job: Job, file: int) -> _Job:
+def _pack(job: FillJob, file: int) -> _Job:
     view, tensor = job.view, job.tensor
     axes = ctypes.c_int64 * _MOST_AXES
     return _Job(

@@ -323,6 +323,10 @@ class Engine:
         else:
             self.runner.wait_all()
 
+    def expect_full_sampler(self) -> None:
+        """Has what most requests will need compiled early."""
+        self.runner.want_first(full_sampler=True)
+
     def stats(self) -> EngineStats:
         return read_stats(self.scheduler, self.runner.compile_plan, self._peak_blocks, self._steps)
 

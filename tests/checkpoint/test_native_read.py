@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxllm.checkpoint import native_read
 from jaxllm.checkpoint.gguf.blocks import BLOCKS, dequantize
-from jaxllm.checkpoint.native_read import Job
+from jaxllm.checkpoint.native_read import FillJob
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor
 from jaxllm.errors import ModelFormatError
 from jaxllm.pallas_kernels import native
@@ -53,7 +53,7 @@ def test_as_numpy_places_them(tmp_path_factory, case):
     if not native_read.supports(tensor, whole):
         assert target == "float16" and source != "F16"
         return
-    native_read.read([Job(tensor, whole[place].transpose(np.argsort(order)))])
+    native_read.read([FillJob(tensor, whole[place].transpose(np.argsort(order)))])
     np.testing.assert_array_equal(whole.view(f"u{whole.itemsize}"), want.view(f"u{want.itemsize}"))
 
 
@@ -64,7 +64,7 @@ def test_large_ones_are_divided_among_threads(tmp_path):
     for i, dtype in enumerate(("BF16", "F32", "F16")):
         tensor = stored(tmp_path / str(i), values, dtype, offset=24)
         targets.append(np.empty((700, 300, 5), np.float32))
-        jobs.append(Job(tensor, targets[-1].transpose(1, 2, 0)))
+        jobs.append(FillJob(tensor, targets[-1].transpose(1, 2, 0)))
     native_read.read(jobs)
     for target, dtype in zip(targets, ("BF16", "F32", "F16"), strict=True):
         np.testing.assert_array_equal(target, values.astype(FLOATS[dtype]).astype(np.float32).transpose(2, 0, 1))
@@ -97,7 +97,7 @@ def test_blocks_are_dequantised_as_in_numpy(tmp_path_factory, dtype, target, lea
     file = tmp_path_factory.getbasetemp() / "blocks.bin"
     file.write_bytes(bytes(3) + data.tobytes())
     made = np.empty(shape[::-1], TARGETS[target])
-    native_read.read([Job(StoredTensor(file, "w", dtype, shape, 3, shift=shift), made.T)])
+    native_read.read([FillJob(StoredTensor(file, "w", dtype, shape, 3, shift=shift), made.T)])
     values = dequantize(dtype, data)
     want = (values + np.float32(shift) if shift else values).reshape(shape).T.astype(TARGETS[target])
     np.testing.assert_array_equal(made.view(f"u{made.itemsize}"), want.view(f"u{made.itemsize}"))
@@ -117,7 +117,9 @@ def test_a_damaged_scale_is_not_finite(tmp_path):
     data[18:20] = 255
     (tmp_path / "w").write_bytes(data.tobytes())
     with pytest.raises(ModelFormatError, match="not finite"):
-        native_read.read([Job(StoredTensor(tmp_path / "w", "w", "Q4_0", (10, 32), 0), np.empty((10, 32), np.float32))])
+        native_read.read(
+            [FillJob(StoredTensor(tmp_path / "w", "w", "Q4_0", (10, 32), 0), np.empty((10, 32), np.float32))]
+        )
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -127,13 +129,13 @@ def test_values_that_are_not_finite(tmp_path, bad, source, target):
     values[33, 7] = bad
     tensor = stored(tmp_path / "w", values, source)
     with pytest.raises(ModelFormatError, match=rf"w: w holds values that are not finite in {target}"):
-        native_read.read([Job(tensor, np.empty((50, 60), TARGETS[target]))])
+        native_read.read([FillJob(tensor, np.empty((50, 60), TARGETS[target]))])
 
 
 def test_values_out_of_the_targets_range(tmp_path):
     tensor = stored(tmp_path / "w", np.full((2, 2), 3.4e38), "F32")
     with pytest.raises(ModelFormatError, match="not finite in bfloat16"):
-        native_read.read([Job(tensor, np.empty((2, 2), TARGETS["bfloat16"]))])
+        native_read.read([FillJob(tensor, np.empty((2, 2), TARGETS["bfloat16"]))])
 
 
 def test_files_that_end_early_or_are_gone(tmp_path):
@@ -142,9 +144,9 @@ def test_files_that_end_early_or_are_gone(tmp_path):
     good, short = stored(tmp_path / "good", values, "F32"), stored(tmp_path / "short", values, "F32")
     os.truncate(tmp_path / "short", 4000)
     with pytest.raises(ModelFormatError, match="short became shorter while it was read"):
-        native_read.read([Job(good, target), Job(short, target)])
+        native_read.read([FillJob(good, target), FillJob(short, target)])
     with pytest.raises(ModelFormatError, match="gone cannot be read"):
-        native_read.read([Job(good._replace(file=tmp_path / "gone"), target)])
+        native_read.read([FillJob(good._replace(file=tmp_path / "gone"), target)])
     (tmp_path / "folder").mkdir()
     with pytest.raises(ModelFormatError, match="folder cannot be read .*directory.*; check the disk"):
-        native_read.read([Job(good._replace(file=tmp_path / "folder"), target)])
+        native_read.read([FillJob(good._replace(file=tmp_path / "folder"), target)])

@@ -133,6 +133,10 @@ class Runner:
         assert error is not None
         raise error
 
+    def want_first(self, *, full_sampler: bool) -> None:
+        """Has the executables of the smallest step compiled next."""
+        self.compile_plan.want(self._encoder.names(self._encoder.all.tokens[0], full=full_sampler))
+
     def wait_expected(self) -> None:
         """Blocks while an executable is compiled with which the prompt at hand, alone so far, is over sooner."""
         if self._expected:
