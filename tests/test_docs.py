@@ -195,7 +195,7 @@ def test_a_wrong_command_is_noticed(line, why):
 def test_commands_are_found():
     assert [words[0] for words in command_lines("README.md")].count("jaxllm.bench") >= 2
     assert ["jaxllm", "chat"] in command_lines("README.md")
-    assert [words[:2] for words in command_lines("README.md")].count(["jaxllm.generate", "--chat"]) == 1
+    assert [words[:3] for words in command_lines("README.md")].count(["jaxllm", "generate", "--chat"]) == 1
 
 
 @pytest.mark.parametrize(
