@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib.version
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
@@ -108,8 +109,8 @@ def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
     """What compiles for devices of `mesh`. `where` is a folder, or whether there is one: None is jaxllm's own unless
     JAX has a cache configured or switched off. ValueError for a folder that is not private."""
     if where is None:
-        configured = jax.config.jax_compilation_cache_dir is not None
-        where = not configured and jax.config.jax_enable_compilation_cache
+        options = jax.config.values
+        where = options["jax_compilation_cache_dir"] is None and options["jax_enable_compilation_cache"]
     if where is False or jax.process_count() > 1:
         return lambda lowered: lowered.compile()
     try:
@@ -149,7 +150,7 @@ def _target(devices: list[Any]) -> tuple[Any, ...]:
     first = devices[0]
     options = sorted((name, repr(value)) for name, value in jax.config.values.items())
     flags = [os.environ.get(name, "") for name in _FLAGS]
-    version = jax.__version__, jax.lib.__version__, first.client.platform_version
+    version = jax.__version__, jaxlib.version.__version__, first.client.platform_version
     return version, first.device_kind, [device.id for device in devices], _processor(), flags, options
 
 
