@@ -48,11 +48,12 @@ def run(model: dict[str, Any], *, repeats: int, probe: Sequence[str] = PROBE) ->
 
 
 def start_once(command: list[str], cache: str) -> StartupTimes:
-    """Runs `command` with `cache` as its compilation cache.
+    """Runs `command` with its compilation cache in `cache`.
 
     Raises `ValueError` with its message if it reported bad input, and `JaxLLMError` if it failed otherwise.
     """
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
+    others = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment = others | {"XDG_CACHE_HOME": cache}
     seconds: dict[str, float] = {}
     about: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:

@@ -146,7 +146,7 @@ def test_latency_quantiles_and_table():
 
 TELLS_ALL = """
 import json, os, pathlib, sys
-cache = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+cache = pathlib.Path(os.environ["XDG_CACHE_HOME"])
 print("noise")
 for event in ("imported", "ready", "first_token", "compiled"):
     print(event, flush=True)
