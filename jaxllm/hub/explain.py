@@ -94,8 +94,8 @@ def _explain_connection(error: Exception, name: HubName) -> Exception:
         return DownloadError(f"{name} can't be stored ({error}); give a directory of your own with --download-dir")
     if _is_unreachable(error):
         return HubUnreachable(
-            f"{constants.ENDPOINT} can't be reached ({type(error).__name__}: {error}). Check the network, proxies and "
-            f"HF_ENDPOINT, then {_AGAIN}"
+            f"{constants.ENDPOINT}, for {name}, can't be reached ({type(error).__name__}: {error}). Check the network, "
+            f"proxies and HF_ENDPOINT, then {_AGAIN}"
         )
     return DownloadError(f"the connection was cut while {name} was fetched ({type(error).__name__}: {error}); {_AGAIN}")
 

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from benchmarks import __main__ as bench
 from tests.checkpoints import write_config
 
 
+@pytest.mark.slow
 def test_compiling_as_json_and_as_a_table(tmp_path, capsys):
     write_config(tmp_path, max_position_embeddings=64)
     command = ["compiling", "--model", str(tmp_path), "--dummy-weights", "--requests", "3", "--input-len", "6"]

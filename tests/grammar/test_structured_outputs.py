@@ -302,7 +302,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_grammars_are_refused_at_the_door(llm, name):
     params = asking(StructuredOutputs(**BAD[name]))
-    with pytest.raises(ValueError, match=r"grammar|structured_outputs"):
+    with pytest.raises(ValueError, match=r"grammar|structured_outputs|regular expression"):
         llm.generate(ids(*PROMPTS[:2]), [asking("choice"), params])
     with pytest.raises(ValueError):
         llm.engine.add(PROMPTS[0], params, request_id="bad")

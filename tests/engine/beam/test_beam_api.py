@@ -248,14 +248,17 @@ def test_a_temperature_given_with_beams_is_refused(fake, capsys):
     assert "error: temperature=0.5 has no effect with beam_width=3" in capsys.readouterr().err
 
 
+DRAWN = {"temperature": 0.5, "min_p": 0.4, "repetition_penalty": 1.25}  # as the embedded model recommends
+
+
 def test_lines_of_a_batch_with_and_without_beams(fake, tmp_path):
     folder = Folder(tmp_path)
     folder.write("a", {"prompt": "b", "beam_width": 2, "early_stopping": "never"}, {"prompt": "c", "best_of": 3})
     assert folder.run("--quiet") == 0
     assert fake.made.params == {
-        "a": jaxllm.SamplingParams(temperature=0.8, max_tokens=128),
+        "a": jaxllm.SamplingParams(**DRAWN, max_tokens=128),
         "b": jaxllm.SamplingParams(beam_width=2, early_stopping="never", temperature=0.0, max_tokens=128),
-        "c": jaxllm.SamplingParams(best_of=3, temperature=0.8, max_tokens=128),
+        "c": jaxllm.SamplingParams(best_of=3, **DRAWN, max_tokens=128),
     }
 
 
@@ -264,7 +267,7 @@ def test_beams_for_all_lines_but_one(fake, tmp_path, capsys):
     folder.write("a", {"prompt": "b", "beam_width": None, "n": 1}, {"prompt": "c", "beam_width": 4})
     assert folder.run("--beam-width", "3", "--n", "2", "--quiet") == 0
     found = {text: (p.n, p.beam_width, p.temperature) for text, p in fake.made.params.items()}
-    assert found == {"a": (2, 3, 0.0), "b": (1, None, 0.8), "c": (2, 4, 0.0)}
+    assert found == {"a": (2, 3, 0.0), "b": (1, None, DRAWN["temperature"]), "c": (2, 4, 0.0)}
     folder.write({"prompt": "a", "beam_width": 3})
     folder.output.unlink()
     assert folder.run("--temperature", "0.7") == 2
