@@ -46,7 +46,7 @@ class CompilePlan:
     ):
         self._check, self._compile, self._share = check, compile, share
         self.names = tuple(jobs)
-        self.seconds = 0.0
+        self.seconds = self.longest_s = 0.0  # of all executables, and of the one that took longest
         self.waited_at = 0.0  # time.monotonic() when someone last waited for an executable: no hang, but work
         self._jobs = dict(jobs)  # left to do
         self._done: dict[Hashable, Any] = {}
@@ -199,6 +199,7 @@ class CompilePlan:
 
     def _finish(self, name: Hashable, compiled: Any, error: Exception | None, seconds: float) -> None:
         self.seconds += seconds
+        self.longest_s = max(self.longest_s, seconds)
         self._rest_at = time.monotonic() + seconds * (1 / self._share - 1)
         self._compiling.remove(name)
         if any(name in names for names in self._awaited):

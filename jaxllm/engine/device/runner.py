@@ -215,8 +215,7 @@ class Runner:
         self.costs.observe_step(plan.num_tokens, plan.num_tokens - len(plan.decodes), seconds)
         compiled = self.compile_plan
         if compiled.num_done < compiled.total:
-            patience = compiled.seconds / compiled.num_done
-            lacks = self._demand.observe(plan.num_wanted, handle.bucket, seconds, patience=patience)
+            lacks = self._demand.observe(plan.num_wanted, handle.bucket, seconds, patience=compiled.longest_s)
             if lacks is not None:
                 names = self._encoder.names(lacks, full=plan.full_sampler)
                 compiled.want(names)
