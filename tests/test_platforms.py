@@ -56,6 +56,7 @@ def test_a_cache_that_can_not_be_made_is_said_in_a_line():
     assert "compilation cache" in line and "'/proc/x'" in line
 
 
+@pytest.mark.slow
 def test_missing_kernels_are_said_once():
     code = """
 from pathlib import Path

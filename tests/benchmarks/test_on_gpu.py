@@ -93,6 +93,7 @@ def has_ended(pid):
     return False
 
 
+@pytest.mark.slow
 def test_a_section_that_fails_is_recorded_and_the_others_run(tmp_path, capsys):
     names = ("failing", "crashing", "hanging", "good")
     sections = [Section(name, f"{HERE}:{name}", 10 if name == "hanging" else 120) for name in names]
