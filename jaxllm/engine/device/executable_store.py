@@ -20,6 +20,8 @@ import jaxlib.version
 from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 
+from jaxllm.sharding.mesh import platform_of
+
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 2 << 30
@@ -107,10 +109,12 @@ class ExecutableStore:
 
 def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
     """What compiles for devices of `mesh`. `where` is a folder, or whether there is one: None is jaxllm's own unless
-    JAX has a cache configured or switched off. ValueError for a folder that is not private."""
+    JAX has a cache configured or switched off, or executables don't load soundly. ValueError for a folder that is not
+    private."""
     if where is None:
         options = jax.config.values
         where = options["jax_compilation_cache_dir"] is None and options["jax_enable_compilation_cache"]
+        where = where and loads_soundly(mesh)
     if where is False or jax.process_count() > 1:
         return lambda lowered: lowered.compile()
     try:
@@ -119,6 +123,11 @@ def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
         log.warning("there is no compilation cache, so that each start compiles everything: %s", error)
         return lambda lowered: lowered.compile()
     return ExecutableStore(folder, mesh).compile
+
+
+def loads_soundly(mesh: Mesh) -> bool:
+    """Whether executables come back as they were. Since JAX 0.11 some of a CPU's lack a function that they call."""
+    return platform_of(mesh) != "cpu" or jax.__version_info__ < (0, 11)
 
 
 def own_folder() -> Path:
