@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import jaxlib.version
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
-
-from jaxllm.sharding.mesh import platform_of
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +42,15 @@ class ExecutableStore:
         self._devices = list(mesh.devices.flat)
         self._target = hashlib.sha256(repr(_target(self._devices)).encode()).digest()
         self._num_bytes: int | None = None  # in the folder, as of the first file that is written
+        if not _jax_has_cache():
+            reset_cache()  # one that was configured before goes on serving otherwise
 
     def compile(self, lowered: Any) -> Any:
         """The executable of a `jax.stages.Lowered`, from the folder if it is there."""
         text = lowered.as_text()
-        if "callback" in text:  # it names places in this process's memory
+        # What calls back names places in this process's memory. What comes out of another cache can't be written once
+        # more: the runtime drops functions of an executable that it has loaded itself.
+        if "callback" in text or _jax_has_cache():
             return lowered.compile()
         digest = hashlib.sha256(self._target + text.encode())
         file = self._folder / f"{digest.hexdigest()}{_SUFFIX}"
@@ -109,14 +112,18 @@ class ExecutableStore:
 
 def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
     """What compiles for devices of `mesh`. `where` is a folder, or whether there is one: None is jaxllm's own unless
-    JAX has a cache configured or switched off, or executables don't load soundly. ValueError for a folder that is not
-    private."""
+    JAX has a cache configured or switched off. ValueError for a folder that is not private, or beside JAX's cache."""
     if where is None:
         options = jax.config.values
-        where = options["jax_compilation_cache_dir"] is None and options["jax_enable_compilation_cache"]
-        where = where and loads_soundly(mesh)
+        where = not _jax_has_cache() and options["jax_enable_compilation_cache"]
     if where is False or jax.process_count() > 1:
         return lambda lowered: lowered.compile()
+    if _jax_has_cache():
+        raise ValueError(
+            f"compilation_cache={where!r} is given, and JAX has a cache of its own "
+            f"({jax.config.values['jax_compilation_cache_dir']}), which serves; leave compilation_cache out, or unset "
+            "JAX_COMPILATION_CACHE_DIR"
+        )
     try:
         folder = own_folder() if where is True else private_folder(Path(where).expanduser())
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
@@ -125,9 +132,8 @@ def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
     return ExecutableStore(folder, mesh).compile
 
 
-def loads_soundly(mesh: Mesh) -> bool:
-    """Whether executables come back as they were. Since JAX 0.11 some of a CPU's lack a function that they call."""
-    return platform_of(mesh) != "cpu" or jax.__version_info__ < (0, 11)
+def _jax_has_cache() -> bool:
+    return jax.config.values["jax_compilation_cache_dir"] is not None
 
 
 def own_folder() -> Path:
