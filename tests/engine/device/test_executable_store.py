@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -125,30 +124,31 @@ def test_what_calls_back_into_this_process_is_not_kept(tmp_path):
 def test_what_another_cache_has_loaded_is_not_written(tmp_path):
     """The runtime drops functions of an executable that it has loaded when that is serialized once more."""
 
-    def step(x):
-        y = jnp.concatenate([jnp.where(x > 0, x, 0.0), x * 2])
-        return jnp.exp(y) + jnp.cumsum(y), jnp.argmax(x)
+    def step():
+        def made(x):
+            y = jnp.concatenate([jnp.where(x > 0, x, 0.0), x * 2])
+            return jnp.exp(y) + jnp.cumsum(y), jnp.argmax(x)
+
+        return made  # another one each time, or JAX finds what it has compiled in its memory
 
     mesh, x = make_mesh(None), jnp.arange(4.0)
     own, jaxs = tmp_path / "own", tmp_path / "jax"
     own.mkdir()
     fresh = ExecutableStore(own, mesh)
-    reset_cache()
     with (
-        option("jax_compilation_cache_dir", str(jaxs)),
         option("jax_persistent_cache_min_compile_time_secs", 0.0),
         option("jax_persistent_cache_min_entry_size_bytes", -1),
     ):
-        for _ in range(2):  # written, then loaded
-            fresh.compile(Lowering(step, VECTOR))
-        assert list(jaxs.iterdir()) and not list(own.iterdir())
-    want = jax.jit(step)(x)
-    Lowering(step, VECTOR).compile()  # by JAX's cache, which goes on serving when it is configured no more
-    for count in (1, 0):
-        lowered = Lowering(step, VECTOR)
-        got = ExecutableStore(own, mesh).compile(lowered)(x)
-        assert lowered.count == count
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+        with option("jax_compilation_cache_dir", str(jaxs)):
+            for _ in range(2):  # written, then loaded
+                fresh.compile(Lowering(step(), VECTOR))
+            assert list(jaxs.iterdir()) and not list(own.iterdir())
+        Lowering(step(), VECTOR).compile()  # by JAX's cache, which goes on serving when it is configured no more
+        for count in (1, 0):
+            lowered = Lowering(step(), VECTOR)
+            got = ExecutableStore(own, mesh).compile(lowered)(x)
+            assert lowered.count == count
+            jax.tree.map(np.testing.assert_array_equal, got, jax.jit(step())(x))
 
 
 def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, caplog):
