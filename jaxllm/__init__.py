@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from jaxllm.llm import LLM
     from jaxllm.llm_engine import LLMEngine
     from jaxllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
+    from jaxllm.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from jaxllm.pooling_params import PoolingParams
     from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jaxllm.structured_outputs import StructuredOutputs
     from jaxllm.text.prompts import TextPrompt, TokensPrompt
@@ -25,13 +36,22 @@ __all__ = [
     "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputs",
     "TextPrompt",
     "TokensPrompt",
@@ -44,13 +64,22 @@ _HOMES = {
     "AsyncLLMEngine": "engine.async_llm_engine",
     "BeamSearchOutput": "outputs",
     "BeamSearchParams": "sampling_params",
+    "ClassificationOutput": "pooling_outputs",
+    "ClassificationRequestOutput": "pooling_outputs",
     "CompletionOutput": "outputs",
+    "EmbeddingOutput": "pooling_outputs",
+    "EmbeddingRequestOutput": "pooling_outputs",
     "EngineArgs": "engine_args",
     "LLMEngine": "llm_engine",
     "Logprob": "outputs",
+    "PoolingOutput": "pooling_outputs",
+    "PoolingParams": "pooling_params",
+    "PoolingRequestOutput": "pooling_outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "SamplingParams": "sampling_params",
+    "ScoringOutput": "pooling_outputs",
+    "ScoringRequestOutput": "pooling_outputs",
     "StructuredOutputs": "structured_outputs",
     "TextPrompt": "text.prompts",
     "TokensPrompt": "text.prompts",

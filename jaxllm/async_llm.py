@@ -5,6 +5,7 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ from jaxllm.engine.loop import Delivery, EngineLoop
 from jaxllm.engine.mailbox import Mailbox
 from jaxllm.from_vllm.request_arguments import ADD_REQUEST_ARGUMENTS, check_request_arguments
 from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_outputs import PoolingRequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.text.prompts import parse_prompt, with_salt
 
@@ -80,7 +83,31 @@ class AsyncLLM(BaseLLM):
         finally:
             self.drop(request_id, mailbox)
 
-    def add(self, token_ids: Sequence[int], params: SamplingParams, *, receiver: Mailbox, **options: Any) -> None:
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        **vllm: Any,
+    ) -> AsyncIterator[PoolingRequestOutput]:
+        """Yields what the model makes of one prompt, once; see `LLM.encode`. Leaving the iterator early aborts it."""
+        check_request_arguments("encode", vllm, ADD_REQUEST_ARGUMENTS)
+        request_id = f"async-{next(self._ids)}" if request_id is None else request_id
+        text, token_ids, salt = await asyncio.to_thread(parse_prompt, prompt, self.tokenizer)
+        params = pooling_params or PoolingParams()
+        params = replace(params, cache_salt=salt or params.cache_salt)
+        mailbox = Mailbox(is_delta=False)
+        self.add(token_ids, params, request_id=request_id, receiver=mailbox, prompt=text, priority=priority)
+        try:
+            yield await mailbox.get()
+        finally:
+            self.drop(request_id, mailbox)
+
+    def add(
+        self, token_ids: Sequence[int], params: SamplingParams | PoolingParams, *, receiver: Mailbox, **options: Any
+    ) -> None:
         """Sends a request whose outputs go to `receiver`. `options` are those of `EngineLoop.add`. Raises
         `EngineDeadError` if the engine has stopped; what else is wrong with it goes to the receiver."""
         self._loop.add(token_ids, params, receiver=receiver, stream=True, **options)

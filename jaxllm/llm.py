@@ -17,9 +17,10 @@ from jaxllm.from_vllm.request_arguments import (
     VllmGenerateArguments,
     check_request_arguments,
 )
-from jaxllm.llm_control import LLMControl
 from jaxllm.llm_engine import LLMEngine, OwnRequests
+from jaxllm.llm_pooling import LLMPooling, Prompts
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
+from jaxllm.progress import progress_bar
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.prompts import (
     TokensPrompt,
@@ -31,11 +32,10 @@ from jaxllm.text.prompts import (
     with_salt,
 )
 
-Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | Sequence[int] | int]
 _AHEAD = 4  # times max_num_seqs: requests that wait in the engine, so that a step never lacks some
 
 
-class LLM(LLMControl):
+class LLM(LLMPooling):
     """A model ready to generate, in the caller's thread. Streams of one `LLM` may be read in turns, and threads that
     share it take turns with the steps; `AsyncLLM` is for many concurrent callers.
 
@@ -127,7 +127,7 @@ class LLM(LLMControl):
         check_request_arguments("generate", vllm, GENERATE_ARGUMENTS)
         results: dict[int, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params, priority)
-        with _progress_bar(use_tqdm, len(requests)) as bar:
+        with progress_bar(use_tqdm, len(requests), "generating") as bar:
             for index, output in self._run(requests, stream=False):
                 results[index] = output
                 bar.update()
@@ -258,7 +258,7 @@ class LLM(LLMControl):
         """The outputs of all that was enqueued, in that order."""
         ids, self._enqueued_ids = self._enqueued_ids, []
         done: dict[str, RequestOutput] = {}
-        with _progress_bar(use_tqdm, len(ids)) as bar:
+        with progress_bar(use_tqdm, len(ids), "generating") as bar:
             while len(self._enqueued):
                 for output in self._enqueued.step():
                     done[output.request_id] = output
@@ -329,10 +329,3 @@ def _refusal(request_id: str, prompt: Any, error: ValueError) -> RequestOutput:
     return RequestOutput(
         request_id=request_id, prompt=text, prompt_token_ids=[], outputs=[], finished=True, error=str(error)
     )
-
-
-def _progress_bar(wanted: bool | Callable[..., Any], total: int) -> Any:
-    """As `wanted` makes it; or ours, which is none if it is False."""
-    if callable(wanted):
-        return wanted(total=total, desc="generating", unit="req")
-    return tqdm(total=total, desc="generating", unit="req", disable=None if wanted else True)

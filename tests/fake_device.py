@@ -11,7 +11,7 @@ from jaxllm.engine.beam.candidates import CANDIDATES_WIDTH, NUM_CANDIDATES
 from jaxllm.engine.beam.search import Candidates
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.commands import Command
-from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, SampleInput, StepLayout, table_shapes
+from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, PoolLayout, SampleInput, StepLayout, table_shapes
 from jaxllm.engine.device.state import SamplingTable
 from jaxllm.engine.logprobs import WIDTH_WITH_IDS
 from jaxllm.engine.schedule.plan import NOT_ACCEPTED
@@ -51,6 +51,11 @@ def digests(tokens: list[int]) -> list[int]:
     for token in tokens:
         found.append(zlib.crc32(b"%d" % token, found[-1]) + 1)
     return found[1:]
+
+
+def hidden_state(tokens: list[int]) -> np.ndarray:
+    """The model's after these tokens."""
+    return np.array([len(tokens), tokens[-1], digests(tokens)[-1] % 97], np.float64)
 
 
 class ShadowExecutor(FakeExecutor):
@@ -104,6 +109,7 @@ class ShadowExecutor(FakeExecutor):
         self.tokens: dict[int, list[int]] = {}  # of each slot, as it has them in its blocks
         self.lengths, self.last_tokens = np.zeros((2, config.max_num_seqs), np.int32)
         self.sampling: dict[int, SamplingTable] = {}
+        self.sums = np.full((config.max_num_seqs, 3), np.nan)
         self.host.clear()
         self.logits_of: list[tuple[int, int]] = []  # slot and length of each of the last step's tokens
 
@@ -183,6 +189,25 @@ class ShadowExecutor(FakeExecutor):
         self.lengths[slot] += 1
         self.tokens[slot] = [*self.tokens[slot][:length], token]
         self.logits_of.append((slot, length + 1))
+
+    def _pool(self, command: Command) -> list[np.ndarray]:
+        """A hidden state is what `hidden_state` says, once the cells say that its tokens are there."""
+        layout = PoolLayout(command.name[1], self.config.max_num_seqs)
+        given = layout.unpack(command.arrays[0])
+        pooled = np.full((layout.rows, 3), np.nan, np.float32)
+        for i, slot in enumerate(int(slot) for slot in given.slots):
+            if slot == self.config.max_num_seqs:
+                continue
+            total = np.zeros(3) if given.begins[i] else self.sums[slot]
+            for at in range(given.starts[i], given.stops[i]):
+                owner, length = self.logits_of[at]
+                assert owner == slot, "the hidden state is another slot's"
+                cell = self.read(slot, 0, length - 1)[0, 0, 0]
+                assert cell == digests(self.tokens[slot][:length])[-1], "it is of other tokens"
+                total = total + hidden_state(self.tokens[slot][:length])
+            self.sums[slot] = total
+            pooled[i] = total * given.shares[i : i + 1].view(np.float32)[0]
+        return [pooled]
 
     def _sample(self, command: Command) -> list[np.ndarray]:
         return [self._draw(self.samples_of(command))]

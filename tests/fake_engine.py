@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from jaxllm.engine.beam.group import BeamSearchGroup
 from jaxllm.engine.beam.search import LENGTH, BeamSearch
 from jaxllm.engine.config import EngineConfig
@@ -14,6 +16,7 @@ from jaxllm.engine.device.encoder import Buckets, Encoder
 from jaxllm.engine.device.packing import SampleLayout
 from jaxllm.engine.device.runner import Forward, Handle, Result, Runner
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.pooling import Pooler
 from jaxllm.engine.prepare import Intake
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.cache_groups import EVERYTHING
@@ -21,8 +24,9 @@ from jaxllm.engine.schedule.plan import Plan
 from jaxllm.engine.schedule.sequence import End, Sequence, Status
 from jaxllm.engine.schedule.sequence_group import SequenceGroup
 from jaxllm.grammar.compiler import GrammarCompiler
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
-from tests.fake_device import EOS, PROMPT_TOKENS, ShadowExecutor, candidates, sampled
+from tests.fake_device import EOS, PROMPT_TOKENS, ShadowExecutor, candidates, hidden_state, sampled
 
 __all__ = ["EOS", "PROMPT_TOKENS", "Ends", "FakeEngine", "expected", "expected_beams", "rows", "truth"]
 
@@ -89,6 +93,12 @@ def propose(request: Sequence, num_tokens: int) -> list[int]:
     return [3 if i == wrong else guess for i, guess in enumerate(guesses)][:num_tokens]
 
 
+def expected_pooled(prompt: list[int], pooling: str) -> np.ndarray:
+    """What pooling a prompt gives, in a straight line."""
+    states = np.stack([hidden_state(prompt[: i + 1]) for i in range(len(prompt))])
+    return {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling]
+
+
 def expected_beams(group: BeamSearchGroup) -> list[tuple[list[int], str]]:
     """The best beams' outputs and finish reasons, searched in a straight line: all beams' tokens in lists."""
     first = group.sequences[0]
@@ -148,6 +158,10 @@ class LimitedRunner(Runner):
     def max_tokens(self, full_sampler: bool) -> int:
         return min(self.limit, super().max_tokens(full_sampler))
 
+    def wait_first(self, full_sampler: bool = False, *, num_tokens: int = 1, **options: Any) -> None:
+        super().wait_first(full_sampler, num_tokens=num_tokens, **options)
+        self.limit = max(self.limit, num_tokens)
+
     def dispatch_forward(self, plan: Plan) -> Forward:
         forward = super().dispatch_forward(plan)
         self.on_forward(plan)
@@ -162,6 +176,13 @@ class NotingIntake(Intake):
 
     def sequences(self, *arguments: Any) -> SequenceGroup:
         self.made = super().sequences(*arguments)
+        return self._noted()
+
+    def pooled_sequence(self, *arguments: Any) -> SequenceGroup:
+        self.made = super().pooled_sequence(*arguments)
+        return self._noted()
+
+    def _noted(self) -> SequenceGroup:
         for sequence in self.made.sequences:
             for name, value in self.fields.items():
                 setattr(sequence, name, value)
@@ -181,6 +202,7 @@ class FakeEngine(Engine):
         prefix_caching=True,
         swap_blocks=0,
         groups=EVERYTHING,
+        whole_prompts=False,
     ):
         config = EngineConfig(
             max_model_len=2,
@@ -188,10 +210,12 @@ class FakeEngine(Engine):
             max_num_batched_tokens=64,  # and less, by the runner's limit
             block_size=block_size,
             num_blocks=num_blocks,
-            enable_prefix_caching=prefix_caching,
+            enable_prefix_caching=prefix_caching and not whole_prompts,
             preemption="swap",
             swap_space=float(swap_blocks),
             groups=groups,
+            generates=not whole_prompts,
+            whole_prompts=whole_prompts,
         )
         self.capacity = min(config.longest_len(), max(60, num_blocks * block_size))
         config = replace(config, max_model_len=self.capacity)
@@ -208,6 +232,7 @@ class FakeEngine(Engine):
         self.sequences: list[Sequence] = []
         self.updated: list[Sequence] = []  # by the last commit
         self.expected: dict[Sequence, tuple[list[int], str]] = {}
+        self.expected_pooled: dict[Sequence, np.ndarray] = {}
         self.expected_beams: dict[BeamSearchGroup, list[tuple[list[int], str]]] = {}
         self.poison: set[Sequence] = set()  # a step with one of them fails
         self.failures: Counter[Sequence] = Counter()
@@ -220,7 +245,9 @@ class FakeEngine(Engine):
     def in_flight(self) -> Handle | None:
         return self._in_flight
 
-    def _submit(self, prompt, params: SamplingParams, priority: int, fields: dict[str, Any]) -> SequenceGroup:
+    def _submit(
+        self, prompt, params: SamplingParams | PoolingParams, priority: int, fields: dict[str, Any]
+    ) -> SequenceGroup:
         self.intake.fields = fields
         super().add(prompt, params, request_id=f"r{len(self.sequences)}", priority=priority)
         self.sequences += self.intake.made.sequences
@@ -259,6 +286,13 @@ class FakeEngine(Engine):
         for sequence in group.sequences:
             self.expected[sequence] = expected(sequence)
         return group.sequences[0]
+
+    def add_pooled(self, prompt, pooling="last", *, priority=0) -> Sequence:
+        """Adds a prompt that is pooled."""
+        self.intake.pooler = Pooler(pooling=pooling)
+        (sequence,) = self._submit(prompt, PoolingParams(), priority, {}).sequences
+        self.expected_pooled[sequence] = expected_pooled(prompt, pooling)
+        return sequence
 
     def add_beams(
         self, prompt, max_new=4, *, width=2, seed=0, eos=False, min_tokens=0, priority=0, search=()
@@ -389,7 +423,7 @@ class FakeEngine(Engine):
 
     def _output(self, sequence: Sequence) -> list[int]:
         """All tokens that it can have by now, those that the host does not know yet included. (A draft is no such.)"""
-        if sequence.group.chooses_tokens:
+        if sequence.group.chooses_tokens or sequence.pooling:
             return sequence.output_token_ids
         return truth(sequence, sequence.num_tokens + sequence.num_in_flight)[len(sequence.prompt_token_ids) :]
 
@@ -449,6 +483,10 @@ class FakeEngine(Engine):
         for group, best in self.expected_beams.items():
             if group.sequences[0].finish_reason == "stop":
                 assert [(r.output_token_ids, r.finish_reason) for r in group.results] == best
+        for sequence, vector in self.expected_pooled.items():
+            assert (sequence.pooled is None) == (sequence.finish_reason != "stop")
+            if sequence.pooled is not None:
+                np.testing.assert_allclose(sequence.pooled, vector, rtol=1e-6)
         for request, (tokens, reason) in self.expected.items():
             output = request.output_token_ids
             if request.params.tracks_logprobs:

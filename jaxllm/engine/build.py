@@ -20,7 +20,7 @@ from jaxllm.engine.device.packing import min_bucket
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.host_memory import machine_bytes
-from jaxllm.engine.model_source import Reading, cache_specs, model_source
+from jaxllm.engine.model_source import Reading, cache_specs, generates, model_source
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
 from jaxllm.sampling_checks import MAX_LOGPROBS
@@ -79,18 +79,23 @@ def build_engine(
     sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
     sizes |= CPU_SIZES if platform == "cpu" else {}
     max_num_seqs = _default(max_num_seqs, sizes["max_num_seqs"])
+    whole_prompts = not getattr(source.model, "is_causal", True)
+    max_len = _default(max_model_len, source.cfg.max_len)
+    least_tokens = max(max_num_seqs, sizes["max_num_batched_tokens"], max_len if whole_prompts else 0)
     wanted = EngineConfig(
-        max_model_len=_default(max_model_len, source.cfg.max_len),
+        max_model_len=max_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=_default(max_num_batched_tokens, max(max_num_seqs, sizes["max_num_batched_tokens"])),
+        max_num_batched_tokens=_default(max_num_batched_tokens, least_tokens),
         block_size=_default(block_size, BLOCK_SIZE),
         num_blocks=2**30,  # resolved below
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=enable_prefix_caching and not whole_prompts,
         gpu_memory_utilization=gpu_memory_utilization,
         preemption=preemption,
         swap_space=swap_space,
         seed=seed,
         max_logprobs=_default(max_logprobs, MAX_LOGPROBS),
+        generates=shape.generates,
+        whole_prompts=whole_prompts,
     )
     _check_len(wanted.max_model_len, source.cfg.max_len)
     _check_swap_space(swap_space)
@@ -117,7 +122,13 @@ def build_engine(
     except BaseException:
         executor.close()
         raise
-    return Engine(runner, vocab=source.cfg.vocab, eos_ids=source.eos_ids, tokenizer=source.tokenizer)
+    return Engine(
+        runner,
+        vocab=source.cfg.vocab,
+        eos_ids=source.eos_ids,
+        tokenizer=source.tokenizer,
+        pooler=dataclasses.replace(source.pooler, width=source.pooler.width or source.cfg.embed),
+    )
 
 
 def _default(value: int | None, default: int) -> int:
@@ -137,15 +148,18 @@ def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> Mod
     leaves, treedef = jax.tree.flatten(state)
     kv_heads = repeated(cfg.kv_heads, mesh)
     group = -(-cfg.heads // kv_heads)  # query heads of each
+    model = nnx.merge(graph, state)
     return ModelShape(
         graph=graph,
         treedef=treedef,
         leaves=tuple(leaves),
-        caches=cache_specs(nnx.merge(graph, state), cfg, mesh),
+        caches=cache_specs(model, cfg, mesh),
         vocab=cfg.vocab,
         logits_width=padded(cfg.vocab, mesh),
         dtype=cfg.dtype,
         token_widths=(cfg.embed, 2 * cfg.mlp, (group + 2) * kv_heads * cfg.head_dim),
+        generates=generates(model),
+        has_head=hasattr(model, "head"),
     )
 
 

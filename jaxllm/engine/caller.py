@@ -10,9 +10,9 @@ from typing import Any
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.loop import Delivery, EngineLoop
 from jaxllm.engine.prepare import PreparedRequest
+from jaxllm.engine.requests import Output
 from jaxllm.errors import EngineError
 from jaxllm.interrupts import HeldSignals
-from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind
 
 
@@ -21,7 +21,7 @@ class Inbox:
     so that a stream that is left open takes memory for each token once. Thread-safe."""
 
     def __init__(self) -> None:
-        self._unread: OrderedDict[Hashable, RequestOutput | Exception] = OrderedDict()
+        self._unread: OrderedDict[Hashable, Output | Exception] = OrderedDict()
         self._of_deltas: set[str] = set()  # requests
         self._lock = threading.Lock()
 
@@ -32,11 +32,11 @@ class Inbox:
         """Outputs of this request are deltas."""
         self._of_deltas.add(request_id)
 
-    def put(self, request_id: str, news: RequestOutput | Exception) -> None:
+    def put(self, request_id: str, news: Output | Exception) -> None:
         with self._lock:
             self._unread[object() if request_id in self._of_deltas else request_id] = news
 
-    def take(self) -> RequestOutput | None:
+    def take(self) -> Output | None:
         """The output that has waited longest; None if there is none. Raises the exception if it is one."""
         with self._lock:
             if not self._unread:
@@ -64,7 +64,7 @@ class CallerLoop:
             inbox.expect_deltas(options["request_id"])
         self._loop.submit(prepared, receiver=inbox, **options)
 
-    def wait(self, inbox: Inbox) -> Iterator[RequestOutput]:
+    def wait(self, inbox: Inbox) -> Iterator[Output]:
         """Makes a step, unless another thread's has brought something meanwhile; then what there is to read, possibly
         nothing. Raises what tore the step, or another caller's."""
         with self._turning:

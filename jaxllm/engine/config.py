@@ -34,6 +34,8 @@ class EngineConfig:
     swap_space: float | None = None  # GiB of host memory for swapped blocks; None: 4, or an eighth of the machine's
     seed: int = 0  # of requests that bring none
     max_logprobs: int = MAX_LOGPROBS  # that a request may ask for, of each token
+    generates: bool = True  # whether the model makes tokens; otherwise its hidden states alone are asked for
+    whole_prompts: bool = False  # whether tokens attend to those after them: a prompt is computed in one step
 
     def __post_init__(self) -> None:
         check_int("max_model_len", self.max_model_len, 2, 2**24)
@@ -43,6 +45,13 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}, "
                 "but a step has a token of each sequence; raise it, or lower max_num_seqs"
+            )
+        if self.whole_prompts and (self.max_num_batched_tokens < self.max_model_len or self.enable_prefix_caching):
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
+                f"max_model_len={self.max_model_len}, or enable_prefix_caching is on, but this model's tokens attend "
+                "to those after them: a prompt is computed in one step, and shares nothing; raise "
+                "max_num_batched_tokens, or lower max_model_len"
             )
         check_int("block_size", self.block_size, 1, 2**12)
         check_int("num_blocks", self.num_blocks, 1, MOST_BLOCKS)

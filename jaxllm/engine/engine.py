@@ -7,6 +7,8 @@ from collections import abc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jaxllm.engine.beam.candidates import BeamRow
 from jaxllm.engine.beam.group import read_rows
 from jaxllm.engine.config import EngineConfig
@@ -15,10 +17,11 @@ from jaxllm.engine.failure import describe, describe_state
 from jaxllm.engine.grammar_rows import GrammarRows
 from jaxllm.engine.logprobs import PackedLogprobs, pack_logprobs
 from jaxllm.engine.output import Request
+from jaxllm.engine.pooling import Pooler, PoolingRequest
 from jaxllm.engine.prepare import Intake, PreparedRequest
-from jaxllm.engine.requests import OpenRequests
+from jaxllm.engine.requests import OpenRequests, Output
 from jaxllm.engine.schedule.block_pool import BlockPool
-from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.plan import NOT_FINITE_POOLED, Plan, PooledSpan
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import End, Sequence
 from jaxllm.engine.sleep import KV_CACHE, Sleep
@@ -26,7 +29,7 @@ from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
 from jaxllm.engine.swap_choice import SwapChoice
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
-from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -37,10 +40,18 @@ MAX_FAILED_STEPS = 6  # in a row, after which it is not one request's fault
 class Engine:
     """Serves requests of token ids on a `Runner`. `vocab` and `eos_ids` are the model's."""
 
-    def __init__(self, runner: Runner, *, vocab: int, eos_ids: abc.Sequence[int], tokenizer: Any = None):
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        vocab: int,
+        eos_ids: abc.Sequence[int],
+        tokenizer: Any = None,
+        pooler: Pooler | None = None,
+    ):
         self.config: EngineConfig = runner.config
         self.runner = runner
-        self.intake = Intake(self.config, vocab=vocab, eos_ids=eos_ids, tokenizer=tokenizer)
+        self.intake = Intake(self.config, vocab=vocab, eos_ids=eos_ids, tokenizer=tokenizer, pooler=pooler)
         self._swap_choice = SwapChoice(runner, self.config.preemption)
         self.failure: Exception | None = None  # of the last step, if none has succeeded since
         self._num_failed_steps = 0  # in a row
@@ -67,6 +78,7 @@ class Engine:
             prefix_caching=config.enable_prefix_caching,
             prefers_swap=self._swap_choice,
             max_host_pages=config.swap_bytes // runner.costs.page_bytes,
+            whole_prompts=config.whole_prompts,
         )
         self.requests = OpenRequests(self.scheduler.finish)
         self._in_flight: Handle | None = None
@@ -78,11 +90,13 @@ class Engine:
         self._swap_choice.kind = kind
 
     def prepare(
-        self, token_ids: abc.Sequence[Any], params: SamplingParams, *, prompt: str | None = None
+        self, token_ids: abc.Sequence[Any], params: SamplingParams | PoolingParams, *, prompt: str | None = None
     ) -> PreparedRequest:
         """Checks a request, in any thread. ValueError says what is wrong with it. Compiling a grammar may take
         seconds."""
         self._sleep.check_awake()
+        if isinstance(params, PoolingParams):
+            return self.intake.prepare_pooling(token_ids, params, prompt=prompt)
         return self.intake.prepare(token_ids, params, prompt=prompt)
 
     def submit(
@@ -94,25 +108,26 @@ class Engine:
         self._sleep.check_awake()
         if request_id in self.requests:
             raise ValueError(f"request id {request_id!r} is in use; choose another")
-        request = Request(
-            request_id=request_id,
-            prompt=prepared.prompt,
-            prompt_token_ids=prepared.token_ids,
-            params=prepared.params,
-            tokenizer=self.intake.tokenizer,
-            stream=stream,
-            lean=lean,
-        )
-        group = self.intake.sequences(prepared, request, priority)
+        given = {"request_id": request_id, "prompt": prepared.prompt, "prompt_token_ids": prepared.token_ids}
+        if prepared.pooling is not None:
+            pooler = self.intake.pooler
+            request = PoolingRequest(**given, params=prepared.pooling, pooler=pooler, lean=lean)
+            group = self.intake.pooled_sequence(prepared, request, priority)
+        else:
+            tokenizer = self.intake.tokenizer
+            request = Request(**given, params=prepared.params, tokenizer=tokenizer, stream=stream, lean=lean)
+            group = self.intake.sequences(prepared, request, priority)
         request.sequences = group.sequences[:1] if prepared.params.beam_width is not None else list(group.sequences)
         self.requests.add(request)
         self.scheduler.add(group)
 
-    def add(self, token_ids: abc.Sequence[Any], params: SamplingParams, *, request_id: str, **options: Any) -> None:
+    def add(
+        self, token_ids: abc.Sequence[Any], params: SamplingParams | PoolingParams, *, request_id: str, **options: Any
+    ) -> None:
         """`prepare` and `submit`, for those who drive an engine themselves."""
         self.submit(self.prepare(token_ids, params), request_id=request_id, **options)
 
-    def abort(self, request_id: str) -> RequestOutput | None:
+    def abort(self, request_id: str) -> Output | None:
         """Ends a request between two steps and frees its blocks; returns what there is of it. None if there is no such
         request (any more)."""
         request = self._drop(request_id)
@@ -122,7 +137,7 @@ class Engine:
         """As `abort`, for a request that nobody listens to."""
         self._drop(request_id)
 
-    def _drop(self, request_id: str) -> Request | None:
+    def _drop(self, request_id: str) -> Request | PoolingRequest | None:
         if self._is_torn:
             self._start_empty()
         return self.requests.end(request_id, "abort")
@@ -133,8 +148,9 @@ class Engine:
 
     def wait_ready(self) -> None:
         """Blocks until the executables of the next step are compiled. It may be interrupted: nothing changes here."""
-        if not self.runner.max_tokens(self._needs_full_sampler):
-            self.runner.wait_first(self._needs_full_sampler)
+        least = self.scheduler.least_tokens() if self._in_flight is None else 1
+        if self.runner.max_tokens(self._needs_full_sampler) < least:
+            self.runner.wait_first(self._needs_full_sampler, num_tokens=least)
         self.runner.wait_expected()
 
     @property
@@ -142,7 +158,7 @@ class Engine:
         """Whether some unfinished sequence does."""
         return self.scheduler.num_unfinished_full > 0
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Output]:
         """Dispatches one step, then commits the one before it. Returns the requests that have updates: all that
         finished, and those that stream.
 
@@ -166,7 +182,7 @@ class Engine:
         if self._is_torn:
             self._start_empty()
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> list[Output]:
         plan = self._schedule()
         done, self._in_flight = self._in_flight, None
         failed: tuple[Plan, Exception] | None = None
@@ -220,13 +236,25 @@ class Engine:
         return [self._end_blocked(sequence) for sequence in blocked]
 
     def _commit(self, plan: Plan, result: Result) -> list[Sequence]:
-        if result.tokens:
+        if result.tokens or result.pooled:
             self.failure, self._num_failed_steps = None, 0
         now = time.monotonic()
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.num_samples]
         for sequence in (*plan.decodes[plan.num_steady :], *sampling):  # among them all that get their first token
             sequence.request.sampled(now)
-        return self.scheduler.commit(plan, result.tokens, *self._read(plan, result))
+        pooled = [each[0].sequence for each in result.pooled if self._end_pooled(*each)]
+        return pooled + self.scheduler.commit(plan, result.tokens, *self._read(plan, result))
+
+    def _end_pooled(self, span: PooledSpan, pooled: np.ndarray) -> bool:
+        """Ends a sequence that is pooled; False if it is not this one any more."""
+        sequence = span.sequence
+        if sequence.epoch != span.epoch:
+            return False
+        is_finite = bool(np.isfinite(pooled).all())
+        sequence.pooled = pooled if is_finite else None
+        self.scheduler.committer.num_not_finite += not is_finite
+        self.scheduler.finish(sequence, End("stop") if is_finite else End("error", error=NOT_FINITE_POOLED))
+        return True
 
     def _end_blocked(self, sequence: Sequence) -> Sequence:
         """Ends a request whose grammar allows no token; returns it, or who stands for it."""

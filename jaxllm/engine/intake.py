@@ -15,7 +15,7 @@ def check_request(
 ) -> tuple[list[int], list[list[int]]]:
     """The prompt as a list, and the token ids of the bad words. ValueError if an engine of this configuration, for a
     model of `vocab` tokens, can't serve the request."""
-    ids = _check_prompt(token_ids, vocab, config.max_model_len, params.truncate_prompt_tokens)
+    ids = check_prompt(token_ids, vocab, config.max_model_len, params.truncate_prompt_tokens)
     for name in _ID_FIELDS:
         outside = [i for i in getattr(params, name) or () if i >= vocab]
         if outside:
@@ -31,7 +31,8 @@ def check_request(
     return ids, _bad_word_ids(params, tokenizer)
 
 
-def _check_prompt(token_ids: Sequence[Any], vocab: int, max_model_len: int, keep: int | None) -> list[int]:
+def check_prompt(token_ids: Sequence[Any], vocab: int, max_model_len: int, keep: int | None) -> list[int]:
+    """The prompt as a list, of less than `max_model_len` tokens; the last `keep` of them, if that is given."""
     ids = list(token_ids)
     if not ids:
         raise ValueError("the prompt has no tokens; give at least one")

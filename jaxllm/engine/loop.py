@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxllm.errors import EngineDeadError
 from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_outputs import PoolingRequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # those import jax, which takes seconds
@@ -28,7 +30,7 @@ class Delivery(NamedTuple):
 
     request_id: str
     receiver: Any  # as it was given with the request
-    news: RequestOutput | Exception
+    news: RequestOutput | PoolingRequestOutput | Exception
 
 
 class _Ticket(NamedTuple):
@@ -63,7 +65,7 @@ class EngineLoop:
     def add(
         self,
         token_ids: Sequence[Any],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         request_id: str,
         prompt: str | None = None,
@@ -75,7 +77,8 @@ class EngineLoop:
         Raises `EngineDeadError` if the loop has ended."""
         ticket = _Ticket(request_id, receiver, options)
         prepare = partial(self.engine.prepare, token_ids, params, prompt=prompt)
-        start = self._submit if params.structured_outputs is None else self._compile
+        has_grammar = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        start = self._compile if has_grammar else self._submit
         self._post(partial(start, ticket, prepare))
 
     def submit(self, prepared: "PreparedRequest", *, request_id: str, receiver: Any = None, **options: Any) -> None:

@@ -1,8 +1,12 @@
 """Where one request's outputs wait for a reader in an event loop."""
 
 import asyncio
+from typing import Any
 
 from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_outputs import PoolingRequestOutput
+
+Output = RequestOutput | PoolingRequestOutput
 
 
 class Mailbox:
@@ -14,9 +18,9 @@ class Mailbox:
         self.is_finished = False  # the last output was read
         self._is_delta = is_delta
         self._changed = asyncio.Event()
-        self._newest: RequestOutput | Exception | None = None
+        self._newest: Output | Exception | None = None
 
-    def put(self, news: RequestOutput | Exception) -> None:
+    def put(self, news: Output | Exception) -> None:
         unread = self._newest
         if isinstance(unread, Exception):
             return
@@ -25,8 +29,8 @@ class Mailbox:
         self._newest = news
         self._changed.set()
 
-    async def get(self) -> RequestOutput:
-        """Waits for what is new. Raises the exception if that is it."""
+    async def get(self) -> Any:
+        """Waits for what is new, of the kind that was asked for. Raises the exception if that is it."""
         await self._changed.wait()
         self._changed.clear()
         news, self._newest = self._newest, None

@@ -23,6 +23,7 @@ from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.dummy import random_params
+from jaxllm.engine.pooling import Pooler
 from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
 from jaxllm.models.cache_spec import CacheSpec
@@ -47,6 +48,7 @@ class ModelSource(NamedTuple):
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
     checkpoint: Checkpoint | None = None  # that it is read from
+    pooler: Pooler = Pooler()
 
     @property
     def name(self) -> str:
@@ -215,7 +217,10 @@ def _check_interface(model: nnx.Module, name: str) -> None:
         raise TypeError(
             f"{name}.cfg must be a dataclass with {', '.join(missing)}, as jaxllm.models.transformer.Config is"
         )
-    for method, arguments in {"__call__": ("tokens", "ctx", "caches"), "logits": ("hidden", "ctx")}.items():
+    methods = {"__call__": ("tokens", "ctx", "caches")}
+    if generates(model):
+        methods["logits"] = ("hidden", "ctx")
+    for method, arguments in methods.items():
         function = getattr(model, method, None)
         if not callable(function):
             raise TypeError(f"{name} has no {method}({', '.join(arguments)}); see jaxllm.models.transformer.Decoder")
@@ -223,6 +228,11 @@ def _check_interface(model: nnx.Module, name: str) -> None:
             inspect.signature(function).bind(*arguments)
         except TypeError as error:
             raise TypeError(f"{name}.{method} can't be called as {method}({', '.join(arguments)}): {error}") from error
+
+
+def generates(model: Any) -> bool:
+    """Whether a model makes tokens, as it does unless it says otherwise."""
+    return getattr(model, "task", "generate") == "generate"
 
 
 def cache_specs(model: Any, cfg: Any, mesh: Mesh | None) -> tuple[tuple[CacheSpec, ...], ...]:
@@ -270,7 +280,8 @@ def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str, mesh: Me
         if len(caches) != len(watchers):
             raise ValueError(f"it returned {len(caches)} caches for {len(watchers)} layers")
         wanted.extend(spec.shape for of_layer in specs for spec in of_layer if not spec.is_state)
-        return hidden, module.logits(hidden, ctx)
+        logits = module.logits(hidden, ctx) if generates(module) else jnp.zeros((1, cfg.vocab), jnp.float32)
+        return hidden, logits
 
     try:
         hidden, logits = jax.eval_shape(forward, params, jax.ShapeDtypeStruct((1,), jnp.int32))

@@ -9,16 +9,20 @@ from typing import Any, NamedTuple
 from jaxllm.engine.beam.group import BeamSearchGroup
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.state import NUM_STOP_IDS
-from jaxllm.engine.intake import check_request
+from jaxllm.engine.intake import check_prompt, check_request
 from jaxllm.engine.output import Request
+from jaxllm.engine.pooling import Pooler, PoolingRequest
 from jaxllm.engine.schedule import sequence as schedule
 from jaxllm.engine.schedule.sequence_group import Samples, SequenceGroup
 from jaxllm.grammar.compiler import Grammar, GrammarCompiler
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from jaxllm.structured_outputs import StructuredOutputs, as_structured_outputs
 from jaxllm.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
+
+_ROUTES = {"embed": "/v1/embeddings", "classify": "/classify"}
 
 
 class PreparedRequest(NamedTuple):
@@ -30,14 +34,18 @@ class PreparedRequest(NamedTuple):
     bad_words: list[list[int]]  # as token ids
     grammar: Grammar | None
     text: Detokenizer | None  # what finds the stop strings of beams
+    pooling: PoolingParams | None = None  # in the place of a text, which `params` are of
 
 
 class Intake:
     """Prepares requests for one model: from any thread. `vocab` counts its token ids, `eos_ids` end its texts;
     `tokenizer` is None for an engine of token ids only."""
 
-    def __init__(self, config: EngineConfig, *, vocab: int, eos_ids: Iterable[int], tokenizer: Any):
+    def __init__(
+        self, config: EngineConfig, *, vocab: int, eos_ids: Iterable[int], tokenizer: Any, pooler: Pooler | None = None
+    ):
         self.config, self.vocab, self.eos_ids, self.tokenizer = config, vocab, frozenset(eos_ids), tokenizer
+        self.pooler = pooler or Pooler()
         self.grammars = GrammarCompiler(tokenizer, vocab, self.eos_ids)
         self._rng = random.Random(config.seed)
         self._arrivals = itertools.count()
@@ -50,6 +58,11 @@ class Intake:
     ) -> PreparedRequest:
         """Checks a request and resolves what it names. ValueError if this engine can't serve it. Compiling a grammar
         may take seconds."""
+        if not self.config.generates:
+            raise ValueError(
+                f"this model generates no text: it is made to {self.pooler.task}; call LLM.{self.pooler.task}, or POST "
+                f"to {_ROUTES[self.pooler.task]}"
+            )
         params = params.snapshot()
         ids, bad_words = check_request(token_ids, params, self.config, self.vocab, self.tokenizer)
         wanted = as_structured_outputs(params.structured_outputs)  # which it is already
@@ -58,6 +71,20 @@ class Intake:
         if params.beam_width is not None and params.stops:
             text = self._watch_text(ids, params)
         return PreparedRequest(ids, prompt, params, bad_words, grammar, text)
+
+    def prepare_pooling(
+        self, token_ids: Sequence[Any], params: PoolingParams, *, prompt: str | None = None
+    ) -> PreparedRequest:
+        """Likewise, of a prompt that is pooled."""
+        params = params.snapshot()
+        self.pooler.check(params)
+        keep = params.truncate_prompt_tokens
+        keep = self.config.max_model_len if keep == -1 else keep
+        ids = check_prompt(token_ids, self.vocab, self.config.max_model_len + 1, keep)
+        plain = SamplingParams(
+            max_tokens=1, cache_salt=params.cache_salt, skip_reading_prefix_cache=params.skip_reading_prefix_cache
+        )
+        return PreparedRequest(ids, prompt, plain, [], None, None, params)
 
     def _compile(self, wanted: StructuredOutputs) -> Grammar:
         try:
@@ -73,6 +100,21 @@ class Intake:
             return Detokenizer(self.tokenizer, params, token_ids)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything
             raise ValueError(f"stop strings can't be found, as the tokenizer fails on the prompt: {error}") from error
+
+    def pooled_sequence(self, prepared: PreparedRequest, request: PoolingRequest, priority: int) -> SequenceGroup:
+        """The sequence of `request`."""
+        sequence = schedule.Sequence(
+            prompt_token_ids=prepared.token_ids,
+            params=prepared.params,
+            arrival=next(self._arrivals),
+            seed=0,
+            max_total_len=len(prepared.token_ids) + 1,  # it has computed all, and its output is still to come
+            priority=priority,
+            reports_tokens=False,
+            pooling=self.pooler.pooling,
+        )
+        sequence.request = request
+        return Samples([sequence])
 
     def sequences(self, prepared: PreparedRequest, request: Request, priority: int) -> SequenceGroup:
         """The samples or beams of `request`, which are told to the scheduler together."""

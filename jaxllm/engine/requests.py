@@ -3,11 +3,16 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
-from jaxllm.engine.output import Request
+from jaxllm.engine.output import Request as TextRequest
+from jaxllm.engine.pooling import PoolingRequest
 from jaxllm.engine.schedule.sequence import End, Sequence
 from jaxllm.outputs import FinishReason, RequestOutput
+from jaxllm.pooling_outputs import PoolingRequestOutput
 
 log = logging.getLogger(__name__)
+
+Request = TextRequest | PoolingRequest
+Output = RequestOutput | PoolingRequestOutput
 
 
 class OpenRequests:
@@ -40,7 +45,7 @@ class OpenRequests:
                 self._finish(sequence, End(reason))
         return request
 
-    def output(self, request: Request) -> RequestOutput:
+    def output(self, request: Request) -> Output:
         """What it is so far; with an error if that fails."""
         try:
             return request.output()
@@ -48,7 +53,7 @@ class OpenRequests:
             self._fail(request, error)
             return request.output()
 
-    def updates(self, updated: Iterable[Sequence]) -> list[RequestOutput]:
+    def updates(self, updated: Iterable[Sequence]) -> list[Output]:
         """The outputs that are due after these sequences got further or ended."""
         changed: dict[Request, None] = {}
         for sequence in updated:

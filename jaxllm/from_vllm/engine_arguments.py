@@ -19,7 +19,7 @@ _NO_REPLICAS = (
 _NO_EXPERTS = "there are no models with experts yet"
 NO_LORA = "there are no LoRA adapters yet; merge the adapter into the weights (peft: merge_and_unload) and serve those"
 NO_MEDIA = "only text is served: there are no images, sounds or videos yet; leave it out"
-NO_POOLING = "models generate text only: there are no embeddings, classes or scores yet; leave it out"
+_BY_FILES = "what a model does is what its files say, and any that generates makes embeddings too; leave it out"
 _NO_QUANTIZATION = (
     "weights are not quantized yet; give the original checkpoint, or a GGUF file (its blocks are read into dtype)"
 )
@@ -135,11 +135,11 @@ _ONLY: dict[str, Only] = {
         (None, True), "the hub's own login is used; set the environment variable HF_TOKEN, or hf auth login"
     ),
     "model_impl": Only((None, "auto", "vllm"), "jaxllm has its own models only; leave it 'auto'"),
-    "task": Only((None, "auto", "generate"), NO_POOLING),
-    "runner": Only((None, "auto", "generate"), NO_POOLING),
-    "convert": Only((None, "auto", "none"), NO_POOLING),
-    "pooler_config": Only((None,), NO_POOLING),
-    "override_pooler_config": Only((None,), NO_POOLING),
+    "task": Only((None, "auto", "generate", "embed", "embedding", "classify", "score", "reward"), _BY_FILES),
+    "runner": Only((None, "auto", "generate", "pooling"), _BY_FILES),
+    "convert": Only((None, "auto", "none", "embed"), _BY_FILES),
+    "pooler_config": Only((None,), _BY_FILES),
+    "override_pooler_config": Only((None,), _BY_FILES),
     "enable_prompt_embeds": Only(_OFF, "prompts are text or token ids; leave it out"),
     "served_model_name": Only((None,), _SERVER),
     "allowed_local_media_path": Only(_EMPTY, NO_MEDIA),

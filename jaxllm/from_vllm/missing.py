@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxllm.from_vllm.engine_arguments import NO_POOLING
-
 
 def _missing(name: str, why: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **options: Any) -> Any:
@@ -18,11 +16,9 @@ def _missing(name: str, why: str) -> Callable[..., Any]:
 class MissingMethods:
     """Base of what programs expect to have them."""
 
-    embed = _missing("embed", NO_POOLING)
-    encode = _missing("encode", NO_POOLING)
-    classify = _missing("classify", NO_POOLING)
-    score = _missing("score", NO_POOLING)
-    reward = _missing("reward", NO_POOLING)
+    reward = _missing(
+        "reward", "call encode: of a reward model it gives the reward, with PoolingParams(use_activation=False)"
+    )
     collective_rpc = _missing(
         "collective_rpc",
         "there are no workers to call, the engine is in this process; LLM.params, update_params, sleep and "

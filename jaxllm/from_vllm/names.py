@@ -4,18 +4,13 @@ from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
-from jaxllm.from_vllm.engine_arguments import NO_LORA, NO_POOLING
+from jaxllm.from_vllm.engine_arguments import NO_LORA
 
 _ONE_PROCESS = "one process drives all devices, so there are no process groups; llm.close() frees what an engine holds"
 _GUIDED = "its name in vLLM is StructuredOutputsParams now, and here: from jaxllm.sampling_params import it"
 _MODELS = "give LLM a Flax module with the interface of jaxllm.models, or a pair (configuration, parameter pytree)"
-_POOLING_NAMES = (
-    *("PoolingParams", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput"),
-    *("ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
-)
 
 ABSENT: dict[str, str] = {  # name -> why, and the way
-    **dict.fromkeys(_POOLING_NAMES, NO_POOLING),
     **dict.fromkeys(("LoRARequest", "LoRAConfig"), NO_LORA),
     **dict.fromkeys(("GuidedDecodingParams", "GuidedDecodingRequest"), _GUIDED),
     **dict.fromkeys(

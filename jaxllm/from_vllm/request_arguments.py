@@ -33,6 +33,19 @@ SAMPLING_FIELDS: dict[str, Rule] = {
     "output_text_buffer_length": Hint(_INTERNAL),
 }
 
+POOLING_FIELDS: dict[str, Rule] = {
+    "normalize": Only((None,), "its name is use_activation"),
+    "activation": Only((None,), "its name is use_activation"),
+    "softmax": Only((None,), "its name is use_activation"),
+    "step_tag_id": Only((None,), "a prompt has one output; there are none of its tokens yet"),
+    "returned_token_ids": Only((None,), "a prompt has one output; there are none of its tokens yet"),
+    "requires_token_ids": Hint(_INTERNAL),
+    "skip_clone": Hint(_INTERNAL),
+    "extra_kwargs": Only(_is_empty, _PLUGINS),
+    "output_kind": Hint("a prompt that is pooled has one output"),
+    "late_interaction_params": Only((None,), "a prompt has one output; there are none of its tokens yet"),
+}
+
 _FORMAT = "give structured_outputs=StructuredOutputsParams({}=...)"
 OTHER_SAMPLING_FIELDS = {  # names of transformers, of OpenAI's API and of llama.cpp, and old ones of vLLM
     **dict.fromkeys(
@@ -87,6 +100,16 @@ CHAT_ARGUMENTS: dict[str, Rule] = {
     "reasoning_effort": Only((None,), "give chat_template_kwargs={'reasoning_effort': ...}"),
     "return_assistant_tokens_mask": Only((None, False), "there is none; leave it out"),
 }
+POOLING_ARGUMENTS: dict[str, Rule] = {
+    "lora_request": _LORA,
+    "prompt_adapter_request": GENERATE_ARGUMENTS["prompt_adapter_request"],
+    "tokenization_kwargs": Only(
+        _is_empty, "give PoolingParams(truncate_prompt_tokens=...), or token ids: {'prompt_token_ids': [...]}"
+    ),
+    "truncate_prompt_tokens": Only((None,), "it is a field of PoolingParams"),
+    "truncation_size": Only((None,), "give PoolingParams(truncate_prompt_tokens=...)"),
+    "chat_template": Only((None,), "a pair of texts is encoded as the model's tokenizer says"),
+}
 ADD_REQUEST_ARGUMENTS: dict[str, Rule] = {
     "lora_request": _LORA,
     "tokenization_kwargs": GENERATE_ARGUMENTS["tokenization_kwargs"],
@@ -117,6 +140,17 @@ class VllmChatArguments(TypedDict, total=False):
     chat_template_content_format: Any
     reasoning_effort: Any
     return_assistant_tokens_mask: Any
+
+
+class VllmPoolingArguments(TypedDict, total=False):
+    """What each value means is in `POOLING_ARGUMENTS`."""
+
+    lora_request: Any
+    prompt_adapter_request: Any
+    tokenization_kwargs: Any
+    truncate_prompt_tokens: Any
+    truncation_size: Any
+    chat_template: Any
 
 
 _SAMPLING = "it is a field of SamplingParams: llm.generate(prompts, SamplingParams({}=...))"

@@ -132,11 +132,10 @@ SNIPPETS: list[Snippet] = [
         NOT_YET,
         "log-probabilities are the model's own, before temperature, masks and penalties",
     ),
-    refused(
+    runs(
         "runner='pooling'",
-        "LLM(model=M, runner='pooling', **SIZES)",
-        NOT_YET,
-        "models generate text only: there are no embeddings, classes or scores yet; leave it out",
+        "engine = LLM(model=M, runner='pooling', **SIZES)",
+        "len(engine.embed(['a'])[0].outputs.embedding) > 0",
     ),
     refused(
         "a name of the hub, without a network",

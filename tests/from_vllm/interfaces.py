@@ -37,18 +37,19 @@ ENGINE: list[Snippet] = [
     runs("llm_engine.model_config", "n = llm.llm_engine.model_config.max_model_len", "n == 128"),
     runs("llm_engine.vllm_config", "n = llm.llm_engine.vllm_config.model_config.max_model_len", "n == 128"),
     runs("model_config", "n = llm.model_config.max_model_len", "n == 128"),
-    refused(
+    runs(
         "embed",
-        "llm.embed(['a'])",
-        "NotImplementedError",
-        "models generate text only: there are no embeddings, classes or scores yet",
+        "(output,) = llm.embed(['a'])\nembeds = output.outputs.embedding",
+        "len(embeds) == output.outputs.hidden_size and abs(sum(x * x for x in embeds) - 1) < 1e-5",
     ),
-    refused(
-        "score",
-        "llm.score('a', 'b')",
-        "NotImplementedError",
-        "models generate text only: there are no embeddings, classes or scores yet",
+    runs("score", "(output,) = llm.score('a', 'a')", "abs(output.outputs.score - 1) < 1e-5"),
+    runs(
+        "encode a prompt",
+        "(output,) = llm.encode(['a'], pooling_task='embed')",
+        "output.finished and output.outputs.data.ndim == 1",
     ),
+    refused("classify", "llm.classify(['a'])", "ValueError", "take a model that was trained to classify"),
+    refused("reward", "llm.reward(['a'])", "NotImplementedError", "call encode"),
     runs(
         "sleep and wake_up",
         "before = llm.generate('a', SamplingParams(temperature=0, max_tokens=4))[0].outputs[0].token_ids\n"
@@ -155,10 +156,9 @@ IMPORTS: list[Snippet] = [
         "ImportError",
         "give LLM a Flax module with the interface of jaxllm.models",
     ),
-    refused(
+    runs(
         "PoolingParams, EmbeddingRequestOutput",
         "from vllm import PoolingParams, EmbeddingRequestOutput",
-        "ImportError",
-        "models generate text only: there are no embeddings, classes or scores yet",
+        "PoolingParams(dimensions=4).dimensions == 4",
     ),
 ]

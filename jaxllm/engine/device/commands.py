@@ -54,6 +54,7 @@ KINDS: Mapping[Hashable, CommandKind] = MappingProxyType(
         "rules": CommandKind((("1", "size"),), runs=True),
         "step": CommandKind((("size",),), runs=True, num_results=1),
         "prompt_logprobs": CommandKind((("2", "rows"),), runs=True, num_results=1),
+        "pool": CommandKind(_SAMPLES, runs=True, num_results=1),
         "sample": CommandKind(_SAMPLES, runs=True, num_results=1),
         "logits": CommandKind(_SAMPLES, runs=True),
         "alter": CommandKind((("samples", "words"), ("size",)), runs=True),

@@ -11,9 +11,11 @@ from jaxllm.engine.device.commands import Command
 from jaxllm.engine.device.packing import (
     ADMIT_SIZES,
     AdmitLayout,
+    PoolLayout,
     SampleLayout,
     StepLayout,
     pick_bucket,
+    pool_ladder,
     sample_ladder,
     table_shapes,
     token_ladder,
@@ -52,6 +54,7 @@ class Encoder:
         )
         sizes = config.max_num_seqs, config.block_size, config.pages_per_block
         self._steps = {n: StepLayout(n, *sizes) for n in self.all.tokens}
+        self._pools = {n: PoolLayout(n, config.max_num_seqs) for n in pool_ladder(config.max_num_batched_tokens)}
         self._samples = {n: SampleLayout(n, config.max_num_seqs) for n in self.all.samples}
         tables = tuple(table.shape for table in table_shapes(config))
         self._admits = {n: AdmitLayout(n, config.max_num_seqs, tables) for n in ADMIT_SIZES}
@@ -59,8 +62,14 @@ class Encoder:
 
     def names(self, tokens: int, *, full: bool) -> list[Hashable]:
         """The executables of a step of this bucket, whatever it samples."""
+        if not self.config.generates:
+            return [("step", tokens), self._pool_name(tokens)]
         samples = pick_bucket(self.all.samples, self._most_samples(tokens))
         return [("step", tokens), *self.sampler_names(samples, full=full)]
+
+    def _pool_name(self, tokens: int) -> tuple[str, int]:
+        """What pools of a step of so many tokens."""
+        return "pool", pick_bucket(tuple(self._pools), tokens)
 
     def _most_samples(self, tokens: int) -> int:
         return min(tokens, self.config.max_num_seqs)
@@ -73,6 +82,9 @@ class Encoder:
 
     def usable(self, *, full: bool) -> Buckets:
         """The buckets that have all their executables, those of the full sampler among them if a request needs it."""
+        if not self.config.generates:
+            tokens = [n for n in self.all.tokens if self._are_ready(self.names(n, full=False))]
+            return Buckets(tuple(tokens), self.all.samples)
         samples = [n for n in self.all.samples if self._are_ready(self.sampler_names(n, full=full))]
         tokens = [
             n for n in self.all.tokens if self._ready(("step", n)) and self._most_samples(n) <= max(samples, default=0)
@@ -107,9 +119,13 @@ class Encoder:
         """The sampling. `masks` are of `empty_masks`, if some samples follow a grammar, and are not written any more.
 
         Of its results, the last one or two are the samples': `[samples]` tokens; or `[samples, width]`, with their
-        log-probabilities, and the beams' candidates. Those before are of `spans`, in their order.
+        log-probabilities, and the beams' candidates. Before them come those of `spans`, in their order; and first, if
+        the plan has pooled rows, their `[rows, outputs]`.
         """
         commands = self._prompt_logprobs(spans_of(plan))
+        if plan.pooled:
+            name = self._pool_name(plan.num_tokens)
+            commands.insert(0, Command(name, (self._pools[name[1]].pack(plan.pooled),)))
         if not plan.num_samples:
             return commands
         samples = pick_bucket(buckets.samples, plan.num_samples)

@@ -17,7 +17,7 @@ from jaxllm.engine.device.columns import RowLayout, install, of_slots
 from jaxllm.engine.device.layer_caches import LayerCaches, pools_of, view_table
 from jaxllm.engine.device.logit_rules import alter
 from jaxllm.engine.device.logprobs import logprob_rows
-from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, SampleLayout, StepLayout, TableShape
+from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, PoolLayout, SampleLayout, StepLayout, TableShape
 from jaxllm.engine.device.sampler import sample, sample_full
 from jaxllm.engine.device.state import LogitRules, SamplingTable, Slots
 from jaxllm.models.cache_spec import CacheSpec
@@ -38,6 +38,8 @@ class ModelShape:
     logits_width: int  # of them, and of what pads them on several devices
     token_widths: tuple[int, ...]  # elements of a token: the residual stream, then a layer's intermediate results
     dtype: Any
+    generates: bool = True  # whether hidden states become logits
+    has_head: bool = False  # whether pooled hidden states go through the model's `head`
 
     def model(self, leaves: Sequence[Any]) -> Any:
         return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
@@ -50,18 +52,36 @@ class ModelShape:
     @cached_property
     def head_indices(self) -> tuple[int, ...]:
         """Which of the leaves make logits of hidden states: a sampler takes no others."""
+        return self._used_by("logits", self.hidden.dtype) if self.generates else ()
 
-        def logits(leaves: Sequence[Array], hidden: Array) -> Array:
-            return self.model(leaves).logits(hidden, StepContext.of(jnp.zeros(1, jnp.int32)))
+    @cached_property
+    def pool_indices(self) -> tuple[int, ...]:
+        """Likewise, of pooled hidden states whatever the model's `head` makes."""
+        return self._used_by("head", jnp.float32) if self.has_head else ()
 
-        hidden = jax.ShapeDtypeStruct((1, *self.hidden.shape), self.hidden.dtype)
-        jaxpr = jax.make_jaxpr(logits)(list(self.leaves), hidden).jaxpr
+    def _used_by(self, method: str, dtype: Any) -> tuple[int, ...]:
+        def call(leaves: Sequence[Array], hidden: Array) -> Array:
+            return getattr(self.model(leaves), method)(hidden, StepContext.of(jnp.zeros(1, jnp.int32)))
+
+        hidden = jax.ShapeDtypeStruct((1, *self.hidden.shape), dtype)
+        jaxpr = jax.make_jaxpr(call)(list(self.leaves), hidden).jaxpr
         used = {var for equation in jaxpr.eqns for var in equation.invars if not hasattr(var, "val")}
         return tuple(i for i, var in enumerate(jaxpr.invars[: len(self.leaves)]) if var in used)
+
+    def _with(self, indices: Sequence[int], given: Sequence[Array]) -> Any:
+        """The model with the leaves of `indices`; the others stay shapes, which nobody looks at."""
+        leaves: list[Any] = list(self.leaves)
+        for i, leaf in zip(indices, given, strict=True):
+            leaves[i] = leaf
+        return self.model(leaves)
 
     @property
     def head(self) -> list[jax.ShapeDtypeStruct]:
         return [self.leaves[i] for i in self.head_indices]
+
+    @property
+    def pool_head(self) -> list[jax.ShapeDtypeStruct]:
+        return [self.leaves[i] for i in self.pool_indices]
 
     def logits(
         self,
@@ -72,15 +92,22 @@ class ModelShape:
     ) -> Float[Array, "rows logits_width"]:
         """The model's logits after the `tokens` of a step, counted flat, from the leaves `head_indices`; minus infinity
         where they are no token's."""
-        leaves: list[Any] = list(self.leaves)  # the others stay shapes, which nobody looks at
-        for i, leaf in zip(self.head_indices, head, strict=True):
-            leaves[i] = leaf
         ctx = StepContext.of(tokens, placement=at)  # the head reads neither rows nor positions
-        logits = self.model(leaves).logits(hidden.at[tokens].get(mode="clip"), ctx)
+        logits = self._with(self.head_indices, head).logits(hidden.at[tokens].get(mode="clip"), ctx)
         if self.logits_width == self.vocab:
             return logits
         logits = jnp.pad(logits, ((0, 0), (0, self.logits_width - logits.shape[1])))  # of a head that is not split
         return jnp.where(jnp.arange(self.logits_width)[None, :] < self.vocab, logits, -jnp.inf)
+
+    def classify(
+        self, head: Sequence[Array], pooled: Float[Array, "rows embed"], at: Placement
+    ) -> Float[Array, "rows outputs"]:
+        """What the model's head makes of pooled hidden states, from the leaves `pool_indices`; they themselves if it
+        has none."""
+        if not self.has_head:
+            return pooled
+        ctx = StepContext.of(jnp.zeros(len(pooled), jnp.int32), placement=at)
+        return self._with(self.pool_indices, head).head(pooled, ctx)
 
     @property
     def hidden(self) -> jax.ShapeDtypeStruct:
@@ -217,6 +244,38 @@ def sample_full_step(
     )
     last_token = last_token.at[given.slots].set(tokens, mode="drop")
     return last_token, jnp.concatenate([tokens[:, None], rows], 1), candidates
+
+
+def pool_step(
+    head: Sequence[Array],
+    sums: Float[Array, "slots embed"],
+    hidden: Float[Array, "max_tokens embed"],
+    packed: Int[Array, " size"],
+    *,
+    model_shape: ModelShape,
+    layout: PoolLayout,
+    placement: Placement = UNPLACED,
+) -> tuple[Float[Array, "slots embed"], Float[Array, "rows outputs"]]:
+    """Adds the hidden states of the step just over to the sums of its rows, in float32. Returns the sums of all slots,
+    and of each row what its sum gives so far."""
+    given = layout.unpack(packed)
+    hidden = hidden[: layout.tokens]
+    token = jnp.arange(layout.tokens, dtype=jnp.int32)[None, :]
+    is_summed = (token >= given.starts[:, None]) & (token < given.stops[:, None])
+    is_finite = jnp.isfinite(hidden)  # one that is not stays its own row's: it would spread through zeros
+    is_sound = ~jnp.any(is_summed & ~jnp.all(is_finite, axis=1)[None, :], axis=1)
+    added = jnp.dot(
+        is_summed.astype(hidden.dtype),
+        jnp.where(is_finite, hidden, jnp.zeros_like(hidden)),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    added = jnp.where(is_sound[:, None], added, jnp.nan)
+    before = jnp.where((given.begins == 1)[:, None], 0.0, sums.at[given.slots].get(mode="clip"))
+    total = before + added
+    share = jax.lax.bitcast_convert_type(given.shares, jnp.float32)
+    pooled = total * jnp.broadcast_to(share[:, None], total.shape)
+    return sums.at[given.slots].set(total, mode="drop"), model_shape.classify(head, pooled, placement)
 
 
 def prompt_logprobs(

@@ -55,6 +55,7 @@ class Executor:
         self._offered: dict[int, list[Array]] = {}  # parameters by version, for commands to come
         self.state: DeviceState | None = None
         self._head_indices, self._head = model_shape.head_indices, []
+        self._pool_indices, self._pool_head = model_shape.pool_indices, []
         self._logits: Array | None = None  # of the step's samples
         self._altered: Array | None = None
 
@@ -94,7 +95,7 @@ class Executor:
 
     def release_params(self) -> None:
         """Lets go of the parameters, until others are offered."""
-        self.leaves, self._head = [], []
+        self.leaves, self._head, self._pool_head = [], [], []
 
     def release_state(self) -> None:
         """Lets go of the state, until the next "init"."""
@@ -113,6 +114,7 @@ class Executor:
     def _update_params(self, command: Command) -> None:
         leaves = self._offered.pop(command.key)
         self.leaves, self._head = leaves, [leaves[i] for i in self._head_indices]
+        self._pool_head = [leaves[i] for i in self._pool_indices]
         huge_pages.collapse_soon(leaves)
 
     def _init(self, command: Command) -> None:
@@ -142,7 +144,7 @@ class Executor:
         self.state = self._live._replace(rules=rules)
 
     def _step(self, command: Command) -> list[Array]:
-        pools, history, slots, _, _, hidden = self._live
+        pools, history, slots, _, _, hidden, _ = self._live
         pools, history, slots, hidden, done = self.compile_plan[command.name](
             self.leaves, pools, history, slots, hidden, *command.arrays
         )
@@ -152,8 +154,15 @@ class Executor:
     def _prompt_logprobs(self, command: Command) -> list[Array]:
         return [self.compile_plan.awaited(command.name)(self._head, self._live.hidden, *command.arrays)]
 
+    def _pool(self, command: Command) -> list[Array]:
+        state = self._live
+        pool = self.compile_plan.awaited(command.name)
+        sums, pooled = pool(self._pool_head, state.sums, state.hidden, *command.arrays)
+        self.state = state._replace(sums=sums)
+        return [pooled]
+
     def _sample(self, command: Command) -> list[Array]:
-        _, _, slots, sampling, _, hidden = self._live
+        _, _, slots, sampling, _, hidden, _ = self._live
         draw = self.compile_plan[command.name]
         last_token, tokens = draw(self._head, hidden, slots.last_token, slots.length, sampling, *command.arrays)
         self.state = self._live._replace(slots=slots._replace(last_token=last_token))
@@ -164,12 +173,12 @@ class Executor:
         self._altered = self._logits
 
     def _alter(self, command: Command) -> None:
-        _, history, slots, sampling, rules, _ = self._live
+        _, history, slots, sampling, rules, *_ = self._live
         alter = self.compile_plan[command.name]
         self._altered = alter(self._logits, *command.arrays, slots, sampling, rules, history)
 
     def _sample_full(self, command: Command) -> list[Array]:
-        _, _, slots, sampling, rules, _ = self._live
+        _, _, slots, sampling, rules, *_ = self._live
         logits, altered, self._logits, self._altered = self._logits, self._altered, None, None
         last_token, rows, candidates = self.compile_plan[command.name](
             slots.last_token, slots.length, sampling, rules, logits, altered, *command.arrays
@@ -188,6 +197,7 @@ HANDLERS: dict[Hashable, Callable[[Executor, Command], Sequence[Array | np.ndarr
     "rules": Executor._install_rules,
     "step": Executor._step,
     "prompt_logprobs": Executor._prompt_logprobs,
+    "pool": Executor._pool,
     "sample": Executor._sample,
     "logits": Executor._make_logits,
     "alter": Executor._alter,

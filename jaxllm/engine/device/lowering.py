@@ -17,10 +17,12 @@ from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.packing import (
     ADMIT_SIZES,
     AdmitLayout,
+    PoolLayout,
     SampleLayout,
     StepLayout,
     TableShape,
     pick_bucket,
+    pool_ladder,
     sample_ladder,
     table_shapes,
     token_ladder,
@@ -57,25 +59,41 @@ class Lowering:
 
     def jobs(self) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
         """Name -> lowering of every executable: a step for each bucket of tokens, four for each bucket of samples, the
-        admits, three more, and those that move blocks.
+        admits, three more, those that pool, and those that move blocks. A model that does not generate has no samplers.
 
         Smallest first: the first `NUM_FIRST` suffice to serve a request. On accelerators, where each takes seconds,
         steps of 8 and 64 times as many tokens follow, with plain samplers: prompts and batches soon need few steps.
         """
         moves = block_moves.jobs(self.state().pools, self.config.max_num_seqs)
         admits = {("admit", rows): partial(self.lower_admit, rows) for rows in ADMIT_SIZES}
+        pools = {("pool", n): partial(self.lower_pool, self._pool_layout(n)) for n in self._pool_buckets}
         jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {"init": self.lower_init}
         jobs["admit", 1] = admits["admit", 1]
+        if not self.model_shape.generates:
+            jobs["step", self.token_buckets[0]] = self._step_job(self.token_buckets[0])
+            jobs |= pools
         for tokens in self._first_buckets():
             samplers = self._samplers_of(tokens)
-            jobs["step", tokens] = partial(self.lower_step, self.step_layout(tokens))
+            jobs["step", tokens] = self._step_job(tokens)
             jobs |= {name: job for name, job in samplers.items() if name[0] == "sample"}
         for tokens in self.token_buckets:
-            jobs["step", tokens] = partial(self.lower_step, self.step_layout(tokens))
+            jobs["step", tokens] = self._step_job(tokens)
             jobs |= self._samplers_of(tokens)
-            jobs |= {"rules": self.lower_rules, "prompt_logprobs": self.lower_prompt_logprobs} | admits
+            if self.model_shape.generates:
+                jobs |= {"rules": self.lower_rules, "prompt_logprobs": self.lower_prompt_logprobs}
+            jobs |= admits
             jobs |= {name: job for name, job in moves.items() if isinstance(name, tuple) and name[0] == "copy"}
-        return jobs | moves  # swaps last: until then, preempted sequences are recomputed
+        return jobs | pools | moves  # swaps last: until then, preempted sequences are recomputed
+
+    def _step_job(self, tokens: int) -> Callable[[], jax.stages.Lowered]:
+        return partial(self.lower_step, self.step_layout(tokens))
+
+    def _pool_layout(self, tokens: int) -> PoolLayout:
+        return PoolLayout(tokens, self.config.max_num_seqs)
+
+    @property
+    def _pool_buckets(self) -> tuple[int, ...]:
+        return pool_ladder(self.config.max_num_batched_tokens)
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
@@ -97,6 +115,8 @@ class Lowering:
 
     def _samplers_of(self, tokens: int) -> dict[tuple[str, int], Callable[[], jax.stages.Lowered]]:
         """Those that a step of so many tokens may need."""
+        if not self.model_shape.generates:
+            return {}
         most = self.config.max_num_seqs
         layout = SampleLayout(pick_bucket(self.sample_buckets, min(tokens, most)), most)
         lowerings = {
@@ -130,15 +150,15 @@ class Lowering:
         arrays = self.cache_layout.arrays
         pools: Any = [self._like((num_pages, *each.shape), each.dtype, (None, *each.axes)) for each in arrays]
         history: Any = self._ints(num_pages, self.config.block_size)
-        slots, sampling, rules, hidden = self.small_state()
-        return DeviceState(pools, history, slots, sampling, rules, hidden)
+        return DeviceState(pools, history, *self.small_state())
 
-    def small_state(self) -> tuple[Slots, SamplingTable, LogitRules, Any]:
+    def small_state(self) -> tuple[Slots, SamplingTable, LogitRules, Any, Any]:
         """Shapes of the state that does not grow with the pool."""
         shape, config = self.model_shape, self.config
         tables = jax.eval_shape(self._empty_tables)
         hidden = self._like((config.max_num_batched_tokens, *shape.hidden.shape), shape.hidden.dtype)
-        return *jax.tree.map(lambda x: self._like(x.shape, x.dtype), tables), hidden
+        sums = self._like((config.max_num_seqs, *shape.hidden.shape), jnp.float32)
+        return *jax.tree.map(lambda x: self._like(x.shape, x.dtype), tables), hidden, sums
 
     def _empty_tables(self) -> tuple[Slots, SamplingTable, LogitRules]:
         num_slots = self.config.max_num_seqs
@@ -155,7 +175,8 @@ class Lowering:
         def init() -> DeviceState:
             pools = [zeros(pool.shape, pool.dtype, placement=self.placement) for pool in state.kv_pools]
             history = jnp.zeros(state.history.shape, jnp.int32)
-            return DeviceState(pools, history, *self._empty_tables(), jnp.zeros(state.hidden.shape, state.hidden.dtype))
+            hidden, sums = (jnp.zeros(x.shape, x.dtype) for x in (state.hidden, state.sums))
+            return DeviceState(pools, history, *self._empty_tables(), hidden, sums)
 
         return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)).lower()
 
@@ -169,27 +190,27 @@ class Lowering:
         return jitted.lower(list(self.model_shape.leaves), *written, self._ints(layout.size))
 
     def lower_sample(self, layout: SampleLayout) -> jax.stages.Lowered:
-        slots, sampling, _, hidden = self.small_state()
+        slots, sampling, _, hidden, _ = self.small_state()
         fn = partial(executables.sample_step, model_shape=self.model_shape, layout=layout, placement=self.placement)
         jitted = jax.jit(fn, donate_argnums=2, out_shardings=(replicated(self.mesh),) * 2)
         packed = self._ints(layout.size)
         return jitted.lower(self.model_shape.head, hidden, slots.last_token, slots.length, sampling, packed)
 
     def lower_logits(self, layout: SampleLayout) -> jax.stages.Lowered:
-        *_, hidden = self.small_state()
+        *_, hidden, _ = self.small_state()
         fn = partial(executables.logits_step, model_shape=self.model_shape, layout=layout, placement=self.placement)
         jitted = jax.jit(fn, out_shardings=self._logits(layout).sharding)
         return jitted.lower(self.model_shape.head, hidden, self._ints(layout.size))
 
     def lower_alter(self, layout: SampleLayout) -> jax.stages.Lowered:
-        slots, sampling, rules, _ = self.small_state()
+        slots, sampling, rules, *_ = self.small_state()
         logits, masks = self._logits(layout), self._ints(layout.samples, mask_words(self.model_shape.vocab))
         fn = partial(executables.alter_step, layout=layout, placement=self.placement)
         jitted = jax.jit(fn, out_shardings=logits.sharding)
         return jitted.lower(logits, masks, self._ints(layout.size), slots, sampling, rules, self.state().history)
 
     def lower_sample_full(self, layout: SampleLayout) -> jax.stages.Lowered:
-        slots, sampling, rules, _ = self.small_state()
+        slots, sampling, rules, *_ = self.small_state()
         vocab = self.model_shape.vocab
         fn = partial(executables.sample_full_step, vocab=vocab, layout=layout, placement=self.placement)
         jitted = jax.jit(fn, donate_argnums=0, out_shardings=(replicated(self.mesh),) * 3)
@@ -197,20 +218,26 @@ class Lowering:
         return jitted.lower(slots.last_token, slots.length, sampling, rules, logits, logits, packed)
 
     def lower_rules(self) -> jax.stages.Lowered:
-        _, _, rules, _ = self.small_state()
+        _, _, rules, *_ = self.small_state()
         fn = partial(executables.install_rules, layout=self._rules)
         jitted = jax.jit(fn, donate_argnums=0, out_shardings=replicated(self.mesh))
         return jitted.lower(rules, self._ints(1, 1 + self._rules.size))
 
+    def lower_pool(self, layout: PoolLayout) -> jax.stages.Lowered:
+        *_, hidden, sums = self.small_state()
+        fn = partial(executables.pool_step, model_shape=self.model_shape, layout=layout, placement=self.placement)
+        jitted = jax.jit(fn, donate_argnums=1, out_shardings=(replicated(self.mesh),) * 2)
+        return jitted.lower(self.model_shape.pool_head, sums, hidden, self._ints(layout.size))
+
     def lower_prompt_logprobs(self) -> jax.stages.Lowered:
-        *_, hidden = self.small_state()
+        *_, hidden, _ = self.small_state()
         fn = partial(executables.prompt_logprobs, model_shape=self.model_shape, placement=self.placement)
         jitted = jax.jit(fn, out_shardings=replicated(self.mesh))
         return jitted.lower(self.model_shape.head, hidden, self._ints(2, self.config.max_num_seqs))
 
     def lower_admit(self, rows: int) -> jax.stages.Lowered:
         layout = AdmitLayout(rows, self.config.max_num_seqs, tuple(table.shape for table in self._tables))
-        slots, sampling, _, _ = self.small_state()
+        slots, sampling, *_ = self.small_state()
         jitted = jax.jit(
             partial(executables.admit, layout=layout), donate_argnums=(0, 1), out_shardings=replicated(self.mesh)
         )

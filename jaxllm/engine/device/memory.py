@@ -92,7 +92,7 @@ def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
     arrays = shape.cache_layout(config, mesh).arrays
     cell = max(math.prod(local_shape(array.shape, array.axes, mesh)) for array in arrays)
     gathered = tokens * cell * 4  # by the reference, which serves where no kernel does
-    logits = 4 * seqs * (shape.logits_width // num_shards("vocab", mesh))
+    logits = 4 * seqs * (shape.logits_width // num_shards("vocab", mesh)) * shape.generates
     return activations + gathered + logit_arrays(platform_of(mesh)) * logits + (64 << 20)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.state import SAMPLING_LAYOUT, SamplingTable
 from jaxllm.engine.schedule.cache_groups import CacheGroup
-from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.plan import Plan, PooledSpan
 from jaxllm.engine.schedule.sequence import Sequence
 
 FROM_SLOT = -1  # as a token: the slot's last token, which the host may not know yet
@@ -45,6 +45,11 @@ def sample_ladder(max_samples: int, least: int = 1) -> tuple[int, ...]:
         sizes.add(size)
         size *= 2
     return tuple(sorted(sizes))
+
+
+def pool_ladder(max_tokens: int) -> tuple[int, ...]:
+    """The sizes of steps, up to `max_tokens`, that hidden states are pooled of. Few: it is a small part of a step."""
+    return tuple(sorted({max_tokens, *(max_tokens // by for by in (8, 64) if max_tokens // by >= 8)}))
 
 
 def pick_bucket(sizes: abc.Sequence[int], n: int) -> int:
@@ -183,6 +188,48 @@ class SampleLayout:
             f.tokens[num_decodes : plan.num_samples] = plan.sample_tokens[num_decodes:]
         if is_altered:
             f.is_altered[:] = 1
+        return packed
+
+
+class PoolInput(NamedTuple):
+    """Which of a step's hidden states are summed, cut from a packed array. Rows are sequences that are pooled."""
+
+    slots: np.ndarray  # [rows]; padding has the first id past the table
+    starts: np.ndarray  # [rows] the first token, counted flat
+    stops: np.ndarray  # [rows] the token after the last
+    begins: np.ndarray  # [rows] 1 if nothing was summed before
+    shares: np.ndarray  # [rows] the weight of the whole sum; the bits of a float32
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """Where the fields of a `PoolInput` lie for steps of at most so many tokens."""
+
+    tokens: int
+    max_num_seqs: int
+
+    @property
+    def rows(self) -> int:
+        return min(self.tokens, self.max_num_seqs)
+
+    @property
+    def size(self) -> int:
+        return len(PoolInput._fields) * self.rows
+
+    def unpack(self, packed) -> PoolInput:
+        """The fields of `packed`, a numpy array (as views) or a traced one."""
+        return PoolInput(*packed.reshape(len(PoolInput._fields), self.rows))
+
+    def pack(self, spans: abc.Sequence[PooledSpan]) -> np.ndarray:
+        """The packed rows of `spans`."""
+        packed = np.zeros(self.size, np.int32)
+        f = self.unpack(packed)
+        f.slots[:] = self.max_num_seqs
+        n = len(spans)
+        f.slots[:n] = [span.sequence.slot for span in spans]
+        f.starts[:n], f.stops[:n] = [span.start for span in spans], [span.stop for span in spans]
+        f.begins[:n] = [span.begins for span in spans]
+        f.shares[:n] = np.asarray([span.share for span in spans], np.float32).view(np.int32)
         return packed
 
 

@@ -16,7 +16,7 @@ from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.demand import Demand
 from jaxllm.engine.device.encoder import Buckets, Encoder, PromptLogprobSpan, spans_of
 from jaxllm.engine.device.packing import pick_bucket
-from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.plan import Plan, PooledSpan
 from jaxllm.engine.schedule.preemption_costs import PreemptionCosts
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
@@ -65,6 +65,7 @@ class Handle(NamedTuple):
     candidates: Array | None  # int32 [samples, width] if there are beams
     spans: list[PromptLogprobSpan]
     prompt_logprobs: list[Array]  # int32 [rows, width] of the spans' tokens, one span after the other
+    pooled: Array | None  # float32 [rows, outputs] of the plan's pooled spans, and padding
 
 
 class Result(NamedTuple):
@@ -74,6 +75,7 @@ class Result(NamedTuple):
     logprobs: np.ndarray | None  # int32 [samples, width] of the full sampler; see engine/logprobs.py
     candidates: np.ndarray | None  # int32 [samples, width] if there are beams; see beam/candidates.py
     prompt_logprobs: list[tuple[PromptLogprobSpan, np.ndarray]]  # int32 [count, width] of each span
+    pooled: list[tuple[PooledSpan, np.ndarray]]  # float32 [outputs] of each that ends
 
 
 class Runner:
@@ -121,11 +123,13 @@ class Runner:
         self._buckets = self._usable[full_sampler]
         return max(self._buckets.tokens, default=0)
 
-    def wait_first(self, full_sampler: bool = False, *, tick: Callable[[], None] = lambda: None) -> None:
-        """Blocks until a step can run. Raises `EngineDeadError`, with its cause, if none ever can."""
+    def wait_first(
+        self, full_sampler: bool = False, *, num_tokens: int = 1, tick: Callable[[], None] = lambda: None
+    ) -> None:
+        """Blocks until a step of `num_tokens` can run. Raises `EngineDeadError`, with its cause, if none ever can."""
         self.compile_plan.wait(["init", ("admit", 1)], tick)
         error = None
-        for tokens in self._encoder.all.tokens:
+        for tokens in (size for size in self._encoder.all.tokens if size >= num_tokens):
             try:
                 return self.compile_plan.wait(self._encoder.names(tokens, full=full_sampler), tick)
             except EngineDeadError as failed:
@@ -173,6 +177,7 @@ class Runner:
         grammar, and is not written any more from now on."""
         plan, bucket, now, done = forward
         results = self.executor.apply(self._encoder.encode_sample(plan, self._buckets, masks))
+        pooled = results.pop(0) if plan.pooled else None
         tokens = candidates = None
         if plan.num_samples:
             if plan.full_sampler:
@@ -180,10 +185,10 @@ class Runner:
             tokens = results.pop()
         if not plan.has_chosen:
             candidates = None
-        for result in (tokens, candidates, *results):
+        for result in (tokens, candidates, pooled, *results):
             if result is not None:
                 result.copy_to_host_async()
-        return Handle(plan, bucket, now, done, tokens, candidates, spans_of(plan), results)
+        return Handle(plan, bucket, now, done, tokens, candidates, spans_of(plan), results, pooled)
 
     def collect(self, handle: Handle) -> Result:
         """Waits for a step. Raises what it raised."""
@@ -202,12 +207,14 @@ class Runner:
                 prompt_logprobs.append((span, rows[at:end]))
                 at = end
         candidates = None if handle.candidates is None else np.asarray(handle.candidates)
+        pooled = [] if handle.pooled is None else list(zip(handle.plan.pooled, np.asarray(handle.pooled), strict=False))
         if self._num_unsettled:
             self._num_unsettled -= 1
             self.executor.apply([Command("settle")])
         if handle.done:
             self._observe(handle)
-        return Result(tokens.tolist(), logprobs, candidates, prompt_logprobs)
+        pooled = [(span, row) for span, row in pooled if span.ends]
+        return Result(tokens.tolist(), logprobs, candidates, prompt_logprobs, pooled)
 
     def _observe(self, handle: Handle) -> None:
         start, self._collected_at = max(handle.dispatched_at, self._collected_at), time.perf_counter()

@@ -107,6 +107,7 @@ class DeviceState(NamedTuple):
     sampling: SamplingTable
     rules: LogitRules
     hidden: Float[Array, "tokens embed"]  # of the last step: samplers and prompt log-probabilities read it
+    sums: Float[Array, "slots embed"]  # of the hidden states so far, of sequences that are pooled
 
     @property
     def pools(self) -> list[Any]:

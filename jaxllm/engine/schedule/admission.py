@@ -22,8 +22,11 @@ from jaxllm.engine.schedule.waiting import WaitingQueue
 class Admission:
     """Takes sequences from `queue` while there are slots and blocks."""
 
-    def __init__(self, queue: WaitingQueue, running_set: RunningSet, preemption: Preemption):
+    def __init__(
+        self, queue: WaitingQueue, running_set: RunningSet, preemption: Preemption, *, whole_prompts: bool = False
+    ):
         self.queue, self.running_set, self.preemption = queue, running_set, preemption
+        self.whole_prompts = whole_prompts  # as in `EngineConfig`
         self.pool, self.prefix_cache = running_set.pool, running_set.prefix_cache
         self.room = PromptRoom(running_set)
         self.num_prompt_tokens = self.num_cached_tokens = 0
@@ -98,7 +101,7 @@ class Admission:
         parent, siblings = group.waiting[0], group.waiting[1:]
         if group.num_slots(1) > self._num_slots:
             return False
-        if not self.room.has_for_prompt(parent, hit, max_tokens - plan.num_tokens):
+        if not self._has_room_for(parent, hit, max_tokens - plan.num_tokens):
             return False
         if siblings:
             parent.fork_len = fork_len([parent, *siblings])
@@ -113,6 +116,11 @@ class Admission:
         self._add_first_row(plan, parent, max_tokens)
         return True
 
+    def _has_room_for(self, parent: Sequence, hit: Hit, num_tokens: int) -> bool:
+        if not self.whole_prompts:
+            return self.room.has_for_prompt(parent, hit, num_tokens)
+        return parent.num_tokens <= num_tokens and self.room.has_all(parent)
+
     def _give_slot(self, sequence: Sequence, status: Status = Status.RUNNING) -> None:
         if sequence in sequence.group.waiting:
             self.queue.take(sequence)
@@ -126,7 +134,7 @@ class Admission:
         """For a sequence that has just got its slot. The last token to compute is the slot's last, so a row for it
         alone is a decode like any other."""
         self.room.enter(sequence)
-        if sequence.num_tokens - sequence.num_computed > 1:
+        if sequence.num_tokens - sequence.num_computed > 1 or sequence.pooling:
             self._add_chunk(plan, sequence, max_tokens)
         elif self._limit(sequence, 1):
             self.room.allocate(plan, sequence, 1, is_new=True, had_turn=False)

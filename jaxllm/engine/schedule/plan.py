@@ -13,6 +13,7 @@ from jaxllm.engine.schedule.sequence import Sequence
 NOT_FINITE = -1  # the model's logits are NaN or infinite
 NO_TOKEN = -2  # bias and masks leave no token
 NOT_ACCEPTED = -3  # it was drawn after a draft that is not the sequence's token, as are those after it
+NOT_FINITE_POOLED = "the model's hidden states are not finite (NaN or infinity)"
 NO_TOKEN_ERRORS = {
     NOT_FINITE: "the model's logits are not finite (NaN or infinity)",
     NO_TOKEN: "allowed_token_ids, bad_words, logit_bias, min_tokens and structured_outputs together leave no token to "
@@ -22,7 +23,7 @@ NO_TOKEN_ERRORS = {
 
 class Chunk(NamedTuple):
     """Known tokens `start` to `stop` of a sequence, then `drafts`: guesses of those that come next. Tokens are drawn
-    after the last of the known ones, if they reach its end, and after each draft."""
+    after the last of the known ones, if they reach its end and are not pooled, and after each draft."""
 
     sequence: Sequence
     start: int
@@ -33,6 +34,18 @@ class Chunk(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start + len(self.drafts)
+
+
+class PooledSpan(NamedTuple):
+    """Tokens of a step, counted flat from `start` to `stop`, whose hidden states are added to a sequence's sum."""
+
+    sequence: Sequence
+    epoch: int  # of the sequence
+    start: int
+    stop: int
+    begins: bool  # whether nothing was added before
+    ends: bool  # whether the sum is complete
+    share: float  # by which the whole sum is multiplied
 
 
 class Swap(NamedTuple):
@@ -70,6 +83,7 @@ class Plan:
     rows: list[Sequence] = field(default_factory=list)
     samples: list[Sequence] = field(default_factory=list)
     sample_tokens: list[int] = field(default_factory=list)  # the token, counted flat, whose logits each comes from
+    pooled: list[PooledSpan] = field(default_factory=list)  # of rows without samples
     drafts: dict[int, int] = field(default_factory=dict)  # by sample, of those after a sequence's first: the draft
     epochs: list[int] = field(default_factory=list)  # of each, when planned
 
@@ -112,7 +126,7 @@ class Plan:
         """Where a chunk of the sequence stops, and how many samples it has there."""
         start = sequence.num_computed
         stop = min(sequence.num_tokens, start + max_tokens)
-        num_samples = int(stop == sequence.num_tokens)
+        num_samples = int(stop == sequence.num_tokens and sequence.pooling is None)
         self.num_tokens += stop - start
         self.num_samples += num_samples
         sequence.num_computed = stop
@@ -142,6 +156,8 @@ class Plan:
         self.samples, self.sample_tokens = list(self.decodes), list(range(len(self.decodes)))
         last = len(self.decodes) - 1
         for chunk in self.chunks:
+            if chunk.sequence.pooling is not None and (span := _pooled_span(chunk, last + 1)) is not None:
+                self.pooled.append(span)
             last += chunk.num_tokens
             self.sample_tokens += range(last + 1 - chunk.num_samples, last + 1)
             self.samples += [chunk.sequence] * chunk.num_samples
@@ -161,3 +177,22 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         return not (self.num_tokens or self.admitted or self.swap_outs)
+
+
+def _pooled_span(chunk: Chunk, first: int) -> PooledSpan | None:
+    """What a chunk whose first token is the step's `first` adds to its sequence's sum; None if nothing."""
+    sequence, start, stop, *_ = chunk
+    length, num_tokens = len(sequence.prompt_token_ids), stop - start
+    begins, ends, share = start == 0, stop == length, 1.0
+    match sequence.pooling:
+        case "mean":
+            share = 1 / length
+        case "cls":
+            num_tokens = int(begins)
+            if not (begins or ends):
+                return None
+        case _:
+            first, num_tokens, begins = first + num_tokens - 1, 1, True
+            if not ends:
+                return None
+    return PooledSpan(sequence, sequence.epoch, first, first + num_tokens, begins, ends, share)

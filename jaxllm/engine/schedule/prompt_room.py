@@ -55,6 +55,10 @@ class PromptRoom:
         reserve = self.pool.num_pages // 8 if len(self.running_set) else 0
         return not self._num_lacking and num_first + num_free_hits + reserve <= self.pool.num_free
 
+    def has_all(self, sequence: Sequence) -> bool:
+        """Whether a prompt may enter that is computed at once. Those that run so need no more than they have."""
+        return self._count_lacking(sequence) <= self.pool.num_free
+
     def enter(self, sequence: Sequence) -> None:
         """The sequence was admitted, and has its hits."""
         self._num_lacking += self._count_lacking(sequence)

@@ -30,7 +30,7 @@ MAX_FAILURES = 2  # failed steps with a sequence in them after which it is quara
 class Scheduler:
     """Continuous batching over `max_num_seqs` slots and a block pool, by priority and then arrival.
 
-    `prefers_swap` and `max_host_pages` are for `Preemption`.
+    `prefers_swap` and `max_host_pages` are for `Preemption`, `whole_prompts` is as in `EngineConfig`.
     """
 
     def __init__(
@@ -41,13 +41,14 @@ class Scheduler:
         prefix_caching: bool = True,
         prefers_swap: Callable[[int, int], bool] = lambda num_pages, num_tokens: False,
         max_host_pages: int = 0,
+        whole_prompts: bool = False,
     ):
         self.pool = pool
         self.prefix_cache = PrefixCache(pool, enabled=prefix_caching)
         self.running_set = RunningSet(pool, self.prefix_cache, max_num_seqs)
         self.waiting = WaitingQueue()
         self.preemption = Preemption(self.waiting, self.running_set, prefers_swap, max_host_pages)
-        self.admission = Admission(self.waiting, self.running_set, self.preemption)
+        self.admission = Admission(self.waiting, self.running_set, self.preemption, whole_prompts=whole_prompts)
         self.committer = Committer(self.running_set)
         self.num_copied = 0  # pages, because several shared them
         self.num_unfinished_full = 0
@@ -60,6 +61,11 @@ class Scheduler:
 
     def has_work(self) -> bool:
         return bool(len(self.running_set) or self.waiting)
+
+    def least_tokens(self) -> int:
+        """How many tokens the next step must have room for, so that those who wait get on."""
+        head = self.waiting.peek() if self.admission.whole_prompts else None
+        return 1 if head is None else head.waiting[0].num_tokens
 
     def num_left_tokens(self) -> int:
         """Tokens that could be computed beside those that are planned, but for the waiting sequences' prompts: of these
@@ -157,7 +163,7 @@ class Scheduler:
                 continue
             num_computed = sequence.num_computed
             num_left = max(sequence.num_tokens, num_computed + 1) - num_computed
-            if num_left > 1 or num_computed < sequence.fork_len:  # others wait for this row
+            if num_left > 1 or num_computed < sequence.fork_len or sequence.pooling:  # others wait for this row
                 prefills.append(sequence)
                 continue
             if sequence.host_dependent and awaits_host:

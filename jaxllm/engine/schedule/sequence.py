@@ -4,7 +4,7 @@ import enum
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.outputs import FinishReason
@@ -29,6 +29,7 @@ class Status(enum.Enum):
 
 
 Propose = Callable[["Sequence", int], abc.Sequence[int]]  # of a sequence, at most so many of its next tokens
+Pooling = Literal["last", "mean", "cls"]  # the last token's hidden state, the mean of all, the first one's
 
 
 class End(NamedTuple):
@@ -73,12 +74,14 @@ class Sequence(HasEnd):
     sample_index: int = 0
     priority: int = 0  # lower runs first
     propose: Propose | None = None  # guesses its next tokens
+    pooling: Pooling | None = None  # what of its prompt's hidden states is wanted, in the place of tokens
     matcher: "Matcher | None" = None  # where its text is in a grammar, if it has to follow one
     group: "SequenceGroup" = field(init=False, repr=False)  # which sets it
     request: "Request" = field(init=False, repr=False)  # of the layer above, which sets it
 
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: "list[PackedLogprobs]" = field(default_factory=list)  # one an output token, if wanted
+    pooled: "np.ndarray | None" = None  # float32, of its prompt's hidden states, if that is wanted
     prompt_logprobs: "list[PackedLogprobs]" = field(default_factory=list)  # of the tokens after the first, likewise
     status: Status = Status.WAITING
     end: End | None = None
@@ -160,9 +163,10 @@ class Sequence(HasEnd):
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """A prompt whose log-probabilities are awaited is computed, whatever `skip_reading_prefix_cache` says: a cached
-        block has none."""
-        return not (self.params.skip_reading_prefix_cache or self.awaits_prompt_logprobs)
+        """A prompt of which more than the last hidden state is wanted is computed, whatever `skip_reading_prefix_cache`
+        says: a cached block has none."""
+        needs_all = self.awaits_prompt_logprobs or self.pooling in ("mean", "cls")
+        return not (self.params.skip_reading_prefix_cache or needs_all)
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Known tokens `start` to `stop`, of prompt and output."""

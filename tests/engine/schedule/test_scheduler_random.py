@@ -39,6 +39,13 @@ GROUPS = (  # windows shorter, equal and longer than a block, and a state
 prompts = st.lists(st.sampled_from(PROMPT_TOKENS), min_size=1, max_size=20)
 
 
+poolings = st.sampled_from(["last", "mean", "cls"])
+
+
+def generates(machine) -> bool:
+    return machine.engine.config.generates
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(3, 8),
@@ -47,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         swap_blocks=st.sampled_from([0, 0, 5, 100]),
         groups=st.sampled_from([EVERYTHING, EVERYTHING, *GROUPS]),
+        whole_prompts=st.sampled_from([False, False, False, True]),
         accepts=st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(any),
     )
     def start(self, accepts, **sizes):
@@ -56,16 +64,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     def unfinished(self):
         return self.engine.unfinished()
 
+    @rule(given=st.lists(st.tuples(prompts, poolings, st.sampled_from([0, 0, 1])), min_size=1, max_size=4))
+    def add_pooled(self, given):
+        for prompt, pooling, priority in given:
+            self.engine.add_pooled(prompt[: self.engine.capacity], pooling, priority=priority)
+
+    @precondition(generates)
     @rule(given=st.lists(st.tuples(prompts, requests, kinds, numbers), min_size=1, max_size=4))
     def add(self, given):
         for prompt, fields, kind, n in given:
             self.engine.add(prompt[: self.engine.capacity - 1], n=n, **fields, **kind)
 
+    @precondition(generates)
     @rule(prompt=prompts, fields=requests, width=st.integers(1, 4), search=searches)
     def add_beams(self, prompt, fields, width, search):
         self.engine.add_beams(prompt[: self.engine.capacity - 1], width=width, search=search, **fields)
 
-    @precondition(lambda self: self.engine.sequences)
+    @precondition(lambda self: generates(self) and self.engine.sequences)
     @rule(data=st.data(), more=st.integers(0, 5), fields=requests, kind=kinds)
     def add_related(self, data, more, fields, kind):
         """A prompt that repeats another's, and some of what that one generated or is about to generate."""

@@ -1,0 +1,72 @@
+"""The outputs of prompts that are pooled, with vLLM's names."""
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+
+@dataclass(kw_only=True)
+class PoolingOutput:
+    """What the model makes of a prompt: float32 `[width]`."""
+
+    data: np.ndarray
+
+
+@dataclass(kw_only=True)
+class EmbeddingOutput:
+    """An embedding; `data` is the same as an array, which takes a fraction of the memory."""
+
+    data: np.ndarray  # float32 [hidden_size]
+
+    @property
+    def embedding(self) -> list[float]:
+        return self.data.tolist()
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.data)
+
+
+@dataclass(kw_only=True)
+class ClassificationOutput:
+    """The probabilities of the classes, or their logits if `use_activation` is False."""
+
+    data: np.ndarray  # float32 [num_classes]
+
+    @property
+    def probs(self) -> list[float]:
+        return self.data.tolist()
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.data)
+
+
+@dataclass(kw_only=True)
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+Output = TypeVar("Output", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(kw_only=True)
+class PoolingRequestOutput(Generic[Output]):
+    """A prompt that was pooled. `outputs` is None if it failed, and `error` says why."""
+
+    request_id: str
+    outputs: Output | None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
+    finished: bool = True
+    error: str | None = None
+    prompt: str | None = None
+    queued_s: float = 0.0  # seconds from arrival in the engine to the first step
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

@@ -1,0 +1,13 @@
+"""Progress bars."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+
+def progress_bar(wanted: bool | Callable[..., Any], total: int, desc: str) -> Any:
+    """As `wanted` makes it; or ours, which is none if it is False."""
+    if callable(wanted):
+        return wanted(total=total, desc=desc, unit="req")
+    return tqdm(total=total, desc=desc, unit="req", disable=None if wanted else True)
