@@ -13,6 +13,7 @@ from jaxllm.base_llm import BaseLLM
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.loop import Delivery, EngineLoop
 from jaxllm.engine.mailbox import Mailbox
+from jaxllm.engine.pooling import Pooler
 from jaxllm.from_vllm.request_arguments import ADD_REQUEST_ARGUMENTS, check_request_arguments
 from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
@@ -39,6 +40,11 @@ class AsyncLLM(BaseLLM):
     @property
     def vocab(self) -> int:
         return self._engine.vocab
+
+    @property
+    def pooler(self) -> Pooler:
+        """What the engine makes of prompts that are pooled."""
+        return self._engine.intake.pooler
 
     @property
     def is_alive(self) -> bool:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-import numpy as np
-
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.from_vllm.request_arguments import POOLING_ARGUMENTS, VllmPoolingArguments, check_request_arguments
 from jaxllm.llm_control import LLMControl
@@ -19,10 +17,11 @@ from jaxllm.pooling_outputs import (
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    cosine,
 )
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import progress_bar
-from jaxllm.text.prompts import parse_each, parse_prompts
+from jaxllm.text.prompts import pair_texts, parse_each, parse_prompts
 
 Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | Sequence[int] | int]
 PoolingParamsLike = PoolingParams | Sequence[PoolingParams] | None
@@ -151,37 +150,6 @@ class LLMPooling(LLMControl):
                 results[index] = output
                 bar.update()
         return [results[i] for i in range(len(requests))]
-
-
-def pair_texts(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """Equally many texts on both sides. ValueError if they are neither one and many, nor as many as each other."""
-    first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-    for texts in (first, second):
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise ValueError("texts to score are strings, or lists of at least one string")
-    if len(first) == 1:
-        first *= len(second)
-    if len(first) != len(second):
-        raise ValueError(
-            f"{len(first)} texts can't be scored with {len(second)}: give one and any number, or as many of each"
-        )
-    return first, second
-
-
-def cosine(first: PoolingRequestOutput[Any], second: PoolingRequestOutput[Any]) -> ScoringRequestOutput:
-    """The cosine of two embeddings."""
-    error = first.error or second.error
-    made = None
-    if error is None:
-        a, b = first.outputs.data, second.outputs.data
-        made = ScoringOutput(score=float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)))
-    return ScoringRequestOutput(
-        request_id=f"{first.request_id}-{second.request_id}",
-        outputs=made,
-        prompt_token_ids=first.prompt_token_ids + second.prompt_token_ids,
-        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
-        error=error,
-    )
 
 
 def _with(output: PoolingRequestOutput[PoolingOutput], make: Callable[[PoolingOutput], Any]) -> Any:

@@ -1,7 +1,7 @@
 """The outputs of prompts that are pooled, with vLLM's names."""
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -70,3 +70,19 @@ class PoolingRequestOutput(Generic[Output]):
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
 ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
 ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
+
+
+def cosine(first: PoolingRequestOutput[Any], second: PoolingRequestOutput[Any]) -> ScoringRequestOutput:
+    """The cosine of two embeddings."""
+    error = first.error or second.error
+    made = None
+    if error is None:
+        a, b = first.outputs.data, second.outputs.data
+        made = ScoringOutput(score=float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)))
+    return ScoringRequestOutput(
+        request_id=f"{first.request_id}-{second.request_id}",
+        outputs=made,
+        prompt_token_ids=first.prompt_token_ids + second.prompt_token_ids,
+        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+        error=error,
+    )

@@ -8,10 +8,13 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineDeadError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxllm.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.engine.client import EngineInfo, Health
 from jaxllm.server.http.run import bind, make_web
@@ -86,6 +89,23 @@ class FakeClient:
                     return
         finally:
             if self.running.pop(request_id, None) is not None or not self._is_over:
+                self.aborted.append(request_id)
+
+    async def pool(self, token_ids, params, *, request_id, priority=0):
+        """The sum of the tokens in each element, or what `says` has for the prompt's text."""
+        self.seen.append((token_ids, params, priority))
+        self.running[request_id] = None
+        try:
+            await self._pass(request_id)
+            text = self._decoder.decode(token_ids, skip_special_tokens=False)
+            says = next((answer for key, answer in self.says.items() if key in text), None)
+            if isinstance(says, Exception):
+                raise says
+            data = np.asarray([sum(token_ids)] * self.info.width if says is None else says, np.float32)
+            self.running.pop(request_id)
+            return PoolingRequestOutput(request_id=request_id, outputs=PoolingOutput(data=data))
+        finally:
+            if self.running.pop(request_id, self) is not self:
                 self.aborted.append(request_id)
 
     async def _outputs(self, token_ids, params, request_id):

@@ -44,6 +44,7 @@ class Pooler:
     activation: str = "softmax"  # of classes' logits, likewise
     dense: tuple[Dense, ...] = ()
     width: int = 0  # of what is made: elements of an embedding, or classes
+    labels: tuple[str, ...] = ()  # of the classes
     is_matryoshka: bool = False  # whether an embedding's first elements are one too
     dimensions: tuple[int, ...] = ()  # how many they may be; none given: any number
 

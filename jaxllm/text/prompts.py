@@ -123,3 +123,18 @@ def parse_each(name: str, value: Any, kind: type, count: int) -> list:
 
 def parse_params(params: Any, count: int) -> list[SamplingParams]:
     return parse_each("sampling_params", SamplingParams() if params is None else params, SamplingParams, count)
+
+
+def pair_texts(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> tuple[list[str], list[str]]:
+    """Equally many texts on both sides. ValueError if they are neither one and many, nor as many as each other."""
+    first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+    for texts in (first, second):
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError("texts to score are strings, or lists of at least one string")
+    if len(first) == 1:
+        first *= len(second)
+    if len(first) != len(second):
+        raise ValueError(
+            f"{len(first)} texts can't be scored with {len(second)}: give one and any number, or as many of each"
+        )
+    return first, second

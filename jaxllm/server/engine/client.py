@@ -3,12 +3,17 @@
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.stats import EngineStats
 from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_outputs import PoolingRequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxllm.engine.pooling import Pooler
 
 
 @dataclass(frozen=True)
@@ -17,6 +22,13 @@ class EngineInfo:
 
     config: EngineConfig
     vocab: int  # rows of the embedding and width of the logits: every id below it is sound
+    task: str = "embed"  # what it makes of prompts that are pooled: embed or classify
+    width: int = 0  # elements of an embedding, or classes
+    labels: tuple[str, ...] = ()  # of the classes
+
+    @classmethod
+    def of(cls, config: EngineConfig, vocab: int, pooler: "Pooler") -> "EngineInfo":
+        return cls(config, vocab, pooler.task, pooler.width, pooler.labels)
 
 
 class Health(NamedTuple):
@@ -42,6 +54,12 @@ class EngineClient(Protocol):
         """What is new, as it comes in: outputs of kind DELTA, the last of them `finished`. Their prompt is left out,
         and `prompt_logprobs` come once. Closing the iterator aborts. Raises `ValueError` for what the engine refuses,
         `EngineDeadError` when it stops."""
+
+    async def pool(
+        self, token_ids: list[int], params: PoolingParams, *, request_id: str, priority: int = 0
+    ) -> PoolingRequestOutput:
+        """What the model makes of a prompt, which is left out. A cancelled call aborts. Raises as `generate`."""
+        ...
 
     def abort(self, request_id: str) -> None:
         """Ends a request with what it has; nothing happens if it is over."""

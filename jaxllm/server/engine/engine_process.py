@@ -16,6 +16,8 @@ import msgspec
 from jaxllm.engine.loop import Delivery, EngineLoop
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_outputs import PoolingRequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.server.engine import wire
 from jaxllm.server.engine.client import EngineInfo
 
@@ -40,7 +42,8 @@ class EngineProcess:
     def serve(self, engine: "Engine") -> None:
         """Until the server is gone; then the log says whether all blocks came back. Raises what kills the engine."""
         self.loop = EngineLoop(engine, self.deliver)
-        self.outbox.put(wire.Ready(EngineInfo(engine.config, engine.vocab), engine.stats()))
+        info = EngineInfo.of(engine.config, engine.vocab, engine.intake.pooler)
+        self.outbox.put(wire.Ready(info, engine.stats()))
         self.loop.run()
         engine.scheduler.check()
         stats = engine.stats()
@@ -54,6 +57,7 @@ class EngineProcess:
         """Sends a step's outputs as one frame. Returns the ids of requests that are to be dropped. What kills the
         engine is told by `main`."""
         outputs: list[RequestOutput] = []
+        pooled: list[wire.PooledOutput] = []
         gone: list[str] = []
         for request_id, _, news in deliveries:
             if isinstance(news, RequestOutput):
@@ -61,10 +65,14 @@ class EngineProcess:
                     outputs.append(news)
                 else:
                     gone.append(request_id)
+            elif isinstance(news, PoolingRequestOutput):
+                pooled.append(wire.PooledOutput.of(news))
             elif not isinstance(news, EngineDeadError):
                 self.outbox.put(wire.Refused(request_id, str(news) if isinstance(news, ValueError) else None))
         if outputs:
             self.outbox.put(wire.Outputs(outputs))
+        if pooled:
+            self.outbox.put(wire.Pooled(pooled))
         return gone
 
     def _is_readable(self, output: RequestOutput) -> bool:
@@ -100,17 +108,19 @@ class EngineProcess:
 
     def _take(self, message: wire.FromServer) -> None:
         match message:
-            case wire.Add():
+            case wire.Add() | wire.Pool():
                 self._add(message)
             case wire.Abort(tells=True):
                 self._serving.abort(message.request_id)
             case wire.Abort():
                 self._serving.drop([message.request_id])
 
-    def _add(self, message: wire.Add) -> None:
-        options = {"request_id": message.request_id, "priority": message.priority, "stream": True, "lean": True}
+    def _add(self, message: wire.Add | wire.Pool) -> None:
+        has_text = isinstance(message, wire.Add)
+        options: dict[str, Any] = {"request_id": message.request_id, "priority": message.priority}
         try:
-            self._serving.add(message.token_ids, wire.unpack_params(message.params), **options)
+            params = wire.unpack_params(message.params) if has_text else PoolingParams(**message.params)
+            self._serving.add(message.token_ids, params, stream=has_text, lean=True, **options)
         except ValueError as error:  # of the parameters
             self.outbox.put(wire.Refused(message.request_id, str(error)))
         except EngineDeadError:

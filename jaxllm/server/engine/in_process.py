@@ -9,6 +9,8 @@ from jaxllm.engine.mailbox import Mailbox
 from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineDeadError
 from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_outputs import PoolingRequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.engine.client import EngineInfo, Health
 
@@ -24,7 +26,8 @@ class InProcessClient:
 
     @property
     def info(self) -> EngineInfo | None:
-        return None if self._llm is None else EngineInfo(self._llm.config, self._llm.vocab)
+        llm = self._llm
+        return None if llm is None else EngineInfo.of(llm.config, llm.vocab, llm.pooler)
 
     @property
     def _started(self) -> AsyncLLM:
@@ -43,6 +46,17 @@ class InProcessClient:
             self._started.add(token_ids, params, receiver=mailbox, request_id=request_id, priority=priority, lean=True)
             while not mailbox.is_finished:
                 yield await mailbox.get()
+        finally:
+            self._mailboxes.pop(request_id, None)
+            self._started.drop(request_id, mailbox)
+
+    async def pool(
+        self, token_ids: list[int], params: PoolingParams, *, request_id: str, priority: int = 0
+    ) -> PoolingRequestOutput:
+        mailbox = self._mailboxes[request_id] = Mailbox(is_delta=False)
+        try:
+            self._started.add(token_ids, params, receiver=mailbox, request_id=request_id, priority=priority, lean=True)
+            return await mailbox.get()
         finally:
             self._mailboxes.pop(request_id, None)
             self._started.drop(request_id, mailbox)

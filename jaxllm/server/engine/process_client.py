@@ -15,6 +15,8 @@ from jaxllm.engine.mailbox import Mailbox
 from jaxllm.engine.stats import EngineStats
 from jaxllm.errors import EngineDeadError, JaxLLMError
 from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_outputs import PoolingRequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.engine import wire
 from jaxllm.server.engine.client import EngineInfo, Health, SilenceMeter
@@ -101,6 +103,19 @@ class ProcessClient:
             if self._mailboxes.pop(request_id, None) is not None and not mailbox.is_finished:
                 self._send(wire.Abort(request_id, tells=False))
 
+    async def pool(
+        self, token_ids: list[int], params: PoolingParams, *, request_id: str, priority: int = 0
+    ) -> PoolingRequestOutput:
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead)) from self._dead
+        mailbox = self._mailboxes[request_id] = Mailbox(is_delta=False)
+        try:
+            self._send(wire.Pool(request_id, token_ids, wire.pack_pooling(params), priority))
+            return await mailbox.get()
+        finally:
+            if self._mailboxes.pop(request_id, None) is not None and not mailbox.is_finished:
+                self._send(wire.Abort(request_id, tells=False))
+
     def abort(self, request_id: str) -> None:
         self._send(wire.Abort(request_id, tells=True))
 
@@ -141,6 +156,10 @@ class ProcessClient:
                 for output in outputs:
                     if (mailbox := self._mailboxes.get(output.request_id)) is not None:
                         mailbox.put(output)
+            case wire.Pooled(outputs=outputs):
+                for output in outputs:
+                    if (mailbox := self._mailboxes.get(output.request_id)) is not None:
+                        mailbox.put(output.to_output())
             case wire.Refused(request_id=request_id, message=text):
                 if (mailbox := self._mailboxes.pop(request_id, None)) is not None:
                     mailbox.put(RuntimeError("the engine failed to take it") if text is None else ValueError(text))

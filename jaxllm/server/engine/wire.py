@@ -6,14 +6,18 @@ import struct
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from jaxllm.engine.stats import EngineStats
 from jaxllm.outputs import RequestOutput
+from jaxllm.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.engine.client import EngineInfo
 
 MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct(">I")
+_POOLING = {field.name: field.default for field in dataclasses.fields(PoolingParams) if field.init}
 _PARAMS = {field.name: field.default for field in dataclasses.fields(SamplingParams) if field.init}
 
 
@@ -25,6 +29,13 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     request_id: str
     token_ids: list[int]
     params: dict[str, Any]
+    priority: int
+
+
+class Pool(msgspec.Struct, tag=True, array_like=True):
+    request_id: str
+    token_ids: list[int]
+    params: dict[str, Any]  # of `PoolingParams`
     priority: int
 
 
@@ -49,6 +60,34 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
     outputs: list[RequestOutput]
 
 
+class PooledOutput(msgspec.Struct, array_like=True):
+    """A `PoolingRequestOutput` without its prompt."""
+
+    request_id: str
+    data: bytes | None  # float32, little-endian
+    num_cached_tokens: int
+    queued_s: float
+    error: str | None
+
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> "PooledOutput":
+        data = None if output.outputs is None else output.outputs.data.astype("<f4").tobytes()
+        return cls(output.request_id, data, output.num_cached_tokens, output.queued_s, output.error)
+
+    def to_output(self) -> PoolingRequestOutput:
+        return PoolingRequestOutput(
+            request_id=self.request_id,
+            outputs=None if self.data is None else PoolingOutput(data=np.frombuffer(self.data, "<f4")),
+            num_cached_tokens=self.num_cached_tokens,
+            queued_s=self.queued_s,
+            error=self.error,
+        )
+
+
+class Pooled(msgspec.Struct, tag=True, array_like=True):
+    outputs: list[PooledOutput]
+
+
 class Refused(msgspec.Struct, tag=True, array_like=True):
     request_id: str
     message: str | None  # None: it is the engine's fault, and its log says what
@@ -62,8 +101,8 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     stats: EngineStats | None
 
 
-FromServer = Start | Add | Abort
-FromEngine = Ready | Failed | Outputs | Refused | Beat
+FromServer = Start | Add | Pool | Abort
+FromEngine = Ready | Failed | Outputs | Pooled | Refused | Beat
 _encoder = msgspec.msgpack.Encoder()
 from_server = msgspec.msgpack.Decoder(FromServer)
 from_engine = msgspec.msgpack.Decoder(FromEngine)
@@ -108,6 +147,11 @@ def pack_params(params: SamplingParams) -> dict[str, Any]:
     if params.structured_outputs is not None:
         given["structured_outputs"] = dataclasses.asdict(params.structured_outputs)
     return {name: value for name, value in given.items() if value != _PARAMS[name] and value not in ([], {})}
+
+
+def pack_pooling(params: PoolingParams) -> dict[str, Any]:
+    """The fields that are not the defaults."""
+    return {name: value for name, default in _POOLING.items() if (value := getattr(params, name)) != default}
 
 
 def unpack_params(fields: dict[str, Any]) -> SamplingParams:

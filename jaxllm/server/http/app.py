@@ -24,6 +24,8 @@ from jaxllm.server.openai.completions import CompletionAnswer
 from jaxllm.server.openai.responses_schema import ResponsesRequest
 from jaxllm.server.openai.schemas import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxllm.server.page import page
+from jaxllm.server.pooling import answers
+from jaxllm.server.pooling import schemas as pooling
 from jaxllm.server.server import Server
 
 log = logging.getLogger(__name__)
@@ -90,6 +92,11 @@ def create_app(server: Server) -> App:
         "/v1/completions": (CompletionRequest, _completions),
         "/v1/chat/completions": (schemas.ChatRequest, chat.answer),
         "/v1/responses": (ResponsesRequest, responses.answer),
+        "/v1/embeddings": (pooling.EmbeddingRequest, answers.embeddings),
+        "/pooling": (pooling.PoolingRequest, answers.pooling),
+        "/classify": (pooling.ClassifyRequest, answers.classify),
+        **dict.fromkeys(("/v1/score", "/score"), (pooling.ScoreRequest, answers.score)),
+        **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), (pooling.RerankRequest, answers.rerank)),
         "/tokenize": (TokenizeRequest, _tokenize),
         "/detokenize": (DetokenizeRequest, _detokenize),
     }

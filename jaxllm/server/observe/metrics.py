@@ -129,24 +129,35 @@ class Metrics:
         return Histogram(PREFIX + name, help, LABELS, registry=self._registry, buckets=buckets).labels(*self._labels)
 
     def ended(self, timings: "RequestTimings") -> None:
-        num_computed = timings.num_prompt - timings.num_cached
-        self._finished[timings.reason].inc()
-        self.prompt_tokens.inc(timings.num_prompt)
-        self.cached_tokens.inc(timings.num_cached)
-        self._by_source["local_cache_hit"].inc(timings.num_cached)
-        self._by_source["local_compute"].inc(num_computed)
-        self.num_prompt.observe(timings.num_prompt)
-        self.num_computed.observe(num_computed)
+        self._prompt_ended(timings.reason, timings.num_prompt, timings.num_cached, timings.whole_s)
         self.num_generated.observe(timings.num_generated)
         self.most_generated.observe(timings.most_generated)
         self.params_n.observe(timings.params.n)
         self.params_max_tokens.observe(timings.params.max_tokens or 0)
-        self.whole_s.observe(timings.whole_s)
         if timings.decode_s is not None:
             self.decode_s.observe(timings.decode_s)
             self.inference_s.observe(timings.inference_s)
             if timings.num_generated > 1:
                 self.per_token_s.observe(timings.decode_s / (timings.num_generated - 1))
+
+    def pooled(self, reason: str, num_prompt: int, num_cached: int, *, whole_s: float, queued_s: float) -> None:
+        """A prompt without a text ended, for a `reason` of `FINISHED`; durations in seconds."""
+        self._prompt_ended(reason, num_prompt, num_cached, whole_s)
+        self.aborted.inc(reason == "abort")
+        if reason == "stop":
+            self.queue_s.observe(queued_s)
+            self.prefill_s.observe(max(0.0, whole_s - queued_s))
+
+    def _prompt_ended(self, reason: str, num_prompt: int, num_cached: int, whole_s: float) -> None:
+        num_computed = num_prompt - num_cached
+        self._finished[reason].inc()
+        self.prompt_tokens.inc(num_prompt)
+        self.cached_tokens.inc(num_cached)
+        self._by_source["local_cache_hit"].inc(num_cached)
+        self._by_source["local_compute"].inc(num_computed)
+        self.num_prompt.observe(num_prompt)
+        self.num_computed.observe(num_computed)
+        self.whole_s.observe(whole_s)
 
     def rejected(self, reason: str = "max_num_queued_reqs") -> None:
         self._rejected[reason].inc()

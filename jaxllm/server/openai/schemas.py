@@ -201,7 +201,7 @@ def decode(kind: type[Request], body: bytes) -> Request:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         what = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise invalid(f"the body is not sound JSON: {what}", code=None) from error
-    for name, message in _REFUSED.items():
+    for name, message in getattr(kind, "REFUSED", _REFUSED).items():
         if getattr(request, name, None) not in _EMPTY:
             raise unsupported(name, f"{name} is not supported: {message}")
     if log.isEnabledFor(logging.DEBUG):
