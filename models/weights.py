@@ -1,7 +1,7 @@
 """How an architecture file says where a checkpoint's tensors go.
 
-Its `WEIGHTS` is a table of the tensors that every checkpoint of the family has (heads may be absent whose parameters the
-model lacks: a tied `lm_head`, those of other tasks), its `OPTIONAL_WEIGHTS`, if there is one, of those that come with
+Its `WEIGHTS` is a table of the tensors that every checkpoint of the family has (heads may be absent, whose parameters
+the model lacks: a tied `lm_head`, those of other tasks), its `OPTIONAL_WEIGHTS`, if there is one, of those that come with
 parameters that only some configurations have. `IGNORED`, if there is one, is a regular expression of the names of
 others, which are passed over.
 
