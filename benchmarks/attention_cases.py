@@ -32,6 +32,7 @@ class Case:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    causal: bool = True
     blocks_per_seq: int = BLOCKS_PER_SEQ
 
     @property
@@ -45,7 +46,8 @@ class Case:
 
     @property
     def options(self):
-        return {"scale": SCALE, "sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
+        causal = {} if self.causal else {"causal": False}
+        return {"scale": SCALE, "sliding_window": self.sliding_window, "soft_cap": self.soft_cap} | causal
 
 
 class Batch:
@@ -128,8 +130,10 @@ class Batch:
             cells = pool[table][..., : case.head_dim].astype(np.float64) * scales
             keys, values = np.moveaxis(cells, (1, 3), (0, 2)).reshape(2, -1, case.kv_heads, case.head_dim)
             for i in range(q_len):
-                stop = start + i + 1
-                begin = 0 if case.sliding_window is None else max(0, stop - case.sliding_window)
+                stop, window = start + i + 1, case.sliding_window
+                begin = 0 if window is None else max(0, stop - window)
+                if not case.causal:
+                    stop = start + q_len if window is None else min(start + q_len, start + i + window)
                 out[at + i] = self._attend(self.q[at + i].astype(np.float64), keys[begin:stop], values[begin:stop])
         return out, pool
 

@@ -1,6 +1,7 @@
 """The caches that attention runs over: `Paged` keys and values (engine) or `Dense` ones (training, evaluation).
 
-Both have `attend(q, k, v, *, scale, sliding_window, soft_cap) -> (out, cache)`, so that one model class does both.
+Both have `attend(q, k, v, *, scale, causal, sliding_window, soft_cap) -> (out, cache)`, so that one model class does
+both. Which keys a token sees is what `pallas_kernels.paged_attention.reference` says.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,13 +25,24 @@ class Paged:
     batch: PagedBatch
     placement: Placement = field(default=UNPLACED, metadata={"static": True})
 
-    def attend(self, q, k, v, *, scale: float, sliding_window: int | None = None, soft_cap: float | None = None):
+    def attend(
+        self,
+        q,
+        k,
+        v,
+        *,
+        scale: float,
+        causal: bool = True,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ):
         """Writes `k`, `v` `[tokens, kv_heads, head_dim]`, attends `q` `[tokens, heads, head_dim]`."""
         heads, kv = (None, "heads", None), (None, "kv_heads", None)
         op = partial(
             ragged_paged_attention,
             placement=self.placement,
             scale=scale,
+            causal=causal,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
         )
@@ -42,25 +54,39 @@ class Paged:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dense:
-    """Causal attention within each row of a batch `[batch, len]`; keeps nothing and is differentiable."""
+    """Attention within each row of a batch `[batch, len]`; keeps nothing and is differentiable."""
 
-    def attend(self, q, k, v, *, scale: float, sliding_window: int | None = None, soft_cap: float | None = None):
+    def attend(
+        self,
+        q,
+        k,
+        v,
+        *,
+        scale: float,
+        causal: bool = True,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ):
         """Attends `q` `[batch, len, heads, head_dim]` to `k`, `v` `[batch, len, kv_heads, head_dim]`."""
         if soft_cap is not None:
-            return _capped_attention(q, k, v, scale, sliding_window, soft_cap), self
-        window = None if sliding_window is None else (sliding_window - 1, 0)
-        out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=window)
+            return _capped_attention(q, k, v, scale, causal, sliding_window, soft_cap), self
+        window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
+        out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, local_window_size=window)
         return out, self
 
 
-def _capped_attention(q: Array, k: Array, v: Array, scale: float, window: int | None, soft_cap: float) -> Array:
+def _capped_attention(
+    q: Array, k: Array, v: Array, scale: float, causal: bool, window: int | None, soft_cap: float
+) -> Array:
     """`jax.nn.dot_product_attention` with soft-capped scores, which it does not support."""
     batch, length, heads, head_dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], -1, head_dim)
     scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, k, preferred_element_type=jnp.float32)
     index = jnp.arange(length)
     age = index[:, None] - index[None]
-    visible = age >= 0 if window is None else (age >= 0) & (age < window)
+    visible = age >= 0 if causal else jnp.ones_like(age, bool)
+    if window is not None:
+        visible &= jnp.abs(age) < window
     scores = jnp.where(jnp.broadcast_to(visible, scores.shape), cap(scores * scale, soft_cap), -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgqs,bskh->bqkgh", weights, v).reshape(q.shape)

@@ -48,9 +48,9 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer normalisation in float32 (arXiv 1607.06450); without `affine` it has no parameters."""
 
-    def __init__(self, dim: int, eps: float, *, dtype: Any, affine: bool = True):
+    def __init__(self, dim: int, eps: float, *, dtype: Any, affine: bool = True, bias: bool = True):
         self.scale = nnx.Param(jnp.ones(dim, dtype), axes=(None,)) if affine else None
-        self.bias = nnx.Param(jnp.zeros(dim, dtype), axes=(None,)) if affine else None
+        self.bias = nnx.Param(jnp.zeros(dim, dtype), axes=(None,)) if affine and bias else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*t d"]) -> Float[Array, "*t d"]:
@@ -58,8 +58,9 @@ class LayerNorm(nnx.Module):
         y = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         if self.scale is not None:
-            scale, bias = (jnp.broadcast_to(p[...].astype(jnp.float32), y.shape) for p in (self.scale, self.bias))
-            y = y * scale + bias
+            y = y * jnp.broadcast_to(self.scale[...].astype(jnp.float32), y.shape)
+        if self.bias is not None:
+            y = y + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
         return y.astype(x.dtype)
 
 
@@ -67,6 +68,7 @@ NORMS = {
     "rms": RMSNorm,
     "rms_unit_offset": partial(RMSNorm, unit_offset=True),
     "layer": LayerNorm,
+    "layer_no_bias": partial(LayerNorm, bias=False),
     "layer_plain": partial(LayerNorm, affine=False),
 }
 
@@ -94,7 +96,9 @@ class Attention(nnx.Module):
         self.k_norm = make_norm(cfg, h) if cfg.qk_norm else None
         self.scale = h**-0.5 if cfg.query_scale is None else cfg.query_scale
         self.window, self.soft_cap = spec.window, cfg.attn_soft_cap
-        self.cache_specs = (CacheSpec.keys_and_values(k, h, window=spec.window),)
+        self.causal = cfg.causal
+        # Where tokens see later ones, a text is in one step, and nothing of it is left behind a window.
+        self.cache_specs = (CacheSpec.keys_and_values(k, h, window=spec.window if cfg.causal else None),)
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos: tuple[Array, Array] | None, cache):
         qkv = self.qkv(x, ctx)
@@ -105,7 +109,8 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if sin_cos is not None:
             q, k = rotate(q, *sin_cos), rotate(k, *sin_cos)
-        out, cache = cache.attend(q, k, v, scale=self.scale, sliding_window=self.window, soft_cap=self.soft_cap)
+        mask = {} if self.causal else {"causal": False}  # caches for causal models alone need not know of it
+        out, cache = cache.attend(q, k, v, scale=self.scale, sliding_window=self.window, soft_cap=self.soft_cap, **mask)
         return self.o(out.reshape(group_shape), ctx), cache
 
 
@@ -142,7 +147,10 @@ class LayerSpec:
     """What may differ from layer to layer. `attention` and `feed_forward` are called with the model's configuration
     (attention with this specification too) and `rngs`."""
 
-    window: int | None = field(default=None, metadata={"help": "tokens that a token attends to; None: all"})
+    window: int | None = field(
+        default=None,
+        metadata={"help": "a token attends to those fewer positions away; None: all. Causal: of earlier ones"},
+    )
     rope: Rope | None = None
     attention: Callable[..., nnx.Module] = Attention
     feed_forward: Callable[..., nnx.Module] = MLP

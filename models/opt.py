@@ -11,7 +11,7 @@ from jaxllm.models.context import StepContext
 from jaxllm.models.layers import LayerSpec, PlainMLP
 from jaxllm.models.linear import Embedding, Linear
 from jaxllm.models.transformer import flag
-from jaxllm.models.weights import Table, Weight, attention, attention_biases, norm
+from jaxllm.models.weights import Weight, affine_norm, attention, attention_biases
 
 OFFSET = 2  # row of position 0 in the table
 
@@ -67,17 +67,14 @@ class Config(transformer.Config):
         )
 
 
-class DecoderLayer(transformer.DecoderLayer):
+class DecoderLayer(transformer.PostNormLayer):
     def __init__(self, cfg: Config, spec: LayerSpec, **kwargs: Any):
         super().__init__(cfg, spec, **kwargs)
         self.post_norm = cfg.post_norm
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
-        if not self.post_norm:
-            return super().__call__(x, ctx, sin_cos, cache)
-        h, cache = self.attn(x, ctx, sin_cos, cache)
-        x = self.attn_norm(x + h)
-        return self.mlp_norm(x + self.mlp(x, ctx)), cache
+        order = transformer.PostNormLayer if self.post_norm else transformer.DecoderLayer
+        return order.__call__(self, x, ctx, sin_cos, cache)
 
 
 class Model(transformer.Decoder):
@@ -106,10 +103,6 @@ class Model(transformer.Decoder):
         return super().logits(hidden, ctx)
 
 
-def _norm(tensor: str, path: str) -> Table:
-    return norm(tensor, path) | {f"{tensor}.bias": Weight(f"{path}.bias", "d -> d")}
-
-
 _LAYER = "model.decoder.layers.{i}."
 WEIGHTS = {
     "model.decoder.embed_tokens.weight": Weight("embed.weight", "v d -> v d"),
@@ -123,9 +116,9 @@ OPTIONAL_WEIGHTS = {
     **attention_biases(_LAYER + "self_attn.", "out_proj"),
     _LAYER + "fc1.bias": Weight("layers.{i}.mlp.up.bias", "f -> f"),
     _LAYER + "fc2.bias": Weight("layers.{i}.mlp.down.bias", "d -> d"),
-    **_norm(_LAYER + "self_attn_layer_norm", "layers.{i}.attn_norm"),
-    **_norm(_LAYER + "final_layer_norm", "layers.{i}.mlp_norm"),
-    **_norm("model.decoder.final_layer_norm", "norm"),
+    **affine_norm(_LAYER + "self_attn_layer_norm", "layers.{i}.attn_norm"),
+    **affine_norm(_LAYER + "final_layer_norm", "layers.{i}.mlp_norm"),
+    **affine_norm("model.decoder.final_layer_norm", "norm"),
     "model.decoder.project_in.weight": Weight("project_in.weight", "e d -> d e"),
     "model.decoder.project_out.weight": Weight("project_out.weight", "d e -> e d"),
 }

@@ -3,15 +3,34 @@
 from importlib import import_module
 from types import ModuleType
 
+_DECODERS = {
+    "Llama": "llama",
+    "Mistral": "mistral",
+    "Qwen2": "qwen2",
+    "Qwen3": "qwen3",
+    "Gemma2": "gemma2",
+    "Gemma3": "gemma3",
+    "Phi3": "phi3",
+}
+_ENCODERS = {
+    "Bert": "bert",
+    "Roberta": "roberta",
+    "XLMRoberta": "roberta",
+    "Camembert": "roberta",
+    "ModernBert": "modernbert",
+}
+
+
+def _names(families: dict[str, str], *endings: str) -> dict[str, str]:
+    return {family + ending: file for family, file in families.items() for ending in endings}
+
+
+_TEXT = {"Gemma3Text" if family == "Gemma3" else family: file for family, file in _DECODERS.items()}
 ARCHITECTURES: dict[str, str | ModuleType] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
+    **_names(_DECODERS, "ForCausalLM"),
     "OPTForCausalLM": "opt",
-    "Phi3ForCausalLM": "phi3",
+    **_names(_TEXT, "Model", "ForSequenceClassification"),
+    **_names(_ENCODERS, "Model", "ForMaskedLM", "ForSequenceClassification"),
 }
 
 
@@ -28,13 +47,16 @@ def register(architecture: str, module: ModuleType) -> None:
 
 def find(architecture: str) -> ModuleType:
     """The architecture's module, with `Config`, `Model` and `WEIGHTS`. KeyError if there is none."""
-    known = ARCHITECTURES[architecture]
-    return import_module(f"jaxllm.models.{known}") if isinstance(known, str) else known
+    return _module(ARCHITECTURES[architecture])
 
 
 def model_for(config: object) -> type:
     """The model class that `config` configures. TypeError if no architecture has such a configuration."""
-    for module in map(find, ARCHITECTURES):
+    for module in map(_module, dict.fromkeys(ARCHITECTURES.values())):
         if type(config) is module.Config:
             return module.Model
     raise TypeError(f"{type(config).__qualname__} is no configuration of {sorted(ARCHITECTURES)}")
+
+
+def _module(known: str | ModuleType) -> ModuleType:
+    return import_module(f"jaxllm.models.{known}") if isinstance(known, str) else known

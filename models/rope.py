@@ -272,6 +272,24 @@ def rope_from_hf(hf: dict, params: dict | None = None, *, theta: float = 10000.0
     return KINDS[kind].parse(p, max_len, theta=float(theta), fraction=float(fraction))
 
 
+def ropes_of(hf: dict, *, theta: float, local_theta: float) -> dict[str, Rope]:
+    """Ropes by layer type, with these thetas where none is given; older files have flat keys, whose scaling applies to
+    the global layers."""
+    given = hf.get("rope_parameters") or {}
+    unknown = sorted(given.keys() - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"rope_parameters has {unknown}, but this family's has an object for each layer type")
+    full = (given.get("full_attention") or {}) | (hf.get("rope_scaling") or {})
+    return {
+        "full_attention": rope_from_hf(hf, full, theta=theta),
+        "sliding_attention": rope_from_hf(
+            {"max_position_embeddings": hf["max_position_embeddings"]},
+            given.get("sliding_attention") or {},
+            theta=local_theta,
+        ),
+    }
+
+
 def rotate(x: Float[Array, "*t heads head_dim"], sin: Array, cos: Array) -> Float[Array, "*t heads head_dim"]:
     """Turns the first `2 * sin.shape[-1]` features of each head, in float32."""
     turned = 2 * sin.shape[-1]

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that most families are: configuration, layer and model, for their files to compose."""
+"""What most families are, decoders and encoders: configuration, layers and models, for their files to compose."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,13 +7,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.layers import ACTIVATIONS, NORMS, LayerSpec, make_norm
 from jaxllm.models.linear import Embedding, Linear
 from jaxllm.models.rope import Rope, rope_from_hf
+from jaxllm.models.tasks import TASKS, is_causal
 from jaxllm.models.traced_once import TracedOnce, plain_call
 
 Params = Any  # an `nnx.State` of arrays, or of their shapes (its own annotation trips run-time type checkers)
@@ -44,6 +45,10 @@ class Config:
     query_scale: float | None = field(default=None, metadata={"help": "None: head_dim ** -0.5"})
     attn_soft_cap: float | None = None
     tie_embeddings: bool = False
+    causal: bool = field(default=True, metadata={"help": "whether a token sees no later ones"})
+    task: str = field(default="generate", metadata={"help": f"one of {TASKS}; see jaxllm.models.tasks"})
+    labels: tuple[str, ...] = field(default=(), metadata={"help": "what the task classify tells apart"})
+    problem_type: str | None = field(default=None, metadata={"help": "what labels mean, as in config.json"})
     dtype: Any = field(default=jnp.float32, metadata={"help": "of parameters and activations"})
 
     def __post_init__(self) -> None:
@@ -56,6 +61,12 @@ class Config:
                 raise ValueError(f"{name} {getattr(self, name)!r:.100} is not supported; supported: {sorted(known)}")
         for rope in filter(None, dict.fromkeys(layer.rope for layer in self.layers)):
             rope.check(self.head_dim)
+        if self.task not in TASKS:
+            raise ValueError(f"task={self.task!r:.100} is unknown; choose one of {TASKS}")
+        if (self.task == "classify") != bool(self.labels):
+            raise ValueError(f"task={self.task!r} and {len(self.labels)} labels: classify needs some, others take none")
+        if self.task == "generate" and not self.causal:
+            raise ValueError("a model whose tokens see later ones (causal=False) can't generate; give task='embed'")
 
     @property
     def num_layers(self) -> int:
@@ -65,6 +76,12 @@ class Config:
     def table_width(self) -> int:
         """Of the embedding table."""
         return self.embed
+
+    @property
+    def pooling(self) -> str:
+        """How hidden states of a text become one vector: "last", "mean" or "cls". For embedding, files of
+        sentence-transformers go before it."""
+        return "last"
 
     @classmethod
     def from_hf(
@@ -103,6 +120,7 @@ class Config:
             eps=hf.get("rms_norm_eps", cls.eps),
             activation=hf.get("hidden_act") or cls.activation,
             tie_embeddings=flag(hf, "tie_word_embeddings", cls.tie_embeddings),
+            causal=is_causal(hf),
         )
         return cls(**(shared | fields))
 
@@ -148,8 +166,17 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x), ctx), cache
 
 
-class Decoder(nnx.Module):
-    """A causal language model. Families subclass it to give their `Config` and `Layer`."""
+class PostNormLayer(DecoderLayer):
+    """Normalises after each block's residual."""
+
+    def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
+        h, cache = self.attn(x, ctx, sin_cos, cache)
+        x = self.attn_norm(x + h)
+        return self.mlp_norm(x + self.mlp(x, ctx)), cache
+
+
+class Backbone(nnx.Module):
+    """From tokens to hidden states. Families subclass it, or `Decoder`, to give their `Config` and `Layer`."""
 
     Layer: ClassVar[type[nnx.Module]] = DecoderLayer
 
@@ -159,8 +186,6 @@ class Decoder(nnx.Module):
         self.embed = Embedding.random(vocab, width, dtype=cfg.dtype, rngs=rngs)
         self.layers = nnx.List([self.Layer(cfg, spec, rngs=rngs) for spec in cfg.layers])
         self.norm = make_norm(cfg, cfg.embed)
-        if not cfg.tie_embeddings:
-            self.lm_head = Linear.random(width, vocab, dtype=cfg.dtype, rngs=rngs)
 
     def embed_tokens(self, tokens: Int[Array, "*t"], ctx: StepContext) -> Float[Array, "*t embed"]:
         """The first layer's input."""
@@ -186,9 +211,28 @@ class Decoder(nnx.Module):
             x, caches[i] = call(layer, x, ctx, sin_cos[ropes[i]], caches[i])
         return x if self.norm is None else self.norm(x), caches
 
+
+class Decoder(Backbone):
+    """A language model, or one with its layers that embeds or classifies texts."""
+
+    def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
+        super().__init__(cfg, rngs=rngs)
+        options = {"dtype": cfg.dtype, "rngs": rngs}
+        if cfg.task == "classify":
+            self.score = Linear.random({"embed": cfg.embed}, {"labels": len(cfg.labels)}, **options)
+        elif cfg.task == "generate" and not cfg.tie_embeddings:
+            self.lm_head = Linear.random({"embed": cfg.table_width}, {"vocab": cfg.vocab}, **options)
+
+    def head(self, pooled: Float[Array, "rows embed"], ctx: StepContext) -> Float32[Array, "rows labels"]:
+        """Scores of the labels, of texts' pooled hidden states, where the task is "classify"."""
+        return self.score(pooled.astype(self.cfg.dtype), ctx, out_dtype=jnp.float32)
+
     def logits(self, hidden: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t vocab"]:
         """Unnormalised log-probabilities in float32, never rounded to the parameters' dtype: in bfloat16 many tokens
-        would share the best one. `ctx` is that of the tokens whose hidden states these are."""
+        would share the best one. `ctx` is that of the tokens whose hidden states these are. ValueError for a model with
+        another task."""
+        if self.cfg.task != "generate":
+            raise ValueError(f"this model's task is {self.cfg.task!r}: it has no head that chooses tokens")
         if self.cfg.tie_embeddings:
             return self.embed.logits(hidden, ctx)
         return self.lm_head(hidden, ctx, out_dtype=jnp.float32)
@@ -201,6 +245,6 @@ class _OneKey(nnx.Rngs):
         return jax.random.key(0)
 
 
-def abstract(model_cls: type[Decoder], cfg: Config) -> Decoder:
+def abstract(model_cls: type[Backbone], cfg: Config) -> Backbone:
     """A model of `ShapeDtypeStruct`s, which take no memory."""
     return nnx.eval_shape(lambda: model_cls(cfg, rngs=_OneKey()))

@@ -1,7 +1,12 @@
 """How an architecture file says where a checkpoint's tensors go.
 
-Its `WEIGHTS` is a table of the tensors that every checkpoint of the family has (a tied `lm_head` may be absent), its
-`OPTIONAL_WEIGHTS`, if there is one, of those that come with parameters that only some configurations have.
+Its `WEIGHTS` is a table of the tensors that every checkpoint of the family has (heads may be absent, whose parameters
+the model lacks: a tied `lm_head`, those of other tasks), its `OPTIONAL_WEIGHTS`, if there is one, of those that come with
+parameters that only some configurations have. `IGNORED`, if there is one, is a regular expression of the names of
+others, which are passed over.
+
+A model that is saved without a head has names without the prefix of the model in it: `PREFIX`, "model." if the file has
+none.
 """
 
 from collections.abc import Mapping
@@ -34,20 +39,22 @@ def qkv_piece(name: str) -> Weight:
     return Weight("layers.{i}.attn.qkv.weight", "(k g h) d -> d k g h", (2, *_QKV[name]))
 
 
+def qkv_bias_piece(name: str) -> Weight:
+    """Where their bias goes."""
+    return Weight("layers.{i}.attn.qkv.bias", "(k g h) -> k g h", (1, *_QKV[name]))
+
+
 def attention(prefix: str, out: str = "o_proj") -> Table:
     """Projections of the attention `prefix`, whose last one is called `out`."""
-    return {f"{prefix}{name}_proj.weight": qkv_piece(name) for name in _QKV} | _out(prefix, out)
+    return {f"{prefix}{name}_proj.weight": qkv_piece(name) for name in _QKV} | attention_out(f"{prefix}{out}")
 
 
-def _out(prefix: str, out: str) -> Table:
-    return {f"{prefix}{out}.weight": Weight("layers.{i}.attn.o.weight", "d (k g h) -> k g h d")}
+def attention_out(tensor: str) -> Table:
+    return {f"{tensor}.weight": Weight("layers.{i}.attn.o.weight", "d (k g h) -> k g h d")}
 
 
 def qkv_biases(prefix: str) -> Table:
-    return {
-        f"{prefix}{name}_proj.bias": Weight("layers.{i}.attn.qkv.bias", "(k g h) -> k g h", (1, *part))
-        for name, part in _QKV.items()
-    }
+    return {f"{prefix}{name}_proj.bias": qkv_bias_piece(name) for name in _QKV}
 
 
 def attention_biases(prefix: str, out: str = "o_proj") -> Table:
@@ -58,14 +65,19 @@ def norm(tensor: str, path: str) -> Table:
     return {f"{tensor}.weight": Weight(f"{path}.scale", "d -> d")}
 
 
+def affine_norm(tensor: str, path: str) -> Table:
+    return norm(tensor, path) | {f"{tensor}.bias": Weight(f"{path}.bias", "d -> d")}
+
+
 LLAMA_SHARED: Table = {  # by layouts that fuse projections and those that don't
     "model.embed_tokens.weight": Weight("embed.weight", "v d -> v d"),
     **norm(LAYER + "input_layernorm", "layers.{i}.attn_norm"),
-    **_out(LAYER + "self_attn.", "o_proj"),
+    **attention_out(LAYER + "self_attn.o_proj"),
     **norm(LAYER + "post_attention_layernorm", "layers.{i}.mlp_norm"),
     LAYER + "mlp.down_proj.weight": Weight("layers.{i}.mlp.down.weight", "d f -> f d"),
     **norm("model.norm", "norm"),
     "lm_head.weight": Weight("lm_head.weight", "v d -> d v"),
+    "score.weight": Weight("score.weight", "c d -> d c"),
 }
 LLAMA_LAYOUT: Table = {
     **LLAMA_SHARED,

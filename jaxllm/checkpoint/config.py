@@ -1,7 +1,7 @@
 """Reads a checkpoint's configuration, in the form of a Hugging Face `config.json`, which may be hostile: it is data
 only, no code of the directory runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,7 @@ from jaxllm.argument_checks import check_float, check_int
 from jaxllm.checkpoint import unsupported
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
 from jaxllm.errors import ModelFormatError
-from jaxllm.models import registry, transformer
+from jaxllm.models import registry, tasks, transformer
 from jaxllm.models.layers import ACTIVATIONS
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -35,19 +35,29 @@ _OPTIONAL_SIZES = {
     "sliding_window": _MAX_LEN,
     "sliding_window_pattern": 2**10,
     "original_max_position_embeddings": _MAX_LEN,
+    "type_vocab_size": 2**10,
+    "local_attention": _MAX_LEN,
+    "global_attn_every_n_layers": 2**10,
 }
+_IDS = ("pad_token_id", "sep_token_id")
 _FLAGS = (
     "tie_word_embeddings",
     "attention_bias",
     "mlp_bias",
     "use_sliding_window",
     "use_bidirectional_attention",
+    "is_causal",
+    "is_decoder",
+    "add_cross_attention",
+    "norm_bias",
+    "classifier_bias",
     "do_layer_norm_before",
     "_remove_final_layer_norm",
     "layer_norm_elementwise_affine",
     "enable_bias",
 )
-_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "classifier_activation")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_eps")
 _OPTIONAL_NUMBERS = ("attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor")
 _ROPE_NUMBERS = {  # required by each kind
     "linear": ("factor",),
@@ -83,9 +93,9 @@ def read_config(path: Path, dtype: Any) -> ModelSpec:
     return read_spec(open_checkpoint(path), dtype)
 
 
-def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None) -> ModelSpec:
+def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None, task: str | None = None) -> ModelSpec:
     """Reads the configuration, and the ids of end-of-sequence tokens; a `generation_config.json` goes before it there.
-    `overrides` are in the place of keys of the configuration.
+    `overrides` are in the place of keys of the configuration, `task` in that of what the architecture is for.
 
     `dtype` comes from `resolve_dtype`. Raises `ModelFormatError` naming file, field and value.
     """
@@ -93,11 +103,14 @@ def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None) -> Mode
         raise ValueError(f"hf_overrides is a {type(overrides).__name__}; give a dict of config.json's keys")
     hf, path = checkpoint.config() | (overrides or {}), checkpoint.config_path
     try:
-        module = _architecture(hf)
+        name = _architecture(hf)
+        module = registry.find(name)
         _check_quantization(hf)
         _check_sizes(hf)
         _check_ropes(hf)
-        cfg = module.Config.from_hf(hf, dtype=dtype)
+        cfg = module.Config.from_hf(hf, dtype=dtype, **tasks.task_fields(name, hf, task))
+        if getattr(cfg, "tells_pairs", False) and cfg.sep_token_id is None:
+            cfg = replace(cfg, sep_token_id=_sep_token_id(checkpoint))
         if cfg.max_len > _MAX_LEN:
             raise ValueError(f"rope scaling makes a context of {cfg.max_len} tokens; at most {_MAX_LEN} are supported")
     except KeyError as error:
@@ -110,7 +123,15 @@ def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None) -> Mode
     return ModelSpec(module=module, cfg=cfg, eos_token_ids=eos)
 
 
-def _architecture(hf: dict) -> ModuleType:
+def _sep_token_id(checkpoint: Checkpoint) -> int:
+    """The token between two texts, as the tokenizer's files say."""
+    found = checkpoint.tokenizer().sep_token_id
+    if found is None:
+        raise ValueError("it has no sep_token_id, nor the tokenizer a sep_token, which ends the first text of a pair")
+    return found
+
+
+def _architecture(hf: dict) -> str:
     names, model_type = hf.get("architectures"), hf.get("model_type")
     types = [model_type[:100]] if isinstance(model_type, str) else []
     if names is None:
@@ -128,7 +149,7 @@ def _architecture(hf: dict) -> ModuleType:
             f"architectures={names!r:.200} is not supported; supported: {supported}, and what "
             "jaxllm.models.registry.register is given"
         )
-    return registry.find(known[0])
+    return known[0]
 
 
 def _check_quantization(hf: dict) -> None:
@@ -159,8 +180,12 @@ def _check_sizes(hf: dict) -> None:
     types = hf.get("layer_types")
     if types is not None and not (isinstance(types, list) and all(isinstance(kind, str) for kind in types)):
         raise ValueError(f"layer_types={types!r:.100} must be a list of strings")
-    if "rms_norm_eps" in hf:
-        _make_float(hf, "rms_norm_eps", least=1e-12)
+    for key in _EPSILONS:
+        if key in hf:
+            _make_float(hf, key, least=1e-12)
+    for key in _IDS:
+        if hf.get(key) is not None:
+            check_int(key, hf[key], 0, _SIZES["vocab_size"])
     if "query_pre_attn_scalar" in hf:
         _make_float(hf, "query_pre_attn_scalar")
     for key in _OPTIONAL_NUMBERS:
@@ -177,7 +202,7 @@ def _check_sizes(hf: dict) -> None:
 
 
 def _check_ropes(hf: dict) -> None:
-    for key in ("rope_theta", "rope_local_base_freq"):
+    for key in ("rope_theta", "rope_local_base_freq", "global_rope_theta", "local_rope_theta"):
         if key in hf:
             _make_float(hf, key, least=1.0)
     for key in ("rope_parameters", "rope_scaling"):

@@ -58,6 +58,21 @@ def is_gguf(path: Path) -> bool:
 
 def read_json(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:
     """Reads a JSON object from a file of at most `max_bytes`. Raises `ModelFormatError` for anything else."""
+    value = _read_json(path, max_bytes)
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{path} holds {a_type(value)}, not a JSON object; download it again")
+    return value
+
+
+def read_json_list(path: Path, *, max_bytes: int = 1_000_000) -> list[Any]:
+    """As `read_json`, of a list."""
+    value = _read_json(path, max_bytes)
+    if not isinstance(value, list):
+        raise ModelFormatError(f"{path} holds {a_type(value)}, not a JSON list; download it again")
+    return value
+
+
+def _read_json(path: Path, max_bytes: int) -> Any:
     if not path.is_file():
         raise ModelFormatError(f"{path} is missing; take the whole model directory, in Hugging Face format")
     try:
@@ -68,13 +83,10 @@ def read_json(path: Path, *, max_bytes: int = 10_000_000) -> dict[str, Any]:
     if len(text) > max_bytes:
         raise ModelFormatError(f"{path} has more than {max_bytes} bytes, more than any valid file: replace it")
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         check_no_pointer(path)
         raise ModelFormatError(f"{path} is not valid JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{path} holds {a_type(value)}, not a JSON object; download it again")
-    return value
 
 
 def shard_path(index: Path, name: str) -> Path:

@@ -31,7 +31,8 @@ from jaxllm.sharding import rules
 log = logging.getLogger(__name__)
 
 _GROUP_BYTES = 32 << 20  # of tensors that are read at once: each time this thread waits for others that run Python
-_COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # in old checkpoints, and computed here
+_COMPUTED = r".*\.rotary_emb\.inv_freq"  # in old checkpoints, and computed here
+_PREFIX = "model."  # of the model in most families' checkpoints with a head
 
 
 FillPlan = Mapping[str, list[WeightPart]]  # dotted name of the parameter -> what fills it
@@ -51,7 +52,7 @@ def load_params(checkpoint: Checkpoint, spec: ModelSpec, params: Params, mesh: M
     """
     params = jax.tree.map(lambda leaf: leaf, params)
     check_mesh(params, mesh)
-    stored = checkpoint.tensors()
+    stored = _stored(checkpoint, spec)
     plan = _plan(spec, params)
     _check(checkpoint, spec, plan, stored)
 
@@ -79,6 +80,14 @@ def load_params(checkpoint: Checkpoint, spec: ModelSpec, params: Params, mesh: M
     gigabytes = total / 1e9
     log.info("loaded %.2f GB in %.1f s (%.2f GB/s)", gigabytes, seconds, gigabytes / seconds)
     return params
+
+
+def _stored(checkpoint: Checkpoint, spec: ModelSpec) -> Mapping[str, StoredTensor]:
+    """The tensors by the names of `WEIGHTS`, where a model saved without a head lacks their prefix."""
+    stored, table, prefix = checkpoint.tensors(), _table(spec), getattr(spec.module, "PREFIX", _PREFIX)
+    if any(name.startswith(prefix) for name in stored):
+        return stored
+    return {prefix + name if prefix + name in table else name: tensor for name, tensor in stored.items()}
 
 
 def _groups(
@@ -143,7 +152,8 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, plan: FillPlan, stored: Mapp
         shapes[part.name] = (rows, *part.shape[1:])
     missing = sorted(shapes.keys() - stored.keys())
     unused = stored.keys() - shapes.keys() - _table(spec, optional=False).keys()  # a tied lm_head is in the table
-    unexpected = sorted(name for name in unused if not _COMPUTED.fullmatch(name))
+    ignored = re.compile(f"{_COMPUTED}|{getattr(spec.module, 'IGNORED', '')}")
+    unexpected = sorted(name for name in unused if not ignored.fullmatch(name))
     if missing or unexpected:
         raise ModelFormatError(
             f"{checkpoint.path}: the tensors are not those of its {checkpoint.config_name}: missing "

@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import tokenizers
 from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.files import check_no_pointer, local, read_json
 from jaxllm.errors import ModelFormatError
+from jaxllm.text import cut
 from jaxllm.text.chat_template import ChatTemplates, ForeignChatTemplates, parse_templates, read_templates
 from jaxllm.text.streams import REPLACEMENT, ByteStream, ByteTable, PieceStream, PieceTable, TextStream, WindowStream
 from jaxllm.text.token_text import text_after
@@ -84,6 +85,16 @@ class Tokenizer(TokenizerInterface):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer's rules add. Raises `ValueError`."""
         return _encode(self._backend, text, add_special_tokens)
+
+    def encode_within(self, text: str, max_len: int, side: str = "right") -> list[int]:
+        """At most `max_len` ids of a text with its special tokens: it is cut on the `side` "left" or "right". Raises
+        `ValueError`."""
+        return _sound(lambda: cut.cut_text(self._backend, text, max_len, side), text)
+
+    def encode_pair(self, first: str, second: str, max_len: int | None = None) -> list[int]:
+        """Ids of two texts, as the tokenizer's rules join them. With `max_len` the longer one is cut until they fit or
+        are of one length, then both are. Raises `ValueError`."""
+        return _sound(lambda: cut.cut_pair(self._backend, first, second, max_len), first + second)
 
     def apply_chat_template(
         self,
@@ -206,6 +217,19 @@ class _Adapter(Tokenizer):
         options = {"add_special_tokens": add_special_tokens} if self._adds_special_tokens else {}
         return [int(token) for token in self._inner.encode(text, **options)]
 
+    def encode_within(self, text: str, max_len: int, side: str = "right") -> list[int]:
+        ids = self.encode(text)
+        if len(ids) > max_len:
+            raise ValueError(f"the text has {len(ids)} tokens, more than {max_len}, and {self._whose} cuts none")
+        return ids
+
+    def encode_pair(self, first: str, second: str, max_len: int | None = None) -> list[int]:
+        raise ValueError(f"{self._whose} encodes no pairs of texts; give the model's directory as tokenizer")
+
+    @property
+    def _whose(self) -> str:
+        return f"a tokenizer of type {type(self._inner).__name__}, without a {FILE},"
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -265,8 +289,13 @@ def _chat_of(tokenizer: Any) -> ChatTemplates:
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    return _sound(lambda: backend.encode(text, add_special_tokens=add_special_tokens).ids, text)
+
+
+def _sound(encode: Callable[[], list[int]], text: str) -> list[int]:
+    """What `encode` makes of `text`, with errors that say what is wrong with it or the tokenizer."""
     try:
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return encode()
     except TypeError as error:
         halves = [i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"]
         raise ValueError(

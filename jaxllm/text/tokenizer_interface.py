@@ -101,6 +101,10 @@ class TokenizerInterface:
     def unk_token_id(self) -> int | None:
         return self._special_id("unk_token")
 
+    @property
+    def sep_token_id(self) -> int | None:
+        return self._special_id("sep_token")
+
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens_map.get(name)
         return None if token is None else self._backend.token_to_id(token)

@@ -61,6 +61,7 @@ struct Running {
   float *top, *total, *rescale;  // [kTileRows]
   int32_t* position;             // [kTileRows]
   int64_t rows;
+  int32_t last_key;  // that some row sees
 };
 
 static int64_t scratch_floats(const Attention& a) {
@@ -175,14 +176,19 @@ static Floats capped(const Attention& a, Floats scores) {
   return a.soft_cap == 0 ? scores : tanh(scores / a.soft_cap) * a.soft_cap;
 }
 
+// Which of these keys, so many positions before a row, it sees; none of them lies past the sequence's end.
+static Ints seen_at(const Attention& a, Ints age) {
+  Ints seen = a.causal ? age >= 0 : age == age;
+  if (a.window) seen &= age < (int32_t)a.window;
+  if (a.window && !a.causal) seen &= age > -(int32_t)a.window;
+  return seen;
+}
+
 // Scores that row vector `v` has not seen become what weighs nothing. The first key is number `key`.
 static Floats masked(const Attention& a, const Running& run, int v, int32_t key, Floats scores) {
   Ints position;
   std::memcpy(&position, run.position + v * kWidth, sizeof position);
-  const Ints age = position - key;
-  Ints seen = age >= 0;
-  if (a.window) seen &= age < (int32_t)a.window;
-  return seen ? scores : broadcast(-__builtin_inff());
+  return seen_at(a, position - key) ? scores : broadcast(-__builtin_inff());
 }
 
 // Scores to weights, in place, and the running maximum and total; the sums so far are rescaled.
@@ -334,8 +340,7 @@ static void narrow_softmax(const Attention& a, const Running& run, int64_t key, 
     Floats top = broadcast(before[row]), total{};
     for (int64_t i = 0; i < count; i += kWidth) {
       const Ints at = lane + (int32_t)i, age = run.position[row] - ((int32_t)key + at);
-      Ints seen = (at < (int32_t)count) & (age >= 0);
-      if (a.window) seen &= age < (int32_t)a.window;
+      const Ints seen = (at < (int32_t)count) & seen_at(a, age);
       const Floats scores = seen ? capped(a, load(weights + i)) : broadcast(-__builtin_inff());
       store(weights + i, scores);
       top = max(top, scores);
@@ -418,13 +423,14 @@ static void attend_keys(const Attention& a, const AttentionTile& tile, const Run
   const T* const keys = block_of<T>(a, tile, key, 0);
   const T* const values = block_of<T>(a, tile, key, 1);
   prefetch(values, count * a.head_dim * sizeof(T));
-  if (const int64_t next = key + count; next <= run.position[run.rows - 1]) {
+  if (const int64_t next = key + count; next <= run.last_key) {
     const int64_t in_block = a.block_size - next % a.block_size;
     prefetch(block_of<T>(a, tile, next, 0), (in_block < kKeys ? in_block : kKeys) * a.head_dim * sizeof(T));
   }
   if (run.rows <= kFewRows) return attend_narrow(a, run, keys, values, key, count);
   const int32_t first = run.position[0], last = run.position[run.rows - 1];
-  const bool all_seen = key + count - 1 <= first && (!a.window || last - key < a.window);
+  const int64_t last_of_all = a.causal ? first : a.window ? first + a.window - 1 : run.last_key;
+  const bool all_seen = key + count - 1 <= last_of_all && (!a.window || last - key < a.window);
   const bool half = run.rows <= kTileRows / 2;
   (half ? wide_scores<kRowVectors / 2> : wide_scores<kRowVectors>)(a, run, widened(a, run, keys, count), count);
   (half ? softmax<kRowVectors / 2> : softmax<kRowVectors>)(a, run, key, count, all_seen);
@@ -446,8 +452,10 @@ static void attend_as(const Attention& a, const AttentionTile& tile, float* scra
   run.rows = tile.end - tile.begin;
   begin_tile<T>(a, tile, run);
   const int64_t last = run.position[run.rows - 1], oldest = a.window ? run.position[0] - a.window + 1 : 0;
-  for (int64_t key = oldest > 0 ? oldest : 0; key <= last;) {
-    const int64_t in_block = a.block_size - key % a.block_size, left = last + 1 - key;
+  const int64_t end = a.kv_lens[tile.seq] - 1, newest = a.window && last + a.window - 1 < end ? last + a.window - 1 : end;
+  run.last_key = (int32_t)(a.causal ? last : newest);
+  for (int64_t key = oldest > 0 ? oldest : 0; key <= run.last_key;) {
+    const int64_t in_block = a.block_size - key % a.block_size, left = run.last_key + 1 - key;
     int64_t count = in_block < left ? in_block : left;
     if (count > kKeys) count = kKeys;
     attend_keys<Pool>(a, tile, run, key, count);

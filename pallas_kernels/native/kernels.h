@@ -36,6 +36,7 @@ struct Attention {
   int64_t window;  // tokens; 0: all
   float scale;
   float soft_cap;  // 0: none
+  bool causal;
   DType dtype, pool_dtype;  // of q, k, v and out; equal, or the pool's is kInt8
 };
 

@@ -169,7 +169,8 @@ void write_and_attend(ffi::ThreadPool& pool, const Attention& a, int64_t seqs) {
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                            ffi::AnyBuffer kv_pool, Ints2D block_tables, Ints1D cu_q_lens, Ints1D kv_lens,
                            Ints1D distribution, Floats1D sinks, Floats1D kv_scales, ffi::Result<ffi::AnyBuffer> out,
-                           ffi::Result<ffi::AnyBuffer> new_pool, float scale, int64_t window, float soft_cap) {
+                           ffi::Result<ffi::AnyBuffer> new_pool, float scale, bool causal, int64_t window,
+                           float soft_cap) {
   const auto qs = q.dimensions(), ks = k.dimensions(), ps = kv_pool.dimensions(), ts = block_tables.dimensions();
   const ffi::DataType dtype = q.element_type(), pool_dtype = kv_pool.element_type();
   const bool same_dtype = k.element_type() == dtype && v.element_type() == dtype && out->element_type() == dtype &&
@@ -190,7 +191,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffe
   const Attention a{q.untyped_data(), k.untyped_data(), v.untyped_data(), new_pool->untyped_data(),
                     out->untyped_data(), block_tables.typed_data(), cu_q_lens.typed_data(), kv_lens.typed_data(),
                     num_sinks ? sinks.typed_data() : nullptr, is_int8 ? kv_scales.typed_data() : nullptr,
-                    qs[1], ks[1], qs[2], ps[3], ts[1], window, scale, soft_cap, own_dtype,
+                    qs[1], ks[1], qs[2], ps[3], ts[1], window, scale, soft_cap, causal, own_dtype,
                     is_int8 ? DType::kInt8 : own_dtype};
   const int32_t* counts = distribution.typed_data();
   if (const std::string what = fault(a, qs[0], ts[0], ps[0], counts); !what.empty())
@@ -230,5 +231,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_paged_attention, jaxllm::paged_attention,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale")
+                                  .Attr<bool>("causal")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("soft_cap"));

@@ -37,6 +37,7 @@ def ragged_paged_attention(
     batch: PagedBatch,
     *,
     scale: float,
+    causal: bool = True,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
@@ -53,6 +54,8 @@ def ragged_paged_attention(
     """
     limits = {"sliding_window": sliding_window, "soft_cap": soft_cap, "sinks": sinks, "kv_scales": kv_scales}
     options = {"scale": scale} | {name: value for name, value in limits.items() if value is not None}
+    if not causal:
+        options["causal"] = False
     attend = OP.choose(implementation, placement, q, k, v, kv_pool, batch, **options)
     if is_quantised(kv_pool.dtype) != (kv_scales is not None):
         verb = "needs" if kv_scales is None else "takes no"

@@ -34,6 +34,7 @@ def ragged_paged_attention(
     batch: PagedBatch,
     *,
     scale: float,
+    causal: bool = True,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
@@ -49,29 +50,31 @@ def ragged_paged_attention(
     if sinks is not None:
         sinks = sinks.reshape(kv_heads, 1, group)
 
-    def attend_tile(q_tile, table, first, last, num_blocks):
-        """Attention of `q_tile[kv_heads, rows, head_dim]`, rows at positions `first` up to at most `last`, to
-        `num_blocks` blocks at a time."""
+    def attend_tile(q_tile, table, first, last, kv_len, num_blocks):
+        """Attention of `q_tile[kv_heads, rows, head_dim]`, rows at positions `first` up to at most `last` of `kv_len`,
+        to `num_blocks` blocks at a time."""
         rows, tile_k = q_tile.shape[1], num_blocks * block_size
         position = jnp.minimum(first + jnp.arange(rows, dtype=jnp.int32) // group, last)
-        begin = jnp.int32(0)
+        begin, last_key = jnp.int32(0), last if causal else kv_len - 1
         if sliding_window is not None:
             begin = jnp.maximum(first - sliding_window + 1, 0) // tile_k
+            if not causal:
+                last_key = jnp.minimum(last_key, last + sliding_window - 1)
 
         def attend_blocks(i, carry):
             key = i * tile_k + jnp.arange(tile_k, dtype=jnp.int32)
             age = position[:, None] - key[None]
-            visible = age >= 0
+            visible = age >= 0 if causal else (key < kv_len)[None]
             if sliding_window is not None:
-                visible &= age < sliding_window
+                visible &= (age if causal else jnp.abs(age)) < sliding_window
             keys, values = read_blocks(table, i * num_blocks, num_blocks)
             scores = cap(jnp.einsum("kqd,ksd->kqs", q_tile, keys), soft_cap)
-            values = jnp.where((key <= last)[None, :, None], values, 0)  # rows past the last are garbage
+            values = jnp.where((key <= last_key)[None, :, None], values, 0)  # what lies behind is garbage
             return online_softmax(carry, scores, visible[None], "kqs,ksd->kqd", values)
 
         sinks_of_rows = None if sinks is None else jnp.tile(sinks, (1, rows // group, 1)).reshape(kv_heads, rows)
         carry = softmax_start(q_tile.shape, sinks_of_rows)
-        return finish_softmax(jax.lax.fori_loop(begin, last // tile_k + 1, attend_blocks, carry))
+        return finish_softmax(jax.lax.fori_loop(begin, last_key // tile_k + 1, attend_blocks, carry))
 
     def read_blocks(table, at, num_blocks):
         """Keys and values `[kv_heads, num_blocks * block_size, head_dim]`; a single block is used where it lies."""
@@ -94,7 +97,7 @@ def ragged_paged_attention(
             x = x.transpose(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)
             first = kv_lens[s] - q_len + begin
             last = jnp.minimum(first + tile_q, kv_lens[s]) - 1
-            y = attend_tile(x, tables[s], first, last, num_blocks)
+            y = attend_tile(x, tables[s], first, last, kv_lens[s], num_blocks)
             y = y.reshape(kv_heads, tile_q, -1, head_dim).transpose(1, 0, 2, 3)
             return jax.lax.dynamic_update_slice_in_dim(out, y, at, 0)
 

@@ -24,6 +24,7 @@ class Spec(NamedTuple):
     head_dim: int
     block_size: int
     scale: float
+    causal: bool
     sliding_window: int | None
     soft_cap: float | None
     interpret: bool  # on a CPU, which has no inline assembly
@@ -44,10 +45,12 @@ class Spec(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One token: its sequence, the sequence's first token in the step and its position, the token's position."""
+    """One token: its sequence, the sequence's tokens in the step (first, past the last), the first one's position, the
+    token's position."""
 
     seq: jax.Array
     first: jax.Array
+    past: jax.Array
     start: jax.Array
     position: jax.Array
 
@@ -78,9 +81,9 @@ def num_rows(spec: Spec, batch: PagedBatch) -> jax.Array:
 
 def find_row(spec: Spec, batch: PagedBatch, row: jax.Array) -> Row:
     seq = count(batch, row, ends=True) if spec.ragged_rows else row
-    first = batch.cu_q_lens[seq]
-    start = batch.kv_lens[seq] - (batch.cu_q_lens[seq + 1] - first)
-    return Row(seq, first, start, start + row - first)
+    first, past = batch.cu_q_lens[seq], batch.cu_q_lens[seq + 1]
+    start = batch.kv_lens[seq] - (past - first)
+    return Row(seq, first, past, start, start + row - first)
 
 
 def splits_of(spec: Spec, row: Row) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -170,7 +173,16 @@ def online_softmax(spec, carry, q, keys, values, score_scale, visible=None):
 
 
 def in_window(spec, visible, position, key):
+    """What a row sees of earlier keys."""
     return visible if spec.sliding_window is None else visible & (position - key < spec.sliding_window)
+
+
+def sees_new(spec, age, inside):
+    """What rows see of the step's own keys, so many positions before them; `inside` are keys of their sequence."""
+    visible = in_window(spec, age >= 0 if spec.causal else inside, age, 0)
+    if spec.causal or spec.sliding_window is None:
+        return visible
+    return visible & (-age < spec.sliding_window)
 
 
 def attend_rows(spec: Spec, batch: PagedBatch, q_ref, k_ref, v_ref, pool_ref, scales_ref, acc_ref, weight_ref):
@@ -200,7 +212,7 @@ def attend_rows(spec: Spec, batch: PagedBatch, q_ref, k_ref, v_ref, pool_ref, sc
                 return online_softmax(spec, carry, q, keys, values, score_scale, visible)
 
             token = row.first + iota(spec.local_keys)  # the last split takes the step's own tokens too
-            mask = in_window(spec, (token <= index) & (split == live - 1), index, token)
+            mask = sees_new(spec, index - token, token < row.past) & (split == live - 1)
             keys, values = (load_cells(spec, ref, token, head, dim, mask) for ref in (k_ref, v_ref))
             carry = softmax_start(spec.rows, spec.padded_dim)
             carry = online_softmax(spec, carry, q, keys, values, score_scale, mask[None, :])
@@ -301,6 +313,7 @@ def attend_tiles(
             write_cells(spec, batch, (k_ref, v_ref), out_pool_ref, seq, head, begin, start - first, (low, high))
             position = start + token - first
             chunk = Tile(spec, position, start + low - first, start + high - 1 - first)
+            seen = (high if spec.causal else past) - first  # of the step's own keys
 
             def attend_cached(i, carry, masked):
                 key = i * spec.tile_kv + iota(spec.tile_kv)
@@ -311,15 +324,15 @@ def attend_tiles(
 
             def attend_new(i, carry, masked):
                 key = i * spec.tile_kv + iota(spec.tile_kv)  # counted from `start`, as are `token - first`
-                mask = key < high - first if masked else None
+                mask = key < seen if masked else None
                 keys, values = (load_cells(spec, ref, first + key, head, dim, mask) for ref in (k_ref, v_ref))
                 age = (token - first)[:, None] - key[None, :]
-                visible = in_window(spec, age >= 0, age, 0) if masked else None
+                visible = sees_new(spec, age, mask[None, :]) if masked else None
                 return online_softmax(spec, carry, q, keys, values, score_scale, visible)
 
             carry = softmax_start(spec.rows, spec.padded_dim)
             carry = chunk.attend(0, start, start, attend_cached, carry)
-            carry = chunk.attend(start, low - first + 1, high - first, attend_new, carry)
+            carry = chunk.attend(start, low - first + 1 if spec.causal else seen, seen, attend_new, carry)
             top, total, acc = carry
             if sinks_ref is not None:
                 sink = plt.load(sinks_ref.at[q_head], mask=group < spec.group, other=0).astype(jnp.float32) * LOG2_E
@@ -342,9 +355,12 @@ class Tile(NamedTuple):
     highest: jax.Array
 
     def attend(self, origin, seen_by_all, seen, attend, carry):
-        """Online softmax over keys from position `origin`: the first `seen_by_all` of them are no later than any row,
-        the first `seen` no later than some. First the tiles that need no mask, then those at either end."""
+        """Online softmax over keys from position `origin`: but for the window the first `seen_by_all` of them are seen
+        by every row, the first `seen` by some. First the tiles that need no mask, then those at either end."""
         size, window = self.spec.tile_kv, self.spec.sliding_window
+        if window is not None and not self.spec.causal:
+            seen_by_all = jnp.clip(self.lowest + window - origin, 0, seen_by_all)
+            seen = jnp.minimum(self.highest + window - origin, seen)
         full_end, end = jax.lax.div(seen_by_all, size), cdiv(seen, size)
         begin = full_begin = jnp.int32(0)
         if window is not None:

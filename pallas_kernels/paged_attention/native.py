@@ -27,6 +27,7 @@ def ragged_paged_attention(
     batch: PagedBatch,
     *,
     scale: float,
+    causal: bool = True,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
@@ -45,6 +46,7 @@ def ragged_paged_attention(
         *ints,
         *floats,
         scale=np.float32(scale),
+        causal=causal,
         window=np.int64(sliding_window or 0),
         soft_cap=np.float32(soft_cap or 0),
     )

@@ -16,19 +16,22 @@ def ragged_paged_attention(
     batch: PagedBatch,
     *,
     scale: float,
+    causal: bool = True,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     kv_scales: Float32[Array, "2 kv_heads"] | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Num[Array, "blocks 2 kv_heads block_size padded_head_dim"]]:
-    """Causal attention of a ragged batch over paged keys and values (PagedAttention, arXiv 2309.06180).
+    """Attention of a ragged batch over paged keys and values (PagedAttention, arXiv 2309.06180).
 
     `batch` says which tokens are whose. Query head `h` reads KV head `h // (heads // kv_heads)`. Of the pool's last
     axis the first `head_dim` are read; the rest is written as zeros.
 
-    A key is visible to `sliding_window` tokens, its own included. Scores become `soft_cap * tanh(scores / soft_cap)`.
-    `sinks` are one more score per head, whose value is zero. `kv_scales`, of keys and of values, goes with a pool of
-    8-bit numbers and with no other: see `quantise`.
+    A token sees the keys of its sequence up to its own position; where not `causal` all that `kv_lens` counts. With
+    `sliding_window` it sees those alone that are fewer positions than that away: before it and, where not `causal`,
+    on either side. Scores become `soft_cap * tanh(scores / soft_cap)`. `sinks` are one more score per head, whose
+    value is zero. `kv_scales`, of keys and of values, goes with a pool of 8-bit numbers and with no other: see
+    `quantise`.
     """
     pool = write_kv(k, v, kv_pool, batch, kv_scales)
     tokens, heads, head_dim = q.shape
@@ -40,18 +43,19 @@ def ragged_paged_attention(
     if sinks is not None:
         sinks = sinks.reshape(1, kv_heads, group)
     in_block = jnp.arange(block_size, dtype=jnp.int32)
+    seen = positions + 1 if causal else batch.kv_lens[seq]  # keys, but for the window
 
     def attend_block(i, carry):  # online softmax, so that no [tokens, kv_len] scores are held
         keys, values = read_kv(pool[tables[:, i]], head_dim, kv_scales)  # [tokens, kv_heads, block_size, head_dim]
-        age = positions[:, None] - (i * block_size + in_block)[None]
-        visible = (age >= 0) & valid[:, None]
+        key = (i * block_size + in_block)[None]
+        visible = (key < seen[:, None]) & valid[:, None]
         if sliding_window is not None:
-            visible &= age < sliding_window
+            visible &= jnp.abs(positions[:, None] - key) < sliding_window
         scores = cap(jnp.einsum("tkgd,tksd->tkgs", rows, keys), soft_cap)
         values = jnp.where(visible[:, None, :, None], values, 0)
         return online_softmax(carry, scores, visible[:, None, None, :], "tkgs,tksd->tkgd", values)
 
-    num_blocks = (jnp.max(jnp.where(valid, positions, -1)) + block_size) // block_size
+    num_blocks = (jnp.max(jnp.where(valid, seen, 0)) + block_size - 1) // block_size
     carry = jax.lax.fori_loop(0, num_blocks, attend_block, softmax_start(rows.shape, sinks))
     return finish_softmax(carry).reshape(q.shape).astype(q.dtype), pool
 

@@ -23,6 +23,7 @@ class Static:
     tiles: Tiles
     dtype: Any  # of the matrix products
     scale: float
+    causal: bool
     sliding_window: int | None
     soft_cap: float | None
     has_sinks: bool
@@ -99,12 +100,13 @@ def attend_tile(static: Static, state: State, view, edge: int, rows: RowRefs, fi
     """Attends with `rows` to the keys `first_key ..` of `view[blocks, 2, kv_heads, block_size, head_dim]`.
 
     Keys at `limit` and after may be anything. All the view's without masks if every row sees them all, which is never
-    so of a tile's own keys, else parts of `edge` keys, those alone that some row sees.
+    so of a causal tile's `own` keys, else parts of `edge` keys, those alone that some row sees.
     """
     keys = view.shape[0] * static.shapes.block_size
     window = static.sliding_window
-    whole = first_key + keys <= jnp.minimum(limit, rows.first + 1)
-    begin, end = jnp.int32(0), jnp.minimum(cdiv(jnp.minimum(limit, rows.last + 1) - first_key, edge), keys // edge)
+    seen_by_all, seen = _seen(static, rows, limit)
+    whole = first_key + keys <= seen_by_all
+    begin, end = jnp.int32(0), jnp.minimum(cdiv(seen - first_key, edge), keys // edge)
     if window is not None:
         whole &= first_key > rows.last - window
         begin = jnp.maximum(div(rows.first - window + 1 - first_key, edge), 0)
@@ -116,6 +118,16 @@ def attend_tile(static: Static, state: State, view, edge: int, rows: RowRefs, fi
     @pl.loop(begin, end)
     def _(i):
         attend_keys(static, state, view, i, edge, rows, (first_key + i * edge, limit))
+
+
+def _seen(static: Static, rows: RowRefs, limit):
+    """Past the last key that every row sees, and past the last that some row does, but for the window behind them."""
+    if static.causal:
+        return jnp.minimum(limit, rows.first + 1), jnp.minimum(limit, rows.last + 1)
+    if static.sliding_window is None:
+        return limit, limit
+    window = static.sliding_window
+    return jnp.minimum(limit, rows.first + window), jnp.minimum(limit, rows.last + window)
 
 
 def attend_keys(static: Static, state: State, view, part, keys: int, rows: RowRefs, masked):
@@ -133,9 +145,11 @@ def attend_keys(static: Static, state: State, view, part, keys: int, rows: RowRe
         position = rows.first
         if rows.period > 1:
             position += jax.lax.broadcasted_iota(jnp.int32, shape, 0) & (rows.period - 1)
-        visible = (key < limit) & (key <= position)
+        visible = (key < limit) & (key <= position) if static.causal else key < limit
         if static.sliding_window is not None:
             visible &= key > position - static.sliding_window
+            if not static.causal:
+                visible &= key < position + static.sliding_window
         written = first_key + jax.lax.broadcasted_iota(jnp.int32, (keys, head_dim), 0) < limit
 
     def load(kind, head):

@@ -20,6 +20,9 @@ CASES = {
     "tiles_short_window": Case(50, 6, 4, 2, block_size=16, sliding_window=5),
     "tiles_bfloat16": Case(60, 5, 4, 2, block_size=32, dtype="bfloat16", sinks=True),
     "tiles_float8": Case(60, 5, 4, 2, head_dim=80, block_size=32, dtype="bfloat16", pool_dtype="float8_e4m3fn"),
+    "rows_bidirectional": Case(20, 5, 4, 4, block_size=32, sliding_window=45, causal=False),
+    "tiles_bidirectional": Case(60, 5, 6, 2, block_size=32, sinks=True, causal=False),
+    "tiles_bidirectional_window": Case(60, 5, 4, 2, block_size=16, sliding_window=19, causal=False),
     "tiles_int8": Case(60, 5, 4, 2, block_size=32, dtype="bfloat16", pool_dtype="int8", sinks=True),
 }
 

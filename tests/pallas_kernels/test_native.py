@@ -130,6 +130,8 @@ def attention_arguments(head_dim, block_size, group, dtype, kv_heads=2):
         (256, 16, 4, jnp.bfloat16, {"sliding_window": 33, "soft_cap": 5.0}),
         (64, 64, 71, np.float32, {}),
         (40, 32, 5, np.float32, {"sinks": jnp.linspace(-3, 4, 10)}),
+        (64, 32, 1, np.float32, {"causal": False}),
+        (64, 16, 3, jnp.bfloat16, {"causal": False, "sliding_window": 65}),
         (128, 32, 4, np.float32, {"kv_scales": SCALES}),
         (64, 16, 6, jnp.bfloat16, {"kv_scales": SCALES, "sinks": jnp.linspace(-3, 4, 12), "soft_cap": 5.0}),
     ],

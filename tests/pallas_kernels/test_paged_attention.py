@@ -30,6 +30,8 @@ CASES = {
     "bfloat16": Case(24, 5, 6, 2, head_dim=96, dtype="bfloat16", sliding_window=19, sinks=True),
     "int8": Case(24, 5, 4, 2, block_size=32, dtype="bfloat16", pool_dtype="int8"),
     "float8": Case(24, 5, 4, 2, head_dim=128, block_size=32, pool_dtype="float8_e4m3fn", soft_cap=1.5),
+    "bidirectional": Case(40, 5, 3, 3, causal=False),
+    "bidirectional_window": Case(40, 5, 8, 2, head_dim=80, sliding_window=7, soft_cap=1.5, sinks=True, causal=False),
 }
 
 
@@ -45,7 +47,7 @@ class Run:
     examples: int = 15
 
 
-INTERPRETED = ("mha", "mqa_cap_sinks", "bfloat16", "int8", "float8")
+INTERPRETED = ("mha", "mqa_cap_sinks", "bfloat16", "int8", "float8", "bidirectional", "bidirectional_window")
 RUNS = {
     "reference": Run(),
     "cpu": Run(tiles={"TILE_Q": 3, "WIDE_TILE_Q": 8, "WIDE_TILE_K": 48}),

@@ -49,6 +49,7 @@ class Case:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    causal: bool = True
 
 
 RAGGED = Case(heads=4, kv_heads=2, head_dim=64, tokens=24, seqs=8, blocks_per_seq=12)
@@ -91,6 +92,31 @@ CASES = {
         sliding_window=45,
         sinks=True,
     ),
+    # Prompts of several passes, which see what later passes write; a chunk that begins inside a block.
+    "bidirectional": Case(
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        tokens=320,
+        seqs=6,
+        blocks_per_seq=20,
+        decodes=(33,),
+        chunks=((20, 20), (140, 150), (130, 130), (5, 30)),
+        causal=False,
+    ),
+    "bidirectional window": Case(
+        heads=3,
+        kv_heads=1,
+        head_dim=80,
+        tokens=320,
+        seqs=5,
+        blocks_per_seq=30,
+        dtype="bfloat16",
+        chunks=((290, 290), (9, 200)),
+        sliding_window=45,
+        sinks=True,
+        causal=False,
+    ),
     "mha int8": Case(
         heads=2,
         kv_heads=2,
@@ -118,6 +144,9 @@ CASES = {
         sliding_window=70,
     ),
 }
+
+
+QUICK = ("decodes", "chunks", "bidirectional")
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +194,7 @@ def batch(case, decodes, chunks, seed):
 
 
 def compiled(case, interpret):
-    static = {"scale": 0.2, "sliding_window": case.sliding_window, "soft_cap": case.soft_cap}
+    static = {"scale": 0.2, "sliding_window": case.sliding_window, "soft_cap": case.soft_cap, "causal": case.causal}
     return (
         jax.jit(partial(tpu.ragged_paged_attention, **static, interpret=interpret)),
         jax.jit(partial(reference.ragged_paged_attention, **static)),
@@ -194,7 +223,7 @@ def races_found():
 
 
 @pytest.mark.parametrize(
-    "name", ["decodes", "chunks", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][2:])]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 )
 def test_without_races(name):
     case = CASES[name]
@@ -202,7 +231,7 @@ def test_without_races(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decodes", "chunks"])
+@pytest.mark.parametrize("name", QUICK)
 def test_with_transfers_as_late_as_allowed(name):
     case = CASES[name]
     check(case, compiled(case, LATE), batch(case, case.decodes, case.chunks, 1))

@@ -1,0 +1,32 @@
+"""Token ids of a text, or of a pair of texts, within a number of tokens: texts are cut, special tokens are kept."""
+
+import tokenizers
+
+
+def cut_text(backend: tokenizers.Tokenizer, text: str, max_len: int, side: str = "right") -> list[int]:
+    """At most `max_len` ids of the text, which loses tokens on the `side` "left" or "right"."""
+    encoding = backend.encode(text, add_special_tokens=False)
+    encoding.truncate(_room(backend, max_len, is_pair=False), direction=side)
+    return backend.post_process(encoding).ids
+
+
+def cut_pair(backend: tokenizers.Tokenizer, first: str, second: str, max_len: int | None) -> list[int]:
+    """At most `max_len` ids of both, as the tokenizer joins them. The longer text is cut until it is as long as the
+    other, then both are ("longest_first")."""
+    encodings = [backend.encode(text, add_special_tokens=False) for text in (first, second)]
+    if max_len is not None:
+        room, lens = _room(backend, max_len, is_pair=True), [len(encoding.ids) for encoding in encodings]
+        if sum(lens) > room:
+            least = min(*lens, room // 2)
+            longer = 0 if lens[0] > lens[1] else 1
+            for i, encoding in enumerate(encodings):
+                encoding.truncate(room - least if i == longer else least)
+    return backend.post_process(*encodings).ids
+
+
+def _room(backend: tokenizers.Tokenizer, max_len: int, *, is_pair: bool) -> int:
+    """Tokens that the texts may have beside special ones. Raises `ValueError` if there is no room for any."""
+    special = backend.num_special_tokens_to_add(is_pair)
+    if max_len <= special:
+        raise ValueError(f"at most {max_len} tokens are wanted, but {special} special tokens go with any text")
+    return max_len - special
