@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.checkpoint.pooling_config import PoolingConfig
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.commands import Command, kind_of
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.packing import SampleInput, SampleLayout
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.pooling import Pooler
 from jaxllm.sharding.mesh import make_mesh
 
 
@@ -88,4 +90,6 @@ class FakeExecutor:
 
 def fake_engine(config: EngineConfig, vocab: int, draw: Callable[[SampleInput], np.ndarray]) -> Engine:
     """The real engine, for a model of `vocab` tokens that no device computes."""
-    return Engine(Runner(FakeExecutor(config, draw), config, vocab), vocab=vocab, eos_ids=())
+    pooling = PoolingConfig(pooling="last", normalize=True, max_length=config.max_model_len)
+    pooler = Pooler(config=pooling, width=1)
+    return Engine(Runner(FakeExecutor(config, draw), config, vocab), vocab=vocab, eos_ids=(), pooler=pooler)

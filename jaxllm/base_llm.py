@@ -17,7 +17,7 @@ from jaxllm.engine import build
 from jaxllm.engine.metrics import Metric, read_metrics
 from jaxllm.engine.stats import EngineStats
 from jaxllm.from_vllm.configs import ModelConfig, VllmConfig, describe
-from jaxllm.from_vllm.dtypes import dtype_name
+from jaxllm.from_vllm.dtypes import dtype_name, task_name
 from jaxllm.from_vllm.engine_arguments import translate_engine_arguments
 from jaxllm.from_vllm.missing import MissingMethods
 from jaxllm.from_vllm.typed import VllmEngineArguments
@@ -39,6 +39,7 @@ class BaseLLM(MissingMethods):
         dtype: Any = "auto",
         load_format: str = "auto",
         hf_overrides: dict[str, Any] | None = None,
+        task: str | None = None,
         generation_config: str | Path = "auto",
         override_generation_config: dict[str, Any] | None = None,
         max_model_len: int | None = None,
@@ -64,6 +65,7 @@ class BaseLLM(MissingMethods):
             dtype=dtype_name(dtype),
             load_format=load_format,
             hf_overrides=hf_overrides,
+            task=task_name(task),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -55,6 +55,7 @@ class LLM(LLMPooling):
       dtype: "auto" is float32 on a CPU and bfloat16 elsewhere.
       load_format: "dummy" for random weights; "auto", "safetensors" and "gguf" read them.
       hf_overrides: keys of config.json, and what they shall be.
+      task: "embed" for a model that generates, so that it makes embeddings alone; None: what its files say it is for.
       generation_config, override_generation_config: what `get_default_sampling_params` returns: of the model's files
         ("auto"), of a directory, or the defaults ("vllm"); and what goes before that, as {"temperature": 0.5}.
       seed: of requests that bring none; None: another one each time.

@@ -16,7 +16,6 @@ from jaxllm.engine.device.encoder import Buckets, Encoder
 from jaxllm.engine.device.packing import SampleLayout
 from jaxllm.engine.device.runner import Forward, Handle, Result, Runner
 from jaxllm.engine.engine import Engine
-from jaxllm.engine.pooling import Pooler
 from jaxllm.engine.prepare import Intake
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.cache_groups import EVERYTHING
@@ -27,6 +26,7 @@ from jaxllm.grammar.compiler import GrammarCompiler
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_device import EOS, PROMPT_TOKENS, ShadowExecutor, candidates, hidden_state, sampled
+from tests.pooler import pooler
 
 __all__ = ["EOS", "PROMPT_TOKENS", "Ends", "FakeEngine", "expected", "expected_beams", "rows", "truth"]
 
@@ -223,8 +223,8 @@ class FakeEngine(Engine):
         self.executor.on_admit = self._check_admitted
         runner = LimitedRunner(self.executor, config)
         runner.on_forward = self._check_forward
-        super().__init__(runner, vocab=SIZE_OF_VOCAB, eos_ids=[EOS])
-        self.intake = NotingIntake(config, vocab=SIZE_OF_VOCAB, eos_ids=[EOS], tokenizer=None)
+        super().__init__(runner, vocab=SIZE_OF_VOCAB, eos_ids=[EOS], pooler=pooler())
+        self.intake = NotingIntake(config, vocab=SIZE_OF_VOCAB, eos_ids=[EOS], tokenizer=None, pooler=pooler())
         self.intake.grammars = NoMasks(None, SIZE_OF_VOCAB, [EOS])
         self.max_tokens = max_tokens
         self.planned: Plan | None = None
@@ -289,7 +289,7 @@ class FakeEngine(Engine):
 
     def add_pooled(self, prompt, pooling="last", *, priority=0) -> Sequence:
         """Adds a prompt that is pooled."""
-        self.intake.pooler = Pooler(pooling=pooling)
+        self.intake.pooler = pooler(pooling=pooling)
         (sequence,) = self._submit(prompt, PoolingParams(), priority, {}).sequences
         self.expected_pooled[sequence] = expected_pooled(prompt, pooling)
         return sequence

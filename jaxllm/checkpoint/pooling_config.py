@@ -56,7 +56,7 @@ class Dense:
     bias: Float32[np.ndarray, " out"] | None
     activation: str = field(metadata={"help": f"one of {sorted(ACTIVATIONS)}"})
 
-    def __call__(self, x: Vectors) -> Vectors:
+    def __call__(self, x: Vectors) -> Float32[np.ndarray, "rows out"]:
         y = x @ self.weight
         return ACTIVATIONS[self.activation](y if self.bias is None else y + self.bias)
 
@@ -82,7 +82,9 @@ class PoolingConfig:
         """Features of an embedding, of hidden states of `embed`."""
         return self.dense[-1].weight.shape[1] if self.dense else embed
 
-    def finish(self, pooled: Vectors, *, dimensions: int | None = None, normalize: bool | None = None) -> Vectors:
+    def finish(
+        self, pooled: Vectors, *, dimensions: int | None = None, normalize: bool | None = None
+    ) -> Float32[np.ndarray, "rows out"]:
         """Embeddings of pooled hidden states: through the dense layers, cut to `dimensions`, then normalised."""
         x = np.asarray(pooled, np.float32)
         for layer in self.dense:

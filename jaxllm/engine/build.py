@@ -20,7 +20,8 @@ from jaxllm.engine.device.packing import min_bucket
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.host_memory import machine_bytes
-from jaxllm.engine.model_source import Reading, cache_specs, generates, model_source
+from jaxllm.engine.model_source import Reading, cache_specs, model_source
+from jaxllm.engine.pooling import Pooler, task_of
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models.transformer import Params
 from jaxllm.sampling_checks import MAX_LOGPROBS
@@ -55,6 +56,7 @@ def build_engine(
     skip_tokenizer_init: bool = False,
     load_format: str = "auto",
     hf_overrides: dict[str, Any] | None = None,
+    task: str | None = None,
     max_logprobs: int | None = None,
 ) -> Engine:
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments."""
@@ -65,9 +67,11 @@ def build_engine(
         mesh = make_mesh(f"tensor={tensor_parallel_size}", f"tensor_parallel_size={tensor_parallel_size}")
     mesh = make_mesh(mesh)
     platform = platform_of(mesh)
-    reading = Reading(load_format, hf_overrides, skip_tokenizer_init)
-    if record is not None and (load_format == "dummy" or hf_overrides):
-        raise ValueError("record notes neither load_format='dummy' nor hf_overrides; write a checkpoint that is so")
+    reading = Reading(load_format, hf_overrides, skip_tokenizer_init, task)
+    if record is not None and (load_format == "dummy" or hf_overrides or task):
+        raise ValueError(
+            "record notes neither load_format='dummy' nor hf_overrides nor task; write a checkpoint that is so"
+        )
     source = model_source(model, dtype, platform, tokenizer, reading)
     source.expand(mesh)
     graph, state = nnx.split(source.model)
@@ -79,8 +83,9 @@ def build_engine(
     sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
     sizes |= CPU_SIZES if platform == "cpu" else {}
     max_num_seqs = _default(max_num_seqs, sizes["max_num_seqs"])
-    whole_prompts = not getattr(source.model, "is_causal", True)
-    max_len = _default(max_model_len, source.cfg.max_len)
+    pooler, whole_prompts = Pooler.of(source.cfg, source.pooling), not getattr(source.cfg, "causal", True)
+    own_len = source.cfg.max_len if shape.generates else pooler.config.max_length
+    max_len = _default(max_model_len, own_len)
     least_tokens = max(max_num_seqs, sizes["max_num_batched_tokens"], max_len if whole_prompts else 0)
     wanted = EngineConfig(
         max_model_len=max_len,
@@ -122,13 +127,7 @@ def build_engine(
     except BaseException:
         executor.close()
         raise
-    return Engine(
-        runner,
-        vocab=source.cfg.vocab,
-        eos_ids=source.eos_ids,
-        tokenizer=source.tokenizer,
-        pooler=dataclasses.replace(source.pooler, width=source.pooler.width or source.cfg.embed),
-    )
+    return Engine(runner, vocab=source.cfg.vocab, eos_ids=source.eos_ids, tokenizer=source.tokenizer, pooler=pooler)
 
 
 def _default(value: int | None, default: int) -> int:
@@ -148,18 +147,17 @@ def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> Mod
     leaves, treedef = jax.tree.flatten(state)
     kv_heads = repeated(cfg.kv_heads, mesh)
     group = -(-cfg.heads // kv_heads)  # query heads of each
-    model = nnx.merge(graph, state)
     return ModelShape(
         graph=graph,
         treedef=treedef,
         leaves=tuple(leaves),
-        caches=cache_specs(model, cfg, mesh),
+        caches=cache_specs(nnx.merge(graph, state), cfg, mesh),
         vocab=cfg.vocab,
         logits_width=padded(cfg.vocab, mesh),
         dtype=cfg.dtype,
         token_widths=(cfg.embed, 2 * cfg.mlp, (group + 2) * kv_heads * cfg.head_dim),
-        generates=generates(model),
-        has_head=hasattr(model, "head"),
+        generates=task_of(cfg) == "generate",
+        has_head=task_of(cfg) == "classify",
     )
 
 

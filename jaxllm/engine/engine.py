@@ -41,13 +41,7 @@ class Engine:
     """Serves requests of token ids on a `Runner`. `vocab` and `eos_ids` are the model's."""
 
     def __init__(
-        self,
-        runner: Runner,
-        *,
-        vocab: int,
-        eos_ids: abc.Sequence[int],
-        tokenizer: Any = None,
-        pooler: Pooler | None = None,
+        self, runner: Runner, *, vocab: int, eos_ids: abc.Sequence[int], pooler: Pooler, tokenizer: Any = None
     ):
         self.config: EngineConfig = runner.config
         self.runner = runner

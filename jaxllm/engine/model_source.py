@@ -21,9 +21,10 @@ from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
 from jaxllm.checkpoint.loader import load_params
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import named, place_params
+from jaxllm.checkpoint.pooling_config import PoolingConfig, read_pooling
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.dummy import random_params
-from jaxllm.engine.pooling import Pooler
+from jaxllm.engine.pooling import task_of
 from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
 from jaxllm.models.cache_spec import CacheSpec
@@ -48,7 +49,7 @@ class ModelSource(NamedTuple):
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
     checkpoint: Checkpoint | None = None  # that it is read from
-    pooler: Pooler = Pooler()
+    pooling: PoolingConfig | None = None  # as the checkpoint's files say
 
     @property
     def name(self) -> str:
@@ -87,6 +88,7 @@ class Reading(NamedTuple):
     load_format: str = "auto"
     hf_overrides: Any = None  # a dict
     skip_tokenizer_init: bool = False
+    task: str | None = None
 
 
 AS_IT_IS = Reading()
@@ -108,8 +110,10 @@ def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, 
         return _of_checkpoint(
             open_checkpoint(DEFAULT_MODEL if model is None else model), dtype, platform, tokenizer, reading
         )
-    if reading.load_format != "auto" or reading.hf_overrides:
-        raise ValueError("load_format and hf_overrides are for checkpoints; the model is an object, so leave them out")
+    if reading.load_format != "auto" or reading.hf_overrides or reading.task:
+        raise ValueError(
+            "load_format, hf_overrides and task are for checkpoints; the model is an object, so leave them out"
+        )
     if dtype != "auto":
         raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
     eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -127,14 +131,15 @@ def _of_checkpoint(
     checkpoint: Checkpoint, dtype: str, platform: str, tokenizer: Tokenizer | None, reading: Reading
 ) -> ModelSource:
     _check_load_format(checkpoint, reading.load_format)
-    spec = read_spec(checkpoint, resolve_dtype(dtype, platform), reading.hf_overrides)
+    spec = read_spec(checkpoint, resolve_dtype(dtype, platform), reading.hf_overrides, reading.task)
     abstract = transformer.abstract(spec.module.Model, spec.cfg)
     if tokenizer is None and not reading.skip_tokenizer_init:
         tokenizer = checkpoint.tokenizer()
     load = partial(load_params, checkpoint, spec)
     if reading.load_format == "dummy":
         load = partial(_random_params, spec)
-    return ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint)
+    pooling = read_pooling(checkpoint, spec, reading.hf_overrides)
+    return ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint, pooling)
 
 
 def _random_params(spec: ModelSpec, abstract: Params, mesh: Mesh) -> Params:
@@ -218,8 +223,8 @@ def _check_interface(model: nnx.Module, name: str) -> None:
             f"{name}.cfg must be a dataclass with {', '.join(missing)}, as jaxllm.models.transformer.Config is"
         )
     methods = {"__call__": ("tokens", "ctx", "caches")}
-    if generates(model):
-        methods["logits"] = ("hidden", "ctx")
+    if task_of(cfg) != "embed":
+        methods["logits" if task_of(cfg) == "generate" else "head"] = ("hidden", "ctx")
     for method, arguments in methods.items():
         function = getattr(model, method, None)
         if not callable(function):
@@ -228,11 +233,6 @@ def _check_interface(model: nnx.Module, name: str) -> None:
             inspect.signature(function).bind(*arguments)
         except TypeError as error:
             raise TypeError(f"{name}.{method} can't be called as {method}({', '.join(arguments)}): {error}") from error
-
-
-def generates(model: Any) -> bool:
-    """Whether a model makes tokens, as it does unless it says otherwise."""
-    return getattr(model, "task", "generate") == "generate"
 
 
 def cache_specs(model: Any, cfg: Any, mesh: Mesh | None) -> tuple[tuple[CacheSpec, ...], ...]:
@@ -267,6 +267,7 @@ class _Watcher:
 def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str, mesh: Mesh | None = None) -> Any:
     """Traces the module for a token as the engine will, checks what comes out, and returns the dtype of its keys.
     `mesh` is that for which the model was expanded, if it was."""
+    has_logits = task_of(cfg) == "generate"
     keys: list[Array] = []
     wanted: list[tuple[int, ...]] = []  # shapes of the keys, of one token each
     widths = {cfg.vocab} if mesh is None else {cfg.vocab, padded(cfg.vocab, mesh)}  # of the logits
@@ -280,7 +281,7 @@ def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str, mesh: Me
         if len(caches) != len(watchers):
             raise ValueError(f"it returned {len(caches)} caches for {len(watchers)} layers")
         wanted.extend(spec.shape for of_layer in specs for spec in of_layer if not spec.is_state)
-        logits = module.logits(hidden, ctx) if generates(module) else jnp.zeros((1, cfg.vocab), jnp.float32)
+        logits = module.logits(hidden, ctx) if has_logits else jnp.zeros((1, cfg.vocab), jnp.float32)
         return hidden, logits
 
     try:

@@ -1,52 +1,37 @@
 """Prompts that are pooled: what a model makes of their hidden states, and the requests that ask for it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from jaxllm.engine.schedule.sequence import Pooling
+from jaxllm.checkpoint.pooling_config import PoolingConfig
 from jaxllm.engine.schedule.sequence import Sequence as ScheduledSequence
 from jaxllm.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 
-Array = np.ndarray
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "identity": lambda x: x,
-    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "softmax": lambda x: np.exp(x - x.max()) / np.exp(x - x.max()).sum(),
-    "tanh": np.tanh,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dense:
-    """A layer behind the pooling, float32: `[outputs, inputs]`."""
-
-    weight: Array
-    bias: Array | None
-    activation: str  # of `ACTIVATIONS`
-
-    def __call__(self, x: Array) -> Array:
-        y = self.weight @ x
-        return ACTIVATIONS[self.activation](y if self.bias is None else y + self.bias)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pooler:
-    """What becomes of hidden states: they are pooled on the device, and the rest is done here, in float32."""
+    """What becomes of a prompt's hidden states: `width` elements of an embedding, or classes with these `labels`."""
 
-    task: Literal["embed", "classify"] = "embed"
-    pooling: Pooling = "last"
-    normalize: bool = True  # an embedding to unit length, unless a request wants otherwise
-    activation: str = "softmax"  # of classes' logits, likewise
-    dense: tuple[Dense, ...] = ()
-    width: int = 0  # of what is made: elements of an embedding, or classes
-    labels: tuple[str, ...] = ()  # of the classes
-    is_matryoshka: bool = False  # whether an embedding's first elements are one too
-    dimensions: tuple[int, ...] = ()  # how many they may be; none given: any number
+    config: PoolingConfig
+    width: int
+    task: str = "embed"  # or "classify"
+    labels: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, cfg: Any, config: PoolingConfig | None = None) -> "Pooler":
+        """Of a model with the configuration `cfg`; without a `config` of its files it pools as it says itself, or
+        else takes the last token's hidden state, of length 1."""
+        if config is None:
+            pooling = getattr(cfg, "pooling", "last")
+            config = PoolingConfig(pooling=pooling, normalize=True, max_length=cfg.max_len)
+        if task_of(cfg) == "classify":
+            return cls(config=config, width=len(cfg.labels), task="classify", labels=tuple(cfg.labels))
+        return cls(config=config, width=config.dim(cfg.embed))
 
     def check(self, params: PoolingParams) -> None:
         """Raises `ValueError` for what this model can't make."""
@@ -55,19 +40,21 @@ class Pooler:
                 f"task={params.task!r} is not what this model does: it does {self.task!r}; take a model that "
                 f"was trained to {params.task}"
             )
-        wanted = params.dimensions
-        if wanted is None or self.task == "classify":
-            if wanted is not None:
-                raise ValueError(f"dimensions={wanted} is for embeddings, and this model classifies; leave it out")
-            return
-        if not self.is_matryoshka:
+        if params.dimensions is not None:
+            self._check_dimensions(params.dimensions)
+
+    def _check_dimensions(self, wanted: int) -> None:
+        if self.task == "classify":
+            raise ValueError(f"dimensions={wanted} is for embeddings, and this model classifies; leave it out")
+        if not self.config.is_matryoshka:
             raise ValueError(
                 f"dimensions={wanted} is for models whose embeddings may be cut, and this model's files do not say so; "
                 "leave it out, or start it with hf_overrides={'is_matryoshka': True} if you know that it was trained so"
             )
-        if wanted > self.width or (self.dimensions and wanted not in self.dimensions):
-            known = f"one of {list(self.dimensions)}" if self.dimensions else f"at most {self.width}"
-            raise ValueError(f"dimensions={wanted} must be {known} for this model")
+        known = self.config.matryoshka_dimensions
+        if wanted > self.width or (known and wanted not in known):
+            allowed = f"one of {list(known)}" if known else f"at most {self.width}"
+            raise ValueError(f"dimensions={wanted} must be {allowed} for this model")
 
     def check_scores(self) -> None:
         """Raises `ValueError` if pairs of texts have no score."""
@@ -77,17 +64,17 @@ class Pooler:
                 "embeds or reranks"
             )
 
-    def finish(self, pooled: Array, params: PoolingParams) -> Array:
-        """The output of float32 `pooled` hidden states, or of what the model's head has made of them."""
+    def finish(self, pooled: np.ndarray, params: PoolingParams) -> np.ndarray:
+        """The output, float32, of float32 `pooled` hidden states; or of what the model's head has made of them."""
+        rows, wanted = pooled[None], params.use_activation
         if self.task == "classify":
-            is_active = params.use_activation is not False
-            return (ACTIVATIONS[self.activation](pooled) if is_active else pooled).astype(np.float32)
-        for layer in self.dense:
-            pooled = layer(pooled)
-        pooled = pooled[: params.dimensions]
-        if self.normalize if params.use_activation is None else params.use_activation:
-            pooled = pooled / max(float(np.linalg.norm(pooled)), 1e-12)
-        return pooled.astype(np.float32)
+            return (rows if wanted is False else self.config.activate(rows))[0]
+        return self.config.finish(rows, dimensions=params.dimensions, normalize=wanted)[0]
+
+
+def task_of(cfg: Any) -> str:
+    """What a model is for, of `jaxllm.models.tasks`: it generates, unless its configuration says otherwise."""
+    return getattr(cfg, "task", "generate")
 
 
 @dataclass(eq=False, kw_only=True)

@@ -41,11 +41,9 @@ class Intake:
     """Prepares requests for one model: from any thread. `vocab` counts its token ids, `eos_ids` end its texts;
     `tokenizer` is None for an engine of token ids only."""
 
-    def __init__(
-        self, config: EngineConfig, *, vocab: int, eos_ids: Iterable[int], tokenizer: Any, pooler: Pooler | None = None
-    ):
+    def __init__(self, config: EngineConfig, *, vocab: int, eos_ids: Iterable[int], tokenizer: Any, pooler: Pooler):
         self.config, self.vocab, self.eos_ids, self.tokenizer = config, vocab, frozenset(eos_ids), tokenizer
-        self.pooler = pooler or Pooler()
+        self.pooler = pooler
         self.grammars = GrammarCompiler(tokenizer, vocab, self.eos_ids)
         self._rng = random.Random(config.seed)
         self._arrivals = itertools.count()
@@ -111,7 +109,7 @@ class Intake:
             max_total_len=len(prepared.token_ids) + 1,  # it has computed all, and its output is still to come
             priority=priority,
             reports_tokens=False,
-            pooling=self.pooler.pooling,
+            pooling=self.pooler.config.pooling,
         )
         sequence.request = request
         return Samples([sequence])

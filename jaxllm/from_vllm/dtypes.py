@@ -20,3 +20,11 @@ def dtype_name(dtype: Any) -> str:
         return np.dtype(dtype).name
     except TypeError:
         return str(dtype)
+
+
+_TASKS = {"auto": None, "embedding": "embed", "score": "classify", "reward": "classify"}
+
+
+def task_name(given: str | None) -> str | None:
+    """Our name of a model's task; what is unknown is refused where models are known."""
+    return _TASKS.get(given, given) if isinstance(given, str) else given

@@ -135,7 +135,6 @@ _ONLY: dict[str, Only] = {
         (None, True), "the hub's own login is used; set the environment variable HF_TOKEN, or hf auth login"
     ),
     "model_impl": Only((None, "auto", "vllm"), "jaxllm has its own models only; leave it 'auto'"),
-    "task": Only((None, "auto", "generate", "embed", "embedding", "classify", "score", "reward"), _BY_FILES),
     "runner": Only((None, "auto", "generate", "pooling"), _BY_FILES),
     "convert": Only((None, "auto", "none", "embed"), _BY_FILES),
     "pooler_config": Only((None,), _BY_FILES),

@@ -1,15 +1,13 @@
 """Prompts that are pooled, on the real engine, against the model applied to each whole prompt."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxllm import LLM, PoolingParams
-from jaxllm.engine.pooling import Dense, Pooler
+from jaxllm.checkpoint.pooling_config import Dense
 from jaxllm.models.context import StepContext
+from tests.pooler import pooler
 from tests.tiny import Tiny, clean, dense_caches, drain, greedy, ids, make_llm, prompts_of
 
 LENGTHS = (1, 2, 5, 24, 25, 61)
@@ -39,20 +37,20 @@ def pools(llm):
     before = llm.engine.intake.pooler
 
     def change(**fields):
-        llm.engine.intake.pooler = replace(before, **fields)
+        llm.engine.intake.pooler = pooler(width=32, **fields)
 
     yield change
     llm.engine.intake.pooler = before
 
 
-def hidden_states(tiny, prompt):
+def hidden_states(model, prompt):
     tokens = jnp.asarray([prompt], jnp.int32)
-    hidden, _ = tiny.model(tokens, StepContext.of(tokens), dense_caches(tiny.model))
+    hidden, _ = model(tokens, StepContext.of(tokens), dense_caches(model))
     return np.asarray(hidden[0])
 
 
 def expected(tiny, prompt, pooling, *, normalize=True):
-    states = hidden_states(tiny, prompt)
+    states = hidden_states(tiny.model, prompt)
     vector = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling]
     return vector / np.linalg.norm(vector) if normalize else vector
 
@@ -107,7 +105,7 @@ def test_few_blocks_preempt_and_nothing_changes(tiny):
     prompts = prompts_of([30, 33, 40, 29, 50] * 3)
     with make_llm(tiny.model, num_blocks=26, max_model_len=90) as llm:
         for pooling in ("last", "mean"):
-            llm.engine.intake.pooler = Pooler(pooling=pooling)
+            llm.engine.intake.pooler = pooler(pooling=pooling)
             texts = llm.stream(ids(*prompts[:4]), greedy(40))
             next(texts)
             assert_pooled(tiny, prompts, llm.embed(ids(*prompts), use_tqdm=False), pooling)
@@ -134,7 +132,7 @@ def test_what_is_not_finite_fails_alone(tiny):
     prompts.insert(1, [1, 7, 2])
     with make_llm(model) as llm:
         for pooling in ("last", "mean"):
-            llm.engine.intake.pooler = Pooler(pooling=pooling)
+            llm.engine.intake.pooler = pooler(pooling=pooling)
             outputs = llm.embed(ids(*prompts), use_tqdm=False)
             bad = outputs.pop(1)
             assert bad.outputs is None and "not finite" in bad.error
@@ -144,16 +142,13 @@ def test_what_is_not_finite_fails_alone(tiny):
 
 def test_dense_layers_then_a_cut_then_unit_length(tiny, llm, pools):
     rng = np.random.default_rng(0)
-    first = Dense(
-        weight=rng.normal(size=(48, 32)).astype(np.float32),
-        bias=rng.normal(size=48).astype(np.float32),
-        activation="tanh",
-    )
-    second = Dense(weight=rng.normal(size=(16, 48)).astype(np.float32), bias=None, activation="identity")
-    pools(pooling="mean", dense=(first, second), is_matryoshka=True, width=16)
+    bias = rng.normal(size=48).astype(np.float32)
+    first = Dense(rng.normal(size=(32, 48)).astype(np.float32), bias, "tanh")
+    second = Dense(rng.normal(size=(48, 16)).astype(np.float32), None, "identity")
+    pools(pooling="mean", dense=(first, second), is_matryoshka=True)
     (prompt,) = prompts_of((9,))
     vector = expected(tiny, prompt, "mean", normalize=False)
-    vector = second.weight @ np.tanh(first.weight @ vector + first.bias)
+    vector = np.tanh(vector @ first.weight + first.bias) @ second.weight
     for params, cut in ((PoolingParams(), 16), (PoolingParams(dimensions=5), 5)):
         (output,) = llm.embed(ids(prompt), pooling_params=params, use_tqdm=False)
         wanted = vector[:cut] / np.linalg.norm(vector[:cut])
@@ -225,34 +220,14 @@ def test_a_prompt_may_fill_the_whole_context(tiny, llm):
     assert_pooled(tiny, [prompt], llm.embed(ids(prompt), use_tqdm=False), "last")
 
 
-class Encoder(nnx.Module):
-    """A model of vectors alone, which classifies: its head is a matrix."""
-
-    task = "classify"
-
-    def __init__(self, inner):
-        self.inner, self.cfg = inner, inner.cfg
-        self.out = nnx.Param(jnp.arange(32 * 3, dtype=jnp.float32).reshape(32, 3) / 100, axes=(None, None))
-
-    def cache_specs(self):
-        return self.inner.cache_specs()
-
-    def __call__(self, tokens, ctx, caches):
-        return self.inner(tokens, ctx, caches)
-
-    def head(self, pooled, ctx):
-        return pooled @ self.out[...]
-
-
 def test_a_model_that_classifies_has_no_samplers(tiny):
-    model = Encoder(Tiny().model)
+    model = Tiny(task="classify", labels=("a", "b", "c")).model
     with LLM(model, max_num_seqs=4, max_num_batched_tokens=24, block_size=4, num_blocks=64) as llm:
         llm.wait_compiled()
         kinds = {name[0] if isinstance(name, tuple) else name for name in llm.engine.runner.compile_plan.names}
         assert not kinds & {"sample", "logits", "alter", "sample_full", "rules", "prompt_logprobs"}
-        llm.engine.intake.pooler = Pooler(task="classify", pooling="last", width=3)
         prompts = prompts_of((3, 30, 50))
-        logits = [expected(tiny, prompt, "last", normalize=False) @ np.asarray(model.out[...]) for prompt in prompts]
+        logits = [hidden_states(model, prompt)[-1] @ np.asarray(model.score.weight[...]) for prompt in prompts]
         raw = llm.encode(ids(*prompts), PoolingParams(use_activation=False), use_tqdm=False)
         np.testing.assert_allclose([output.outputs.data for output in raw], logits, rtol=1e-4, atol=1e-4)
         classes = llm.classify(ids(*prompts), use_tqdm=False)

@@ -12,6 +12,7 @@ from jaxllm.engine.device.packing import ADMIT_SIZES, token_ladder
 from jaxllm.engine.device.runner import Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.sampling_params import SamplingParams
+from tests.pooler import pooler
 
 CONFIG = EngineConfig(max_model_len=512, max_num_seqs=8, max_num_batched_tokens=128, block_size=16, num_blocks=64)
 FIRST = ["init", ("admit", 1), ("step", 1), ("sample", 1)]
@@ -43,7 +44,7 @@ class SlowExecutor(FakeExecutor):
 def served():
     order = []
     executor = SlowExecutor(CONFIG, order)
-    engine = Engine(Runner(executor, CONFIG, 32), vocab=32, eos_ids=())
+    engine = Engine(Runner(executor, CONFIG, 32), vocab=32, eos_ids=(), pooler=pooler())
     yield engine, executor, order
     engine.close()
 
