@@ -134,4 +134,4 @@ def layout(prefix: str, pooler: str, classifier: str) -> Table:
 
 PREFIX = "bert."
 WEIGHTS = layout(PREFIX, PREFIX + "pooler.dense", "classifier")
-IGNORED = r"bert\.embeddings\.position_ids|cls\..*"  # what is computed, and heads of pre-training
+IGNORED = r"(bert\.)?embeddings\.position_ids|cls\..*"  # what is computed, and heads of pre-training

@@ -18,4 +18,4 @@ class Model(bert.Model):
 
 PREFIX = "roberta."
 WEIGHTS = bert.layout(PREFIX, "classifier.dense", "classifier.out_proj")
-IGNORED = r"roberta\.(embeddings\.position_ids|pooler\..*)|lm_head\..*"
+IGNORED = r"(roberta\.)?(embeddings\.position_ids|pooler\..*)|lm_head\..*"

@@ -1,8 +1,8 @@
 """How an architecture file says where a checkpoint's tensors go.
 
-Its `WEIGHTS` is a table of the tensors that every checkpoint of the family has (heads may be absent, whose parameters
-the model lacks: a tied `lm_head`, those of other tasks), its `OPTIONAL_WEIGHTS`, if there is one, of those that come
-with parameters that only some configurations have. `IGNORED`, if there is one, is a regular expression of the names of
+Its `WEIGHTS` is a table of the tensors that every checkpoint of the family has. Of those whose parameters the model
+lacks, heads may be absent: a tied `lm_head`, and those of other tasks. `OPTIONAL_WEIGHTS`, if there is one, are tensors
+that come with parameters that only some configurations have, and `IGNORED` is a regular expression of the names of
 others, which are passed over.
 
 A model that is saved without a head has names without the prefix of the model in it: `PREFIX`, "model." if the file has

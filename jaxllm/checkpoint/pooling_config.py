@@ -25,7 +25,7 @@ _POOLINGS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # `pooling_mode
 _OLD_POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 _MOST_MODULES, _MOST_FEATURES, _MOST_PROMPTS = 16, 2**18, 1000
-Vectors = Float32[np.ndarray, "rows features"]
+Vectors = Float32[np.ndarray, "rows _"]
 
 
 def _sigmoid(x: Vectors) -> Vectors:
@@ -86,7 +86,7 @@ class PoolingConfig:
         self, pooled: Vectors, *, dimensions: int | None = None, normalize: bool | None = None
     ) -> Float32[np.ndarray, "rows out"]:
         """Embeddings of pooled hidden states: through the dense layers, cut to `dimensions`, then normalised."""
-        x = np.asarray(pooled, np.float32)
+        x = pooled
         for layer in self.dense:
             x = layer(x)
         x = x[:, :dimensions]
@@ -96,7 +96,7 @@ class PoolingConfig:
 
     def activate(self, scores: Vectors) -> Vectors:
         """Probabilities, or what else the model's scores stand for."""
-        return ACTIVATIONS[self.activation](np.asarray(scores, np.float32))
+        return ACTIVATIONS[self.activation](scores)
 
 
 def read_pooling(checkpoint: Checkpoint, spec: ModelSpec, overrides: Mapping[str, Any] | None = None) -> PoolingConfig:
