@@ -19,6 +19,7 @@ from jaxllm.cli.texts import error_text
 from jaxllm.cli.vllm_flags import add_vllm_flags
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
 from jaxllm.errors import JaxLLMError
+from jaxllm.models.tasks import TASKS
 from jaxllm.sampling_params import drawing_fields
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ _ENGINE_OPTIONS = (
     "record",
     "load_format",
     "hf_overrides",
+    "task",
     "max_logprobs",
 )
 _KEEP_ALL = {
@@ -93,6 +95,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-prefix-caching", action="store_true", help="compute every prompt in full")
     add("--load-format", metavar="KIND", help="dummy: random weights; safetensors or gguf: only these (default: auto)")
     add("--hf-overrides", type=json_object, metavar="JSON", help="values to use instead of those of config.json")
+    add("--task", choices=TASKS, help="embed: of a model that generates, only embeddings (default: as its files say)")
     add("--max-logprobs", type=int, metavar="N", help="most log-probabilities of a token that requests may ask for")
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
     add("-tp", type=int, dest="tensor_parallel_size", **hidden)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import socket
@@ -210,19 +211,28 @@ def address(config: ServerConfig, listener: socket.socket) -> str:
     return f"{config.scheme}://{host}:{listener.getsockname()[1]}"
 
 
+def first_request(server: Server) -> tuple[str, dict[str, Any]]:
+    """A route, and the body of a request for it to try, without the model's name."""
+    info = server.client.info
+    if info.config.generates:
+        return "/v1/completions", {"prompt": "def read_lines(path", "max_tokens": 32}
+    return "/v1/embeddings" if info.task == "embed" else "/classify", {"input": "def read_lines(path"}
+
+
 def banner(server: Server, listener: socket.socket, seconds: float) -> str:
     """The start message: address, capacity, and a first request to try."""
     config, engine = server.config, server.client.info.config
     url = address(config, listener)
     key = ' -H "Authorization: Bearer $KEY"' if config.api_keys else ""
     tokens, most = engine.num_blocks * engine.block_size, engine.max_model_len
+    path, body = first_request(server)
     lines = [
         f"jaxllm serves {server.model.name} at {url}, ready in {seconds:.1f} s",
         f"Chat page: {url}/",
         f"KV cache: {tokens:,} tokens, or {tokens // most:,} requests of {most:,}; {engine.max_num_seqs:,} at once",
         "",
-        f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' \\",
-        f"""  -d '{{"model": "{server.model.name}", "prompt": "def read_lines(path", "max_tokens": 32}}'""",
+        f"curl {url}{path}{key} -H 'Content-Type: application/json' \\",
+        f"  -d '{json.dumps({'model': server.model.name} | body)}'",
     ]
     width = max(map(len, lines))
     return "\n".join(
