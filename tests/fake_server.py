@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.stats import EngineStats
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import EngineDeadError, RequestEndedError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.engine.client import EngineInfo, Health
@@ -70,11 +70,11 @@ class FakeClient:
 
     def fail_all(self, reason):
         for request_id in list(self.running):
-            self.running[request_id] = EngineDeadError(reason)
+            self.running[request_id] = RequestEndedError(reason)
 
     def die(self, reason="it was killed"):
         self.is_alive = False
-        self.fail_all(reason)
+        self.running = {request_id: EngineDeadError(reason) for request_id in self.running}
 
     async def generate(self, token_ids, params, *, request_id, priority=0):
         self.seen.append((token_ids, params, priority))

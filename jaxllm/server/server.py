@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.engine.client import EngineClient, EngineInfo
 from jaxllm.server.grammar_checks import GrammarChecks
-from jaxllm.server.http.body import BodyBudget
+from jaxllm.server.http.body import SMALL_BODY_BYTES, BodyBudget
 from jaxllm.server.http.errors import APIError, engine_dead, invalid, unavailable
 from jaxllm.server.http.exchange import Exchange
 from jaxllm.server.http.limits import RequestLimit
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TEXT_THREADS = 2
-_DECODED_AT_ONCE_BYTES = 64 << 10  # larger bodies are decoded beside the event loop, one at a time
 _TICK_S = 0.2
 Result = TypeVar("Result")
 
@@ -48,7 +47,9 @@ class Server:
         self.arrivals = ArrivalQueue()
         self.grammars = GrammarChecks(model, self.metrics, several_keys=len(config.api_keys) > 1)
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-text")
-        self._bodies_decoder = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-decode")
+        # Those of big bodies, so that small ones don't wait for them.
+        self._big_texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-big-text")
+        self._big_bodies = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-decode")
         self._is_hung = False
         self._watchdog: asyncio.Task | None = None
 
@@ -65,7 +66,7 @@ class Server:
         await self.client.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
-        for pool in (self._texts, self._bodies_decoder, self.grammars):
+        for pool in (self._texts, self._big_texts, self._big_bodies, self.grammars):
             pool.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -115,14 +116,15 @@ class Server:
             )
 
     async def decode(self, kind: type[Request], body: bytearray) -> Request:
-        """The request in a JSON body. Raises `APIError`."""
-        if len(body) <= _DECODED_AT_ONCE_BYTES:
+        """The request in a JSON body; big ones are decoded outside the event loop, one at a time. Raises `APIError`."""
+        if len(body) <= SMALL_BODY_BYTES:
             return decode(kind, body)
-        return await asyncio.get_running_loop().run_in_executor(self._bodies_decoder, decode, kind, body)
+        return await asyncio.get_running_loop().run_in_executor(self._big_bodies, decode, kind, body)
 
-    async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
-        """Runs template and tokenizer work outside the event loop, a few at a time."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work, *args)
+    async def in_thread(self, exchange: Exchange, work: Callable[..., Result], *args: Any) -> Result:
+        """Runs template and tokenizer work for a request outside the event loop, a few at a time."""
+        pool = self._texts if exchange.num_body_bytes <= SMALL_BODY_BYTES else self._big_texts
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
 
     async def run(
         self,

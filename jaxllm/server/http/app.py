@@ -55,6 +55,7 @@ class Post:
                     self._server.metrics.rejected("max_body_memory")
                 await exchange.error(error)
                 return
+            exchange.num_body_bytes = len(body)
             await until_disconnect(self._answer(scope, body, exchange), receive)
 
     async def _answer(self, scope: Scope, body: Body, exchange: Exchange) -> None:
@@ -136,7 +137,7 @@ async def _completions(server: Server, request: CompletionRequest, exchange: Exc
     schemas.check_stream(request)
     count = prepare.count_prompts(request)
     with server.admit(count):
-        jobs = await server.in_thread(prepare.completion_jobs, server.model, info, request)
+        jobs = await server.in_thread(exchange, prepare.completion_jobs, server.model, info, request)
         await server.grammars.check(jobs[0].unchecked, exchange.tenant)
         answer_id = f"cmpl-{exchange.request_id}"
         answer = CompletionAnswer(request, jobs, answer_id=answer_id, model=server.model)
@@ -172,7 +173,7 @@ async def _tokenize(server: Server, request: TokenizeRequest, exchange: Exchange
         return {"count": len(ids), "max_model_len": info.config.max_model_len, "tokens": ids, "token_strs": strings}
 
     with server.admit(1):
-        await exchange.json(await server.in_thread(work))
+        await exchange.json(await server.in_thread(exchange, work))
 
 
 async def _detokenize(server: Server, request: DetokenizeRequest, exchange: Exchange) -> None:
@@ -185,7 +186,7 @@ async def _detokenize(server: Server, request: DetokenizeRequest, exchange: Exch
     if bad is not None:
         raise invalid(f"token id {bad} is outside the vocabulary [0, {info.vocab - 1}]", "tokens")
     with server.admit(1):
-        text = await server.in_thread(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
+        text = await server.in_thread(exchange, lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
         await exchange.json({"prompt": text})
 
 

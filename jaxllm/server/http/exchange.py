@@ -31,6 +31,7 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.request_id: str = scope["state"]["request_id"]
         self.tenant: bytes | None = scope["state"]["tenant"]  # digest of the API key
+        self.num_body_bytes = 0  # of the request
         self.is_streaming = False
         self._send, self._keep_alive_s = send, keep_alive_s
         self.error_events: Callable[[APIError], list[dict[str, Any]]] = lambda error: [error.body()]

@@ -38,7 +38,7 @@ async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> No
     check_chat(request)
     prepare.count_samples(1, request)
     with server.admit(1):
-        prepared = await server.in_thread(prepare_chat, server, info, request)
+        prepared = await server.in_thread(exchange, prepare_chat, server, info, request)
         await server.grammars.check(prepared.job.unchecked, exchange.tenant)
         answer_id = f"chatcmpl-{exchange.request_id}"
         result = ChatAnswer(request, prepared, answer_id=answer_id)

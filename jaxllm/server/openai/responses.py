@@ -27,7 +27,7 @@ async def answer(server: Server, request: ResponsesRequest, exchange: Exchange) 
     check_chat(chat)
     prepare.count_samples(1, chat)
     with server.admit(1):
-        prepared = await server.in_thread(prepare_chat, server, info, chat)
+        prepared = await server.in_thread(exchange, prepare_chat, server, info, chat)
         await server.grammars.check(prepared.job.unchecked, exchange.tenant)
         response = Response(request, prepared, f"resp_{exchange.request_id.removeprefix('req_')}")
         async with aclosing(server.run([prepared.job], exchange, request_id=response.id, priority=0)) as updates:

@@ -10,10 +10,8 @@ from jaxllm.server.openai.decoding import NULL, decode_field, is_given
 from jaxllm.server.openai.schemas import (
     MAX_ENTRIES,
     MAX_MESSAGES,
-    MAX_PARTS,
     MAX_TOOLS,
     ChatRequest,
-    ContentPart,
     Count,
     Function,
     FunctionCall,
@@ -23,14 +21,14 @@ from jaxllm.server.openai.schemas import (
     Name,
     NamedSchema,
     NamedTool,
+    Parts,
     Probability,
     ResponseFormatOption,
     Tool,
     ToolCall,
     ToolChoice,
+    check_parts,
 )
-
-Parts = Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)]
 
 
 class FlatTool(Struct, kw_only=True):
@@ -93,6 +91,10 @@ class ResponsesRequest(Struct, kw_only=True):
     prompt: Raw = NULL
     include: Annotated[list[str], Meta(max_length=MAX_ENTRIES)] | None = None
     cache_salt: Name | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.input, str):
+            check_parts(content for item in self.input for content in (item.content, item.output))
 
 
 _STATE = "this server keeps no responses: send the whole conversation as input"

@@ -1,5 +1,6 @@
 """The requests' fields, types and ranges. Unknown fields are ignored, because OpenAI's clients send many."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct
@@ -18,7 +19,7 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_NAME_LEN = 256
 MAX_STOP_CHARS = 1024  # each token searches for the stop strings
-MAX_PARTS = 4096  # of one message
+MAX_PARTS = 8192  # of all messages
 # Of lists and objects, so that the memory that they take is bounded; `SamplingParams` and the engine allow less.
 MAX_TOKEN_IDS = 1 << 20
 MAX_ENTRIES = 4096
@@ -133,10 +134,13 @@ class CompletionRequest(Sampling, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class ContentPart(Struct, kw_only=True):
+class ContentPart(Struct, kw_only=True, gc=False):
     type: str
     text: str | None = None
     refusal: str | None = None
+
+
+Parts = Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)]
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -152,12 +156,19 @@ class ToolCall(Struct, kw_only=True):
 
 class Message(Struct, kw_only=True, omit_defaults=True):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)] | None = None
+    content: str | Parts | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
+
+
+def check_parts(contents: Iterable[str | Parts | None]) -> None:
+    """Raises `APIError` if the parts of all messages are too many: they take more memory than texts."""
+    count = sum(len(content) for content in contents if isinstance(content, list))
+    if count > MAX_PARTS:
+        raise invalid(f"the messages have {count} parts; at most {MAX_PARTS} are allowed", "messages")
 
 
 class Function(Struct, kw_only=True):
@@ -214,6 +225,9 @@ class ChatRequest(Sampling, kw_only=True):
     mm_processor_kwargs: Raw = NULL
     audio: Raw = NULL
 
+    def __post_init__(self) -> None:
+        check_parts(message.content for message in self.messages)
+
 
 class TokenizeRequest(Struct, kw_only=True):
     model: Name | None = None
@@ -223,6 +237,9 @@ class TokenizeRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_parts(message.content for message in self.messages or ())
 
 
 class DetokenizeRequest(Struct, kw_only=True):
