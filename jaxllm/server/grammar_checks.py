@@ -18,19 +18,24 @@ class GrammarChecks:
 
     def __init__(self, model: ServedModel, metrics: Metrics, *, several_keys: bool):
         self._model, self._metrics = model, metrics
-        self._most_of_a_key = MAX_WAITING_OF_A_KEY if several_keys else MAX_WAITING
+        self._max_of_a_key = MAX_WAITING_OF_A_KEY if several_keys else MAX_WAITING
         self._waiting: Counter[bytes | None] = Counter()  # by digest of the key
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-grammar")
+
+    @property
+    def num_waiting(self) -> int:
+        """Grammars that are checked or wait for that."""
+        return self._waiting.total()
 
     async def check(self, response_format: ResponseFormat | None, tenant: bytes | None) -> None:
         """Returns if the format is sound, or None. Raises `APIError`: 400, or 503 if too many wait."""
         if response_format is None:
             return
-        if self._waiting.total() >= MAX_WAITING or self._waiting[tenant] >= self._most_of_a_key:
+        if self.num_waiting >= MAX_WAITING or self._waiting[tenant] >= self._max_of_a_key:
             self._metrics.rejected("max_waiting_grammars")
             raise unavailable(
-                f"{self._waiting[tenant]} of your grammars and schemas wait to be checked, and {self._waiting.total()} "
-                "in all; try again later"
+                f"{self._waiting[tenant]} of your grammars and schemas wait to be checked, and {self.num_waiting} in "
+                "all; try again later"
             )
         self._waiting[tenant] += 1
         try:
