@@ -118,7 +118,9 @@ class FakeClient:
         *ids, other = self._decoder.encode(f"{part}A", add_special_tokens=False)
         logprobs = None
         if params.wants_logprobs:
-            logprobs = [{token: self._entry(token, 1), other: self._entry(other, 2)} for token in ids]
+            others = [other] if params.logprob_token_ids is None else params.logprob_token_ids
+            ranked = {other: self._entry(other, 2 + i) for i, other in enumerate(others)}
+            logprobs = [ranked | {token: self._entry(token, 1)} for token in ids]
         return CompletionOutput(index=index, text=part, token_ids=ids, logprobs=logprobs, finish_reason=reason)
 
     def _entry(self, token, rank):

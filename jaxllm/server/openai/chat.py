@@ -67,8 +67,7 @@ def check_chat(request: ChatRequest) -> None:
 
 def check_tool_choice(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> None:
     if isinstance(choice, NamedTool):
-        name = choice.function.name if choice.type == "function" and choice.function is not None else None
-        if name not in {tool.function.name for tool in tools or ()}:
+        if choice.called not in {tool.function.name for tool in tools or ()}:
             raise invalid("tool_choice must be none, auto, required, or name one of the tools", "tool_choice")
     elif choice not in (None, "none", "auto", "required"):
         raise invalid(f"tool_choice={choice!r:.100} must be none, auto, required, or a function", "tool_choice")

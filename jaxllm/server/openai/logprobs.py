@@ -27,7 +27,7 @@ class LogprobsFormat(NamedTuple):
 
     def top(self, entries: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
         if self.token_ids is not None:
-            return [(token, entries[token]) for token in self.token_ids]
+            return [(token, entries[token]) for token in self.token_ids if token in entries]  # a prompt's have others
         return _top(entries, self.num_top)
 
 

@@ -103,7 +103,7 @@ def chat_response_format(
         ways.append(grammar.add(response_format.wanted))
     if tools and calls:
         choice = request.tool_choice
-        name = choice.function.name if isinstance(choice, NamedTool) and choice.function is not None else None
+        name = choice.called if isinstance(choice, NamedTool) else None
         chosen = [tool for tool in tools if name in (None, tool.function.name)]
         ways.append(grammar.add_calls(chosen, calls, is_one=name is not None or request.parallel_tool_calls is False))
     start = " | ".join(ways)

@@ -16,11 +16,9 @@ from jaxllm.server.openai.schemas import (
     Function,
     FunctionCall,
     FunctionName,
-    FunctionRef,
     Message,
     Name,
     NamedSchema,
-    NamedTool,
     Parts,
     Probability,
     ResponseFormatOption,
@@ -141,8 +139,6 @@ def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
         for t in request.tools or ()
     ]
     choice = request.tool_choice if tools or request.tool_choice != "auto" else None
-    if isinstance(choice, NamedTool) and choice.function is None and choice.name is not None:
-        choice = NamedTool(type=choice.type, function=FunctionRef(name=choice.name))
     has_logprobs = request.top_logprobs is not None or _LOGPROBS in (request.include or ())
     return ChatRequest(
         model=model,

@@ -194,6 +194,13 @@ class NamedTool(Struct, kw_only=True, omit_defaults=True):
     name: str | None = None  # in /v1/responses
     function: FunctionRef | None = None  # in chats
 
+    @property
+    def called(self) -> str | None:
+        """The function's name; None if it is another kind of tool."""
+        if self.type != "function":
+            return None
+        return self.name if self.function is None else self.function.name
+
 
 ToolChoice = str | NamedTool
 
