@@ -82,17 +82,14 @@ def decode(kind: type[Request], body: bytes | bytearray) -> Request:
 
 @cache
 def _plan(kind: type[Struct]) -> _Plan:
-    types = {field.name: field.type for field in msgspec.inspect.type_info(kind).fields}
     annotations = msgspec.structs.fields(kind)
+    kinds = msgspec.inspect.multi_type_info([field.type for field in annotations])
     slices = [(field.name, Raw, _ABSENT) for field in annotations]
     fields = [
         _Field(
-            field.name,
-            None if field.type is Raw else msgspec.json.Decoder(field.type),
-            _is_whole(types[field.name]),
-            field.required,
+            field.name, None if field.type is Raw else msgspec.json.Decoder(field.type), _is_whole(one), field.required
         )
-        for field in annotations
+        for field, one in zip(annotations, kinds, strict=True)
     ]
     return _Plan(msgspec.json.Decoder(msgspec.defstruct(kind.__name__, slices)), tuple(fields))
 

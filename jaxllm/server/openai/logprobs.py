@@ -81,8 +81,7 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Logprobs, form: LogprobsFo
 
 def _chat_entry(token: int, entry: Logprob, form: LogprobsFormat) -> dict[str, Any]:
     text = entry.decoded_token
-    is_whole = text is not None and "\ufffd" not in text  # bytes of a part are unknown
-    known = list(text.encode()) if is_whole else None
+    known = None if text is None or "\ufffd" in text else list(text.encode())  # bytes of a part are unknown
     return {"token": form.text(token, entry), "logprob": entry.logprob, "bytes": known}
 
 

@@ -12,7 +12,6 @@ from jaxllm.engine.intake import check_request
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.engine.client import EngineInfo
 from jaxllm.server.http.errors import APIError, invalid, refusing, too_long
-from jaxllm.server.openai.decoding import untyped
 from jaxllm.server.openai.response_format import ResponseFormat, response_format_of
 from jaxllm.server.openai.schemas import (
     MAX_PROMPTS,
@@ -22,7 +21,7 @@ from jaxllm.server.openai.schemas import (
     Message,
     Sampling,
     Tool,
-    check_depth,
+    plain_tool,
 )
 from jaxllm.server.served_model import ServedModel
 
@@ -239,7 +238,7 @@ def chat_text(
         with refusing("messages"):
             return tokenizer.chat.render(
                 [_plain(message) for message in messages],
-                tools=[_plain_tool(tool) for tool in tools] if tools else None,
+                tools=[plain_tool(tool) for tool in tools] if tools else None,
                 chat_template=model.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -247,22 +246,6 @@ def chat_text(
             )
     except RecursionError as error:
         raise invalid("a tool call's arguments are nested too deep", "messages") from error
-
-
-def _plain_tool(tool: Tool) -> dict[str, Any]:
-    function = tool.function
-    plain: dict[str, Any] = {"name": function.name}
-    if function.description is not None:
-        plain["description"] = function.description
-    parameters = untyped(function.parameters)
-    if not isinstance(parameters, dict | None):
-        raise invalid(f"the parameters of {function.name} must be a JSON schema, an object", "tools")
-    check_depth(parameters, "tools.function.parameters")
-    if parameters is not None:
-        plain["parameters"] = parameters
-    if function.strict is not None:
-        plain["strict"] = function.strict
-    return {"type": tool.type, "function": plain}
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from msgspec import Meta, Raw, Struct
 from jaxllm.argument_checks import nests_deeper
 from jaxllm.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, MAX_N, MAX_SALT_LEN
 from jaxllm.server.http.errors import invalid
-from jaxllm.server.openai.decoding import NULL
+from jaxllm.server.openai.decoding import NULL, untyped
 from jaxllm.structured_outputs import MAX_CHOICES
 
 MAX_DEPTH = 64  # of JSON inside JSON
@@ -267,3 +267,20 @@ def check_depth(value: Any, param: str) -> None:
     """Raises `APIError` 400 if `value` nests deeper than `MAX_DEPTH`."""
     if nests_deeper(value, MAX_DEPTH):
         raise invalid(f"{param} is nested more than {MAX_DEPTH} levels deep; flatten it", param)
+
+
+def plain_tool(tool: Tool) -> dict[str, Any]:
+    """The tool as templates expect it. Raises `APIError` 400."""
+    function = tool.function
+    plain: dict[str, Any] = {"name": function.name}
+    if function.description is not None:
+        plain["description"] = function.description
+    parameters = untyped(function.parameters)
+    if not isinstance(parameters, dict | None):
+        raise invalid(f"the parameters of {function.name} must be a JSON schema, an object", "tools")
+    check_depth(parameters, "tools.function.parameters")
+    if parameters is not None:
+        plain["parameters"] = parameters
+    if function.strict is not None:
+        plain["strict"] = function.strict
+    return {"type": tool.type, "function": plain}
