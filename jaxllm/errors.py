@@ -41,5 +41,9 @@ class EngineError(JaxLLMError):
     """Every step of what was asked for failed, or what it ran beside was stopped halfway; the cause is chained."""
 
 
+class RequestEndedError(JaxLLMError):
+    """A server has ended a request, whose engine may be well: it drains, or the engine has hung."""
+
+
 class EngineDeadError(EngineError):
     """The engine stopped and takes no more requests; the cause is chained."""

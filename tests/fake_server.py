@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.stats import EngineStats
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import EngineDeadError, RequestEndedError
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.server.config import ServerConfig
@@ -73,11 +73,11 @@ class FakeClient:
 
     def fail_all(self, reason):
         for request_id in list(self.running):
-            self.running[request_id] = EngineDeadError(reason)
+            self.running[request_id] = RequestEndedError(reason)
 
     def die(self, reason="it was killed"):
         self.is_alive = False
-        self.fail_all(reason)
+        self.running = {request_id: EngineDeadError(reason) for request_id in self.running}
 
     async def generate(self, token_ids, params, *, request_id, priority=0):
         self.seen.append((token_ids, params, priority))
@@ -138,7 +138,9 @@ class FakeClient:
         *ids, other = self._decoder.encode(f"{part}A", add_special_tokens=False)
         logprobs = None
         if params.wants_logprobs:
-            logprobs = [{token: self._entry(token, 1), other: self._entry(other, 2)} for token in ids]
+            others = [other] if params.logprob_token_ids is None else params.logprob_token_ids
+            ranked = {other: self._entry(other, 2 + i) for i, other in enumerate(others)}
+            logprobs = [ranked | {token: self._entry(token, 1)} for token in ids]
         return CompletionOutput(index=index, text=part, token_ids=ids, logprobs=logprobs, finish_reason=reason)
 
     def _entry(self, token, rank):

@@ -70,6 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
         request_timeout_s=_NO_LIMIT_S,
         max_queued_requests=2**31,
         max_body_bytes=MAX_LINE_BYTES,
+        max_body_memory_bytes=sys.maxsize,  # lines are read as they are answered
         **answer_settings(arguments),
     )
     output = None if arguments.output_file == "-" else Path(arguments.output_file)

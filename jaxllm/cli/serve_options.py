@@ -22,7 +22,7 @@ _ANSWERS = (  # fields of `ServerConfig`, under the same name; None leaves their
 _SERVER = (
     *("host", "port", "max_queued_requests", "vllm_metric_names", "root_path", "allowed_origins", "allowed_methods"),
     *("allowed_headers", "allow_credentials", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
-    *("ssl_ciphers", "uvicorn_log_level", "max_header_bytes"),
+    *("ssl_ciphers", "uvicorn_log_level", "max_header_bytes", "max_body_memory_bytes", "scheduling_policy"),
 )
 
 
@@ -64,6 +64,20 @@ def _add_server(parser: CommandParser) -> None:
         "reveal other users' prompts; none: they do (default: per-key)",
     )
     add("--max-queued-requests", type=int, default=256, metavar="N", help="most waiting requests (default: 256)")
+    add(
+        "--max-body-memory",
+        type=int,
+        dest="max_body_memory_bytes",
+        default=64 << 20,
+        metavar="N",
+        help="most bytes of all requests' bodies together (default: 67108864)",
+    )
+    add(
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        help="fcfs: in the order they came, and a request with a priority is refused; priority: by priority (default: "
+        "priority, or fcfs with several API keys)",
+    )
     add("--request-timeout", type=float, default=600.0, metavar="S", help="most seconds for a request (default: 600)")
     add(
         "--shutdown-timeout",
@@ -115,6 +129,13 @@ def add_answer_arguments(parser: CommandParser) -> None:
 def _add_web(parser: CommandParser) -> None:
     add = parser.add_argument_group("web").add_argument
     add("--root-path", default="", metavar="PATH", help="path that a proxy takes off the URLs before it asks here")
+    add(
+        "--allowed-hosts",
+        nargs="+",
+        metavar="NAME",
+        help="names of this server in URLs, as in llm.example.org, which a proxy may forward; * for any (default: on "
+        "127.0.0.1 and the like only those, else any)",
+    )
     for name, what in (
         ("--allowed-origins", "origins of web pages that may use this server (CORS), as in https://example.org, or "
          "a JSON list of them (default: none but its own)"),
@@ -151,6 +172,7 @@ def server_config(arguments: argparse.Namespace) -> "ServerConfig":
 
     return ServerConfig(
         api_keys=api_keys(arguments.api_key),
+        allowed_hosts=tuple(arguments.allowed_hosts or ()),
         isolates_keys=arguments.prefix_cache_isolation == "per-key",
         request_timeout_s=arguments.request_timeout,
         shutdown_timeout_s=arguments.shutdown_timeout,

@@ -28,6 +28,7 @@ from jaxllm.engine.sleep import KV_CACHE, Sleep
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
 from jaxllm.engine.swap_choice import SwapChoice
 from jaxllm.errors import EngineDeadError
+from jaxllm.grammar.matcher import NO_TOKEN_ALLOWED
 from jaxllm.models.transformer import Params
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
@@ -256,7 +257,7 @@ class Engine:
         assert matcher is not None  # it follows a grammar
         end = End("stop")
         if matcher.error is not None or not matcher.may_end:
-            end = End("error", error=matcher.error or "no token of the model's is allowed by its grammar")
+            end = End("error", error=matcher.error or NO_TOKEN_ALLOWED)
         self.scheduler.finish(sequence, end)
         return sequence
 

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+# What errors of requests begin with whose grammar gives out.
+GAVE_OUT = "its grammar can't be followed any further"
+NO_TOKEN_ALLOWED = "no token of the model's is allowed by its grammar"
+
 
 def mask_words(vocab: int) -> int:
     """The int32 words of one row's mask over `vocab` tokens."""
@@ -33,7 +37,7 @@ class Matcher:
     def error(self) -> str | None:
         if not self.inner.is_error():
             return None
-        return f"its grammar can't be followed any further: {first_line(self.inner.get_error())}"
+        return f"{GAVE_OUT}: {first_line(self.inner.get_error())}"
 
     @property
     def is_over(self) -> bool:

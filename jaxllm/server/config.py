@@ -1,6 +1,7 @@
 """The server's settings, checked once."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from jaxllm.hub.names import served_names
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,10 @@ class ServerConfig:
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)  # some of these
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # a request's own come first
+    # Whether requests may have a `priority`: "fcfs" no, "priority" yes; None: unless several API keys share the server.
+    scheduling_policy: str | None = None
     root_path: str = ""  # that a proxy takes off the URLs
+    allowed_hosts: tuple[str, ...] = ()  # names of this server in URLs, beside loopback's; "*": any
     allowed_origins: tuple[str, ...] = ()  # of web pages that may use this server (CORS)
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -44,6 +49,7 @@ class ServerConfig:
     ssl_ciphers: str | None = None
     uvicorn_log_level: str = "warning"
     max_body_bytes: int = 8 << 20
+    max_body_memory_bytes: int = 64 << 20  # of all bodies that requests hold at once
     max_header_bytes: int = 64 << 10
     max_connections: int = 4096
     header_timeout_s: float = 30.0  # for a connection to send a complete request head
@@ -61,6 +67,15 @@ class ServerConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, not negative")
         if self.max_queued_requests < 0:
             raise ValueError(f"max_queued_requests={self.max_queued_requests} must not be negative")
+        if self.max_body_memory_bytes // 4 * 3 < self.max_body_bytes:
+            raise ValueError(
+                f"max_body_memory_bytes={self.max_body_memory_bytes} is too little for a body of {self.max_body_bytes} "
+                f"bytes, beside which a quarter stays free; give {self.max_body_bytes * 3 // 2} or more"
+            )
+        if self.scheduling_policy not in (None, "fcfs", "priority"):
+            raise ValueError(f"scheduling_policy={self.scheduling_policy!r} must be fcfs or priority")
+        if bad := [name for name in self.allowed_hosts if name != "*" and HOST.fullmatch(name) is None]:
+            raise ValueError(f"allowed_hosts={bad[0]!r} is no host name; give one like llm.example.org, without a port")
         if self.root_path and not self.root_path.startswith("/") or self.root_path.endswith("/"):
             raise ValueError(f"root_path={self.root_path!r} must begin with a slash, and not end with one")
         if self.allow_credentials and "*" in self.allowed_origins:
@@ -73,6 +88,19 @@ class ServerConfig:
             raise ValueError(
                 f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, which clients' certificates are of"
             )
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """The names that it answers to; None: any."""
+        if "*" in self.allowed_hosts or not (self.allowed_hosts or self.is_loopback):
+            return None
+        return LOOPBACK | {self.host} | {name.lower().strip("[]") for name in self.allowed_hosts}
+
+    @property
+    def has_priorities(self) -> bool:
+        if self.scheduling_policy is None:
+            return len(self.api_keys) < 2
+        return self.scheduling_policy == "priority"
 
     @property
     def is_loopback(self) -> bool:

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.engine.client import EngineClient, EngineInfo
-from jaxllm.server.http.errors import APIError, engine_dead, unavailable
+from jaxllm.server.grammar_checks import GrammarChecks
+from jaxllm.server.http.body import SMALL_BODY_BYTES, BodyBudget
+from jaxllm.server.http.errors import APIError, engine_dead, invalid, unavailable
 from jaxllm.server.http.exchange import Exchange
 from jaxllm.server.http.limits import RequestLimit
 from jaxllm.server.http.queue_position import ArrivalQueue
 from jaxllm.server.observe.metrics import Metrics
+from jaxllm.server.openai.decoding import Request, decode
 from jaxllm.server.openai.generation import Update, run
 from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.served_model import ServedModel
@@ -38,10 +41,15 @@ class Server:
     ):
         self.config, self.client, self.model = config, client, model
         self._tracing = tracing
+        self.bodies = BodyBudget(config.max_body_memory_bytes)
         self.limit = RequestLimit(config.max_queued_requests)
         self.metrics = Metrics(model.name, client, vllm_names=config.vllm_metric_names)
         self.arrivals = ArrivalQueue()
+        self.grammars = GrammarChecks(model, self.metrics, several_keys=len(config.api_keys) > 1)
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-text")
+        # Those of big bodies, so that small ones don't wait for them.
+        self._big_texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-big-text")
+        self._big_bodies = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-decode")
         self._is_hung = False
         self._watchdog: asyncio.Task | None = None
 
@@ -58,7 +66,8 @@ class Server:
         await self.client.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
-        self._texts.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._texts, self._big_texts, self._big_bodies, self.grammars):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_live(self) -> bool:
@@ -97,9 +106,25 @@ class Server:
             raise unavailable("the model is being loaded; try again soon", code="model_loading")
         return info
 
-    async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
-        """Runs template and tokenizer work outside the event loop, a few at a time."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work, *args)
+    def check_priority(self, priority: int | None) -> None:
+        """Raises `APIError` for a priority where clients may not have one."""
+        if priority and not self.config.has_priorities:
+            raise invalid(
+                f"priority={priority} is not allowed here, as all requests are served in the order they came; leave it "
+                "out, or start the server with --scheduling-policy priority",
+                "priority",
+            )
+
+    async def decode(self, kind: type[Request], body: bytearray) -> Request:
+        """The request in a JSON body; big ones are decoded outside the event loop, one at a time. Raises `APIError`."""
+        if len(body) <= SMALL_BODY_BYTES:
+            return decode(kind, body)
+        return await asyncio.get_running_loop().run_in_executor(self._big_bodies, decode, kind, body)
+
+    async def in_thread(self, exchange: Exchange, work: Callable[..., Result], *args: Any) -> Result:
+        """Runs template and tokenizer work for a request outside the event loop, a few at a time."""
+        pool = self._texts if exchange.num_body_bytes <= SMALL_BODY_BYTES else self._big_texts
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
 
     async def run(
         self,

@@ -4,6 +4,7 @@ import pytest
 
 from jaxllm.cli import serve
 from jaxllm.cli.config_file import parse_with_config
+from jaxllm.cli.serve_options import server_config
 
 
 @pytest.fixture
@@ -41,6 +42,16 @@ def test_the_options_of_a_file(parse):
     assert found.allowed_origins == ("https://a",) and found.override_generation_config == {"temperature": 0.5}
     assert found.no_prefix_caching and found.seed is None
     assert [note.split()[0] for note in found.vllm_notes] == ["--trust-remote-code", "--no-enforce-eager"]
+
+
+def test_who_may_come_and_what_they_may_take(parse, monkeypatch):
+    for name in ("JAXLLM_API_KEY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    config = server_config(parse("allowed-hosts: [a.example, b.example]\nmax-body-memory: 99999999\nport: 0\n"))
+    assert config.allowed_hosts == ("a.example", "b.example") and config.max_body_memory_bytes == 99_999_999
+    assert config.scheduling_policy is None and config.has_priorities
+    config = server_config(parse("port: 0", "--allowed-hosts", "*", "--scheduling-policy", "fcfs"))
+    assert config.hosts is None and not config.has_priorities
 
 
 def test_what_is_typed_comes_first(parse):

@@ -78,7 +78,7 @@ def test_the_log_holds_no_prompts_and_no_keys(caplog):
 
 def test_unknown_fields_are_named_when_debugging(caplog):
     with running() as web:
-        caplog.set_level(logging.DEBUG, logger="jaxllm.server.openai.schemas")
+        caplog.set_level(logging.DEBUG, logger="jaxllm.server.openai.decoding")
         assert web.complete(no_such_field=1).status == 200
     assert "'no_such_field'" in caplog.text
 

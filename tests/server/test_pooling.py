@@ -98,7 +98,7 @@ def test_no_special_tokens(web):
         ("/v1/embeddings", {"input": "Hi", "normalize": True}, "normalize", "use_activation"),
         ("/v1/embeddings", {"input": "Hi", "messages": [{}]}, "messages", "send their text as input"),
         ("/v1/embeddings", {"input": "x " * 200}, "input", "This model's maximum context length is 256 tokens"),
-        ("/v1/embeddings", {"input": ["Hi"] * 2049}, "input", "length <= 2048"),
+        ("/v1/embeddings", {"input": ["Hi"] * 2049}, "input", "more than the 2048"),
         ("/v1/score", {"text_1": "a"}, "text_1", "give text_1 and text_2, or queries and documents"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2", "as many of each"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "queries": "a", "documents": "b"}, "text_1", "give text_1"),

@@ -65,7 +65,7 @@ class EngineClient(Protocol):
         """Ends a request with what it has; nothing happens if it is over."""
 
     def fail_all(self, reason: str) -> None:
-        """Every open iterator raises `EngineDeadError`, and what it stands for is aborted."""
+        """Every open iterator raises `RequestEndedError` with the reason, and what it stands for is aborted."""
 
     def stats(self) -> EngineStats | None: ...
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.async_llm import AsyncLLM
 from jaxllm.engine.mailbox import Mailbox
 from jaxllm.engine.stats import EngineStats
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import RequestEndedError
 from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
@@ -66,7 +66,7 @@ class InProcessClient:
 
     def fail_all(self, reason: str) -> None:
         for mailbox in self._mailboxes.values():
-            mailbox.put(EngineDeadError(reason))
+            mailbox.put(RequestEndedError(reason))
 
     def stats(self) -> EngineStats | None:
         return None if self._llm is None else self._llm.stats()

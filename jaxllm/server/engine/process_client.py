@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxllm.engine.mailbox import Mailbox
 from jaxllm.engine.stats import EngineStats
-from jaxllm.errors import EngineDeadError, JaxLLMError
+from jaxllm.errors import EngineDeadError, JaxLLMError, RequestEndedError
 from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
@@ -122,7 +122,7 @@ class ProcessClient:
     def fail_all(self, reason: str) -> None:
         for request_id in list(self._mailboxes):
             mailbox = self._mailboxes.pop(request_id)
-            mailbox.put(EngineDeadError(reason))
+            mailbox.put(RequestEndedError(reason))
             self._send(wire.Abort(request_id, tells=False))
 
     def stats(self) -> EngineStats | None:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, cast
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -14,8 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import jaxllm
+from jaxllm.server.http.body import Body, read_body
 from jaxllm.server.http.errors import APIError, as_api_error, deadline_exceeded, internal, invalid, unknown_model
-from jaxllm.server.http.exchange import ClientGone, Exchange, Receive, Scope, Send, read_body, until_disconnect
+from jaxllm.server.http.exchange import ClientGone, Exchange, Receive, Scope, Send, until_disconnect
 from jaxllm.server.http.middleware import App, Guard
 from jaxllm.server.observe.metrics import CONTENT_TYPE
 from jaxllm.server.observe.overview import overview
@@ -44,21 +46,26 @@ class Post:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         config = self._server.config
         exchange = Exchange(scope, send, keep_alive_s=config.keep_alive_s)
-        try:
-            body = await read_body(scope, receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-        except ClientGone:
-            return
-        except APIError as error:
-            await exchange.error(error)
-            return
-        await until_disconnect(self._answer(scope, body, exchange), receive)
+        with self._server.bodies.open() as body:  # it counts until the answer is complete
+            try:
+                limits = {"max_bytes": config.max_body_bytes, "timeout_s": config.body_timeout_s}
+                await read_body(scope, receive, body, **limits)
+            except ClientGone:
+                return
+            except APIError as error:
+                if error.status == 503:
+                    self._server.metrics.rejected("max_body_memory")
+                await exchange.error(error)
+                return
+            exchange.num_body_bytes = len(body)
+            await until_disconnect(self._answer(scope, body, exchange), receive)
 
-    async def _answer(self, scope: Scope, body: bytes, exchange: Exchange) -> None:
+    async def _answer(self, scope: Scope, body: Body, exchange: Exchange) -> None:
         try:
             limit_s = _timeout_s(scope, self._server.config.request_timeout_s)
             try:
                 async with asyncio.timeout(limit_s) as timer:
-                    request = schemas.decode(self._kind, body)
+                    request = await self._server.decode(self._kind, body.take())
                     await self._handler(self._server, request, exchange)
             except TimeoutError as error:
                 raise (deadline_exceeded(limit_s) if timer.expired() else error) from error
@@ -116,7 +123,7 @@ def create_app(server: Server) -> App:
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
     app.router.redirect_slashes = False
     config = server.config
-    guarded = Guard(app, api_keys=config.api_keys, hosts=[config.host] if config.is_loopback else None)
+    guarded = Guard(app, api_keys=config.api_keys, hosts=config.hosts, max_header_bytes=config.max_header_bytes)
     if not config.allowed_origins:
         return guarded
     outer: Any = CORSMiddleware(  # before the guard, as browsers ask whether they may without the key
@@ -133,10 +140,12 @@ def create_app(server: Server) -> App:
 async def _completions(server: Server, request: CompletionRequest, exchange: Exchange) -> None:
     info = server.check_ready(exchange.request_id)
     server.model.check_name(request.model)
+    server.check_priority(request.priority)
     schemas.check_stream(request)
     count = prepare.count_prompts(request)
     with server.admit(count):
-        jobs = await server.in_thread(prepare.completion_jobs, server.model, info, request)
+        jobs = await server.in_thread(exchange, prepare.completion_jobs, server.model, info, request)
+        await server.grammars.check(jobs[0].unchecked, exchange.tenant)
         answer_id = f"cmpl-{exchange.request_id}"
         answer = CompletionAnswer(request, jobs, answer_id=answer_id, model=server.model)
         run = server.run(
@@ -171,7 +180,7 @@ async def _tokenize(server: Server, request: TokenizeRequest, exchange: Exchange
         return {"count": len(ids), "max_model_len": info.config.max_model_len, "tokens": ids, "token_strs": strings}
 
     with server.admit(1):
-        await exchange.json(await server.in_thread(work))
+        await exchange.json(await server.in_thread(exchange, work))
 
 
 async def _detokenize(server: Server, request: DetokenizeRequest, exchange: Exchange) -> None:
@@ -179,19 +188,17 @@ async def _detokenize(server: Server, request: DetokenizeRequest, exchange: Exch
     server.model.check_name(request.model)
     tokenizer = server.model.need_tokenizer("tokens")
     if len(request.tokens) > info.config.max_model_len:
-        raise prepare.too_long(
-            f"{len(request.tokens)} tokens are more than the model's context of {info.config.max_model_len}", "tokens"
-        )
+        raise prepare.too_long(f"{prepare.maximum_length(info)}, and these are {len(request.tokens)}", "tokens")
     bad = next((token for token in request.tokens if token >= info.vocab), None)
     if bad is not None:
         raise invalid(f"token id {bad} is outside the vocabulary [0, {info.vocab - 1}]", "tokens")
     with server.admit(1):
-        text = await server.in_thread(lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
+        text = await server.in_thread(exchange, lambda: tokenizer.decode(request.tokens, skip_special_tokens=False))
         await exchange.json({"prompt": text})
 
 
 def _json(answer: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    body = answer if isinstance(answer, bytes) else schemas.msgspec.json.encode(answer)
+    body = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
     return Response(body, status, headers, media_type="application/json")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import EngineDeadError, RequestEndedError
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def too_long(message: str, param: str) -> APIError:
 def unauthorized() -> APIError:
     return APIError(
         401,
-        "the API key is missing or wrong; send it as: Authorization: Bearer KEY",
+        "Incorrect API key provided, or none; send it as: Authorization: Bearer KEY",  # litellm knows it by this
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
@@ -73,12 +73,12 @@ def unavailable(message: str, code: str = "server_is_overloaded") -> APIError:
 
 def deadline_exceeded(limit_s: float) -> APIError:
     message = f"the request was not finished within {limit_s:g} s; ask for fewer tokens, or try when less is running"
-    return APIError(504, message, type="timeout_error", code="deadline_exceeded")
+    return APIError(504, message, type="timeout_error", code="deadline_exceeded", headers=_NO_RETRY)
 
 
 def engine_dead(request_id: str) -> APIError:
     message = f"the engine stopped; the server must be restarted (request {request_id})"
-    return APIError(500, message, type="server_error", code="engine_dead")
+    return APIError(500, message, type="server_error", code="engine_dead", headers=_NO_RETRY)
 
 
 def internal(request_id: str) -> APIError:
@@ -90,6 +90,9 @@ def as_api_error(error: BaseException, request_id: str) -> APIError:
     """Converts any exception to what the client may see; the rest goes to the log."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, RequestEndedError):
+        log.warning("request %s was ended: %s", request_id, error)
+        return unavailable(f"the request was ended: {error}; try again later", code="request_aborted")
     if isinstance(error, EngineDeadError):
         log.error("request %s: %s", request_id, error)
         return engine_dead(request_id)

@@ -1,4 +1,4 @@
-"""One HTTP exchange: reads the body within limits, sends the answer or event stream, stops when the client leaves."""
+"""One HTTP exchange: sends the answer or event stream, and stops when the client leaves."""
 
 import asyncio
 import contextlib
@@ -31,6 +31,7 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.request_id: str = scope["state"]["request_id"]
         self.tenant: bytes | None = scope["state"]["tenant"]  # digest of the API key
+        self.num_body_bytes = 0  # of the request
         self.is_streaming = False
         self._send, self._keep_alive_s = send, keep_alive_s
         self.error_events: Callable[[APIError], list[dict[str, Any]]] = lambda error: [error.body()]
@@ -109,39 +110,6 @@ async def send_body(
     raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in head.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
-
-
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Reads the whole body of a JSON request. Raises `APIError` 413, 415 or 408, or `ClientGone`."""
-    headers = dict(scope["headers"])
-    kind = headers.get(b"content-type", b"").split(b";", 1)[0].strip().lower()
-    if kind != b"application/json":
-        raise APIError(415, f"the body's type is {kind.decode('latin-1')[:100]!r}; send application/json")
-    length = headers.get(b"content-length", b"")
-    if length.isdigit() and int(length) > max_bytes:
-        raise _too_big(max_bytes)
-    parts, total = [], 0
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                total += len(message.get("body", b""))
-                if total > max_bytes:
-                    raise _too_big(max_bytes)
-                parts.append(message.get("body", b""))
-                if not message.get("more_body"):
-                    return b"".join(parts)
-    except TimeoutError as error:
-        headers = {"Connection": "close"}
-        raise APIError(408, f"the body did not come within {timeout_s:g} s", headers=headers) from error
-
-
-def _too_big(max_bytes: int) -> APIError:
-    return APIError(
-        413, f"the body is larger than {max_bytes} bytes; send less at once", headers={"Connection": "close"}
-    )
 
 
 async def until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> bool:

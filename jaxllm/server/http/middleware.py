@@ -7,25 +7,29 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxllm.server.config import LOOPBACK
+from jaxllm.server.config import HOST
 from jaxllm.server.http.errors import APIError, as_api_error, unauthorized
 from jaxllm.server.http.exchange import Receive, Scope, Send, send_body
 from jaxllm.server.page import page
 
 PUBLIC_PATHS = frozenset({"/health", "/ready"})
+_HOST_HEADER = re.compile(rf"(?P<name>{HOST.pattern})(:\d{{1,5}})?")
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 App = Callable[[Scope, Receive, Send], Any]
 
 
 class Guard:
     """The outermost ASGI app. A client without a key can reach `PUBLIC_PATHS` only; the check uses the same path as the
-    router. `hosts`: the host names that a loopback server answers to, so that no web page can reach it under a name of
-    its own (DNS rebinding); None: any."""
+    router. `hosts`: the host names that the server answers to, so that no web page can reach it under a name of its
+    own (DNS rebinding); None: any. Heads have at most `max_header_bytes`."""
 
-    def __init__(self, app: App, *, api_keys: Sequence[str], hosts: Iterable[str] | None):
+    def __init__(
+        self, app: App, *, api_keys: Sequence[str], hosts: Iterable[str] | None, max_header_bytes: int = 64 << 10
+    ):
         self._app = app
         self._keys = [_digest(key.encode()) for key in api_keys]
-        self._hosts = None if hosts is None else frozenset(hosts) | LOOPBACK
+        self._hosts = None if hosts is None else frozenset(hosts)
+        self._max_header_bytes = max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +50,7 @@ class Guard:
             await send(message)
 
         try:
+            check_head(scope, self._max_header_bytes)
             scope["state"]["tenant"] = self._check(scope)
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 - last resort: of an internal error the client sees the request id only
@@ -64,9 +69,11 @@ class Guard:
         if self._keys and digest is None:
             raise unauthorized()
         if self._hosts is not None and not any(_hostname(v) in self._hosts for n, v in headers if n == b"host"):
+            host = next((value.decode("latin-1") for name, value in headers if name == b"host"), "")
             raise APIError(
                 403,
-                "this server answers to loopback names only; use http://localhost, or start it with --host",
+                f"this server does not answer to the name {host!r:.100}; use http://localhost, or start it with "
+                "--allowed-hosts and the name, as behind a proxy that forwards it",
                 type="permission_error",
                 code="host_not_allowed",
             )
@@ -79,6 +86,20 @@ class Guard:
         for known in self._keys:  # compares all keys, so that timing reveals nothing
             found |= hmac.compare_digest(digest, known)
         return digest if found and kind.lower() == b"bearer" else None
+
+
+def check_head(scope: Scope, max_bytes: int) -> None:
+    """Raises `APIError` 431 for a head that is too long, though it came at once, and 400 for one that says in two ways
+    where the body ends, as a proxy may have gone by the other (RFC 9112, 6.1). Both close the connection."""
+    headers = scope["headers"]
+    size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
+    size += sum(len(name) + len(value) + 4 for name, value in headers)
+    close = {"Connection": "close"}
+    if size > max_bytes:
+        raise APIError(431, f"the request's head has {size} bytes; at most {max_bytes} are allowed", headers=close)
+    names = {name for name, _ in headers}
+    if b"content-length" in names and b"transfer-encoding" in names:
+        raise APIError(400, "Content-Length and Transfer-Encoding exclude each other; send one", headers=close)
 
 
 def _is_browser(scope: Scope) -> bool:
@@ -98,10 +119,9 @@ def _digest(key: bytes) -> bytes:
 
 
 def _hostname(value: bytes) -> str:
-    host = value.decode("latin-1").strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if ":" in host else host
+    """The name of a Host header, without brackets and port; empty if it is malformed."""
+    match = _HOST_HEADER.fullmatch(value.decode("latin-1").strip().lower())
+    return "" if match is None else match["name"].strip("[]")
 
 
 def _ids(scope: Scope, request_id: str) -> list[tuple[bytes, bytes]]:

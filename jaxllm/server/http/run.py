@@ -199,7 +199,7 @@ async def drain(server: Server, hurry: asyncio.Event) -> None:
     empty, hurried = asyncio.ensure_future(server.limit.wait_empty()), asyncio.ensure_future(hurry.wait())
     await asyncio.wait({empty, hurried}, timeout=server.config.shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if not empty.done():
-        server.client.fail_all("the server was shut down")
+        server.client.fail_all("the server shuts down")
         await asyncio.wait({empty}, timeout=_LAST_ANSWERS_S)
     empty.cancel()
     hurried.cancel()

@@ -11,12 +11,12 @@ from jaxllm.server.http.errors import invalid, unsupported
 from jaxllm.server.http.exchange import DONE, Exchange
 from jaxllm.server.openai import prepare
 from jaxllm.server.openai.generation import MergedOutput, TokenUsage, Update
-from jaxllm.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from jaxllm.server.openai.logprobs import LogprobsFormat, chat_logprobs, prompt_logprobs
 from jaxllm.server.openai.parsing.choose import make_parser, thinks, tool_format
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
 from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.openai.response_format import ResponseFormat, chat_response_format
-from jaxllm.server.openai.schemas import ChatRequest, Tool, check_stream, wants_queue_position
+from jaxllm.server.openai.schemas import ChatRequest, NamedTool, Tool, ToolChoice, check_stream, wants_queue_position
 from jaxllm.server.server import Server
 
 
@@ -34,10 +34,12 @@ class PreparedChat(NamedTuple):
 async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> None:
     info = server.check_ready(exchange.request_id)
     server.model.check_name(request.model)
+    server.check_priority(request.priority)
     check_chat(request)
     prepare.count_samples(1, request)
     with server.admit(1):
-        prepared = await server.in_thread(prepare_chat, server, info, request)
+        prepared = await server.in_thread(exchange, prepare_chat, server, info, request)
+        await server.grammars.check(prepared.job.unchecked, exchange.tenant)
         answer_id = f"chatcmpl-{exchange.request_id}"
         result = ChatAnswer(request, prepared, answer_id=answer_id)
         run = server.run(
@@ -54,17 +56,18 @@ async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> No
 def check_chat(request: ChatRequest) -> None:
     """Raises `APIError` for what this server does not support."""
     check_stream(request)
+    if request.stream and request.prompt_logprobs is not None:
+        raise unsupported("prompt_logprobs", "a chat's stream has no prompt_logprobs; leave stream or them out")
     if set(request.modalities or ()) - {"text"}:
         raise unsupported("modalities", "this server writes text only; leave modalities out")
-    if request.function_call not in (None, "none"):
+    if bytes(request.function_call) not in (b"null", b'"none"'):
         raise unsupported("function_call", "function_call is an old name; use tools and tool_choice")
     check_tool_choice(request.tool_choice, request.tools)
 
 
-def check_tool_choice(choice: Any, tools: Sequence[Tool] | None) -> None:
-    if isinstance(choice, dict):
-        name = choice.get("function", choice).get("name") if choice.get("type") == "function" else None
-        if name not in {tool.function.name for tool in tools or ()}:
+def check_tool_choice(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> None:
+    if isinstance(choice, NamedTool):
+        if choice.called not in {tool.function.name for tool in tools or ()}:
             raise invalid("tool_choice must be none, auto, required, or name one of the tools", "tool_choice")
     elif choice not in (None, "none", "auto", "required"):
         raise invalid(f"tool_choice={choice!r:.100} must be none, auto, required, or a function", "tool_choice")
@@ -91,12 +94,21 @@ def prepare_chat(server: Server, info: Any, request: ChatRequest) -> PreparedCha
     return PreparedChat(prepare.chat_job(model, info, request, tools, format_after), calls, has_thoughts)
 
 
+def echoed_text(request: ChatRequest) -> str:
+    """The last message, if it is the assistant's and the answer is to begin with it."""
+    last = request.messages[-1]
+    if not request.echo or last.role != "assistant" or last.content is None:
+        return ""
+    return last.content if isinstance(last.content, str) else "\n".join(part.text or "" for part in last.content)
+
+
 class Choice:
     """One choice of the answer, while it is generated."""
 
     def __init__(self, index: int, prepared: PreparedChat, request: ChatRequest):
         self.index, self._request = index, request
         self._parser = prepared.parser()
+        self._echo = echoed_text(request)  # not sent yet
         self._call_ids: list[str] = []
         self._hidden_calls: set[int] = set()
         self._logprobs: list[dict[str, Any]] = []  # not sent yet
@@ -105,14 +117,18 @@ class Choice:
     def take(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         """The deltas of `completion`, itself a delta; empty while the parser waits for more text."""
         if completion.logprobs is not None:
-            top = self._request.top_logprobs or 0
-            self._logprobs += chat_logprobs(completion.token_ids, completion.logprobs, top)
+            form = LogprobsFormat.of(self._request, self._request.top_logprobs)
+            self._logprobs += chat_logprobs(completion.token_ids, completion.logprobs, form)
         events = self._parser.push(completion.text)
         if events and all(isinstance(event, Reasoning) for event in events):
             self.num_reasoning_tokens += len(completion.token_ids)
         if completion.finish_reason is not None:
             events += self._parser.finish()
-        return [delta for event in events if (delta := self._delta(event)) is not None]
+        deltas = [delta for event in events if (delta := self._delta(event)) is not None]
+        if self._echo:
+            deltas.insert(0, {"content": self._echo})
+            self._echo = ""
+        return deltas
 
     def _delta(self, event: Event) -> dict[str, Any] | None:
         match event:
@@ -141,7 +157,7 @@ class Choice:
         return {"content": content, "refusal": None}
 
     def finish_reason(self, completion: CompletionOutput) -> str | None:
-        is_named = isinstance(self._request.tool_choice, dict)  # OpenAI reports "stop" after a named call
+        is_named = isinstance(self._request.tool_choice, NamedTool)  # OpenAI reports "stop" after a named call
         called = self._call_ids and completion.finish_reason == "stop" and not is_named
         return "tool_calls" if called else completion.finish_reason
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.outputs import CompletionOutput
 from jaxllm.server.http.exchange import DONE, Exchange
 from jaxllm.server.openai.generation import MergedOutput, TokenUsage, Update
-from jaxllm.server.openai.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from jaxllm.server.openai.logprobs import CompletionLogprobs, LogprobsFormat, joined, prompt_logprobs
 from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.openai.schemas import CompletionRequest
 from jaxllm.server.served_model import ServedModel
@@ -24,7 +24,8 @@ class CompletionAnswer:
         self._hides_output = request.max_tokens == 0
         self.usage = TokenUsage(jobs, counts_output=not self._hides_output)
         self._n = request.n or 1
-        self._logprobs = {index: CompletionLogprobs(request.logprobs or 0) for index in range(len(jobs) * self._n)}
+        form = LogprobsFormat.of(request, request.logprobs)
+        self._logprobs = {index: CompletionLogprobs(form) for index in range(len(jobs) * self._n)}
         self._scores: dict[int, Any] = {}  # prompt log-probabilities, which the engine reports once
         self._echoed: set[int] = set()  # choices whose prompt was shown
 
@@ -70,7 +71,9 @@ class CompletionAnswer:
         if self.request.echo and is_first:
             text = (job.text or "") + text
             if self.request.logprobs is not None:
-                parts.append(self._logprobs[index].part(job.token_ids, scores, first=self._first_text(job)))
+                first = self._first_text(job)
+                has_first = (job.text or "").startswith(first)
+                parts.append(self._logprobs[index].part(job.token_ids, scores, first=first, has_first=has_first))
         if self.request.logprobs is not None and not self._hides_output:
             parts.append(self._logprobs[index].part(completion.token_ids, completion.logprobs or []))
         choice = {

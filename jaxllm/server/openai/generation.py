@@ -1,16 +1,22 @@
 """Runs the prompts of an HTTP request and yields their updates."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
+from jaxllm.engine.schedule.plan import NO_TOKEN, NO_TOKEN_ERRORS
+from jaxllm.grammar.matcher import GAVE_OUT, NO_TOKEN_ALLOWED
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.server.engine.client import EngineClient
 from jaxllm.server.http.errors import APIError, internal, invalid
 from jaxllm.server.observe.metrics import Metrics, RequestObserver, RequestTimings
 from jaxllm.server.openai.prepare import GenerationJob
 
+log = logging.getLogger(__name__)
+
+_REQUESTS_OWN = (GAVE_OUT, NO_TOKEN_ALLOWED, NO_TOKEN_ERRORS[NO_TOKEN])  # errors that its own parameters lead to
 Record = Callable[[RequestTimings, str], None]  # timings and request id
 
 
@@ -127,6 +133,9 @@ def _check(output: RequestOutput, request_id: str) -> None:
     """Raises `APIError` for an output that ended with an error or that the server aborted."""
     reasons = {completion.finish_reason for completion in output.outputs}
     if output.error is not None or "error" in reasons:
+        log.error("request %s ended: %s", request_id, output.error or "the engine does not say why")
+        if output.error is not None and output.error.startswith(_REQUESTS_OWN):
+            raise invalid(f"the request can't go on: {output.error}")
         raise internal(request_id)
     if "abort" in reasons:
         raise APIError(

@@ -21,7 +21,7 @@ from jaxllm.server.openai.schemas import (
     Message,
     Sampling,
     Tool,
-    check_depth,
+    plain_tool,
 )
 from jaxllm.server.served_model import ServedModel
 
@@ -51,6 +51,7 @@ _PASSED = (
     "length_penalty",
     "early_stopping",
     "prompt_logprobs",
+    "logprob_token_ids",
 )
 _FIELDS = frozenset(f.name for f in dataclasses.fields(SamplingParams)) | {"logprobs"}
 _UNARY_INTERVAL = 16  # tokens between two updates of an answer that is not streamed
@@ -63,13 +64,19 @@ class GenerationJob(NamedTuple):
     token_ids: list[int]
     params: SamplingParams
     text: str | None = None  # to echo
+    unchecked: ResponseFormat | None = None  # its format, unless that is known to be sound
 
     def salted(self, tenant: bytes) -> "GenerationJob":
         """The same job in a part of the prefix cache that only this tenant uses, because cache hits are measurable and
         would reveal other tenants' prompts."""
-        own = (self.params.cache_salt or "").encode("utf-8", "surrogatepass")
-        salt = hashlib.sha256(tenant + own).hexdigest()  # unambiguous, since the digest has a fixed length
+        salt = salt_of(tenant, self.params.cache_salt)
         return self._replace(params=dataclasses.replace(self.params, cache_salt=salt))
+
+
+def salt_of(tenant: bytes, own: str | None) -> str:
+    """Of the part of the prefix cache that the requests of one tenant use that have `own` as their salt."""
+    text = (own or "").encode("utf-8", "surrogatepass")
+    return hashlib.sha256(tenant + text).hexdigest()  # unambiguous, since the digest has a fixed length
 
 
 def count_prompts(request: CompletionRequest) -> int:
@@ -94,21 +101,37 @@ def count_samples(count: int, request: Sampling) -> None:
 def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionRequest) -> list[GenerationJob]:
     """A job for each prompt. Raises `APIError`."""
     wants_scores = request.echo and request.logprobs is not None
+    if request.logprob_token_ids is not None and request.logprobs is None:
+        raise invalid("logprob_token_ids needs logprobs", "logprob_token_ids")
+    response_format = response_format_of(request)
     params = sampling_params(
         model,
         request,
-        response_format_of(request),
+        response_format,
         max_tokens=request.max_tokens or (None if request.max_tokens is None else 1),  # 0: one, not shown
-        logprobs=request.logprobs,
+        logprobs=None if request.logprob_token_ids is not None else request.logprobs,
         prompt_logprobs=request.logprobs if wants_scores else request.prompt_logprobs,
     )
+    unchecked = unchecked_format(model, response_format)
     jobs = []
     for ids, text in _prompts(model, info, request):
+        ids, text = _truncated(ids, text, request, info)
         check_job(model, info, ids, params, "prompt")
         if text is None and request.echo:
             text = _decode(model, ids)
-        jobs.append(GenerationJob(ids, params, text))
+        jobs.append(GenerationJob(ids, params, text, unchecked))
     return jobs
+
+
+def _truncated(ids: list[int], text: str | None, request: Sampling, info: EngineInfo) -> tuple[list[int], str | None]:
+    """The last `truncate_prompt_tokens` of a prompt; the text is unknown if that cuts it."""
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return ids, text
+    if keep == 0:
+        raise invalid("truncate_prompt_tokens=0 leaves no prompt; give 1 or more, or -1", "truncate_prompt_tokens")
+    keep = info.config.max_model_len - 1 if keep == -1 else keep
+    return (ids, text) if len(ids) <= keep else (ids[-keep:], None)
 
 
 def _prompts(model: ServedModel, info: EngineInfo, request: CompletionRequest) -> list[tuple[list[int], str | None]]:
@@ -139,8 +162,7 @@ def encode(
     most = info.config.max_model_len * _MOST_CHARS_PER_TOKEN
     if len(text) > most:
         raise too_long(
-            f"{param} has {len(text)} characters; the model's {info.config.max_model_len} tokens hold at most {most}",
-            param,
+            f"{maximum_length(info)}, which hold at most {most} characters, and {param} has {len(text)}", param
         )
     with refusing(param):
         return model.need_tokenizer(param).encode(text, add_special_tokens)
@@ -156,9 +178,6 @@ def sampling_params(
     prompt_logprobs: int | None,
 ) -> SamplingParams:
     """The request's sampling parameters, with the model's recommendations as defaults. Raises `APIError`."""
-    if response_format is not None:
-        with refusing(response_format.param):
-            model.grammars.check(response_format.wanted)
     given = {name: value for name in _PASSED if (value := getattr(request, name)) is not None}
     defaults = {} if request.beam_width is not None else model.defaults
     if request.best_of:
@@ -180,6 +199,14 @@ def sampling_params(
         return SamplingParams(**fields)
 
 
+def unchecked_format(model: ServedModel, response_format: ResponseFormat | None) -> ResponseFormat | None:
+    """The format, unless it was checked before. Raises `APIError` for one that was refused."""
+    if response_format is None:
+        return None
+    with refusing(response_format.param):
+        return None if model.grammars.knows(response_format.wanted) else response_format
+
+
 def check_job(model: ServedModel, info: EngineInfo, ids: list[int], params: SamplingParams, param: str) -> None:
     """Raises `APIError` for token ids, lengths and beam widths that this engine can't serve."""
     if len(ids) >= info.config.max_model_len:
@@ -189,12 +216,16 @@ def check_job(model: ServedModel, info: EngineInfo, ids: list[int], params: Samp
 
 
 def _too_many(count: int, info: EngineInfo, param: str) -> APIError:
-    limit = info.config.max_model_len
     return too_long(
-        f"the prompt has {count} tokens; this model's context is {limit} tokens, of which one at least is for the "
-        "answer. Shorten the prompt",
+        f"{maximum_length(info)}, of which one at least is for the answer, and the prompt has {count} tokens. Shorten "
+        "the prompt",
         param,
     )
+
+
+def maximum_length(info: EngineInfo) -> str:
+    """What messages begin with by which clients like litellm know that a prompt is too long."""
+    return f"This model's maximum context length is {info.config.max_model_len} tokens"
 
 
 def chat_text(
@@ -208,13 +239,11 @@ def chat_text(
 ) -> str:
     """The conversation rendered by the chat template. Raises `APIError`."""
     tokenizer = model.need_tokenizer("messages")
-    for tool in tools or ():
-        check_depth(tool.function.parameters, "tools.function.parameters")
     try:
         with refusing("messages"):
             return tokenizer.chat.render(
                 [_plain(message) for message in messages],
-                tools=[msgspec.to_builtins(tool) for tool in tools] if tools else None,
+                tools=[plain_tool(tool) for tool in tools] if tools else None,
                 chat_template=model.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -239,7 +268,7 @@ def _plain(message: Message) -> dict[str, Any]:
     refusal = plain.pop("refusal", None)
     if refusal and not plain.get("content"):
         plain["content"] = refusal
-    if message.role == "assistant" and not plain.get("content") and not plain.get("tool_calls"):
+    if message.role == "assistant" and not plain.get("content"):  # beside tool calls too: templates add it to text
         plain["content"] = ""
     return plain
 
@@ -255,6 +284,8 @@ def chat_job(
     prompt. Raises `APIError`."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    if request.logprob_token_ids is not None and not request.logprobs:
+        raise invalid("logprob_token_ids needs logprobs: true", "logprob_token_ids")
     variables = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", request.reasoning_effort)
@@ -266,14 +297,16 @@ def chat_job(
         continue_final_message=bool(request.continue_final_message),
         variables=variables,
     )
+    response_format = format_after(text)
     params = sampling_params(
         model,
         request,
-        format_after(text),
+        response_format,
         max_tokens=request.max_completion_tokens or request.max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprobs=(request.top_logprobs or 0) if request.logprobs and request.logprob_token_ids is None else None,
         prompt_logprobs=request.prompt_logprobs,
     )
-    ids = encode(model, info, text, "messages", add_special_tokens=False)
+    ids = encode(model, info, text, "messages", add_special_tokens=bool(request.add_special_tokens))
+    ids, _ = _truncated(ids, text, request, info)
     check_job(model, info, ids, params, "messages")
-    return GenerationJob(ids, params, text)
+    return GenerationJob(ids, params, text, unchecked_format(model, response_format))

@@ -1,23 +1,26 @@
 """Response formats: from the fields of a request to the grammar that the engine follows."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from msgspec import Raw
+
 from jaxllm.grammar.spec import grammar_text
 from jaxllm.server.http.errors import invalid, refusing, unsupported
+from jaxllm.server.openai.decoding import is_given, untyped
 from jaxllm.server.openai.parsing import reasoning, tools
-from jaxllm.server.openai.schemas import ChatRequest, Sampling, Tool
+from jaxllm.server.openai.schemas import (
+    ChatRequest,
+    NamedTool,
+    ResponseFormatOption,
+    Sampling,
+    StructuredOutputsOption,
+    Tool,
+)
 from jaxllm.structured_outputs import StructuredOutputs
 
-_OLD_NAMES = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "grammar": "grammar",
-}
+_OLD_NAMES = {"guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar", "grammar": "grammar"}
 _FORMATS = ("text", "json_object", "json_schema")
 _GAP = r"/\n{1,4}/"
 
@@ -36,6 +39,11 @@ def response_format_of(request: Sampling) -> ResponseFormat | None:
     formats = [] if (parsed := _parse_format(request.response_format)) is None else [parsed]
     if request.structured_outputs is not None:
         formats.append(ResponseFormat(_structured(request.structured_outputs), "structured_outputs"))
+    whitespace = request.guided_whitespace_pattern
+    if is_given(request.guided_json):
+        formats.append(_make("guided_json", json=untyped(request.guided_json), whitespace_pattern=whitespace))
+    elif whitespace is not None:
+        raise invalid("guided_whitespace_pattern needs guided_json", "guided_whitespace_pattern")
     for name, kind in _OLD_NAMES.items():
         if (value := getattr(request, name)) is not None:
             formats.append(_make(name, **{kind: value}))
@@ -50,31 +58,32 @@ def _make(param: str, **fields: Any) -> ResponseFormat:
         return ResponseFormat(StructuredOutputs(**fields), param)
 
 
-def _structured(given: Any) -> StructuredOutputs:
-    known = [field.name for field in dataclasses.fields(StructuredOutputs)]
-    if not isinstance(given, dict) or not set(given) <= set(known):
-        raise invalid(f"structured_outputs must be an object with some of {', '.join(known)}", "structured_outputs")
-    fields = {name: value for name, value in given.items() if value is not None}
+def _structured(given: StructuredOutputsOption) -> StructuredOutputs:
+    values = {name: getattr(given, name) for name in given.__struct_fields__}
+    fields = {
+        name: untyped(value) if isinstance(value, Raw) else value
+        for name, value in values.items()
+        if value is not None and not (isinstance(value, Raw) and not is_given(value))
+    }
     return _make("structured_outputs", **fields).wanted
 
 
-def _parse_format(response_format: dict[str, Any] | None, param: str = "response_format") -> ResponseFormat | None:
-    kind = None if response_format is None else response_format.get("type")
-    if response_format is not None and kind not in _FORMATS:
-        raise invalid(f"{param}.type must be one of {', '.join(_FORMATS)}, not {kind!r:.100}", f"{param}.type")
-    if kind in (None, "text"):
+def _parse_format(wanted: ResponseFormatOption | None, param: str = "response_format") -> ResponseFormat | None:
+    if wanted is None or wanted.type == "text":
         return None
-    if kind == "json_object":
+    if wanted.type not in _FORMATS:
+        raise invalid(f"{param}.type must be one of {', '.join(_FORMATS)}, not {wanted.type!r:.100}", f"{param}.type")
+    if wanted.type == "json_object":
         return _make(param, json_object=True)
-    described = response_format.get("json_schema")
-    if not isinstance(described, dict):
+    if wanted.json_schema is None:
         raise invalid(f"{param}.json_schema must be an object with name and schema", f"{param}.json_schema")
-    schema = described.get("schema")
+    schema = untyped(wanted.json_schema.schema)
     if schema is None:
         return _make(param, json_object=True)
+    param = f"{param}.json_schema.schema"
     if not isinstance(schema, dict):
-        raise invalid(f"{param}.json_schema.schema must be a JSON schema, an object", f"{param}.json_schema.schema")
-    return _make(f"{param}.json_schema.schema", json=schema)
+        raise invalid(f"{param} must be a JSON schema, an object", param)
+    return _make(param, json=schema)
 
 
 def chat_response_format(
@@ -93,7 +102,8 @@ def chat_response_format(
     if response_format is not None and not must_call:
         ways.append(grammar.add(response_format.wanted))
     if tools and calls:
-        name = request.tool_choice["function"]["name"] if isinstance(request.tool_choice, dict) else None
+        choice = request.tool_choice
+        name = choice.called if isinstance(choice, NamedTool) else None
         chosen = [tool for tool in tools if name in (None, tool.function.name)]
         ways.append(grammar.add_calls(chosen, calls, is_one=name is not None or request.parallel_tool_calls is False))
     start = " | ".join(ways)
@@ -124,7 +134,7 @@ class _GrammarBuilder:
         ways = []
         for i, tool in enumerate(chosen):
             with refusing("tools"):
-                schema = StructuredOutputs(json=tool.function.parameters or {"type": "object"})
+                schema = StructuredOutputs(json=untyped(tool.function.parameters) or {"type": "object"})
             head = f'{{"name": {json.dumps(tool.function.name)}, "{arguments}": '
             self._rules.append(f'call{i}: {json.dumps(head)} {self.add(schema)} "}}"')
             ways.append(f"call{i}")

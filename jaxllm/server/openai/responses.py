@@ -12,7 +12,7 @@ from jaxllm.server.http.exchange import Exchange
 from jaxllm.server.openai import prepare
 from jaxllm.server.openai.chat import PreparedChat, check_chat, prepare_chat
 from jaxllm.server.openai.generation import TokenUsage, Update
-from jaxllm.server.openai.logprobs import chat_logprobs
+from jaxllm.server.openai.logprobs import LogprobsFormat, chat_logprobs
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Event
 from jaxllm.server.openai.parsing.events import Reasoning as Thought
 from jaxllm.server.openai.responses_schema import ResponsesRequest, as_chat, echo
@@ -27,7 +27,8 @@ async def answer(server: Server, request: ResponsesRequest, exchange: Exchange) 
     check_chat(chat)
     prepare.count_samples(1, chat)
     with server.admit(1):
-        prepared = await server.in_thread(prepare_chat, server, info, chat)
+        prepared = await server.in_thread(exchange, prepare_chat, server, info, chat)
+        await server.grammars.check(prepared.job.unchecked, exchange.tenant)
         response = Response(request, prepared, f"resp_{exchange.request_id.removeprefix('req_')}")
         async with aclosing(server.run([prepared.job], exchange, request_id=response.id, priority=0)) as updates:
             await (response.stream if request.stream else response.unary)(exchange, updates)
@@ -109,8 +110,8 @@ class Response:
         """The events of an update."""
         self._usage.add(update)
         if completion.logprobs is not None:
-            top = self._request.top_logprobs or 0
-            self._logprobs += chat_logprobs(completion.token_ids, completion.logprobs, top)
+            form = LogprobsFormat(self._request.top_logprobs or 0, None, names_ids=False)
+            self._logprobs += chat_logprobs(completion.token_ids, completion.logprobs, form)
         parsed = self._parser.push(completion.text)
         if parsed and all(isinstance(event, Thought) for event in parsed):
             self._usage.reasoning_tokens += len(completion.token_ids)

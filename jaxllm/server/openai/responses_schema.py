@@ -2,25 +2,30 @@
 
 from typing import Annotated, Any
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from jaxllm.sampling_params import MAX_LOGPROBS
 from jaxllm.server.http.errors import invalid, unsupported
+from jaxllm.server.openai.decoding import NULL, decode_field, is_given
 from jaxllm.server.openai.schemas import (
+    MAX_ENTRIES,
     MAX_MESSAGES,
     MAX_TOOLS,
     ChatRequest,
-    ContentPart,
     Count,
     Function,
     FunctionCall,
     FunctionName,
     Message,
     Name,
+    NamedSchema,
+    Parts,
     Probability,
+    ResponseFormatOption,
     Tool,
     ToolCall,
+    ToolChoice,
+    check_parts,
 )
 
 
@@ -30,7 +35,7 @@ class FlatTool(Struct, kw_only=True):
     type: str
     name: FunctionName | None = None
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Raw = NULL
     strict: bool | None = None
 
 
@@ -39,15 +44,23 @@ class InputItem(Struct, kw_only=True):
 
     type: str = "message"
     role: str | None = None
-    content: str | list[ContentPart] | None = None
+    content: str | Parts | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[ContentPart] | None = None
+    output: str | Parts | None = None
+
+
+class TextFormat(Struct, kw_only=True):
+    """A response format whose schema is at the top level."""
+
+    type: str
+    name: str | None = None
+    schema: Raw = NULL
 
 
 class Text(Struct, kw_only=True):
-    format: dict[str, Any] | None = None
+    format: Raw = NULL  # a `TextFormat`; the answer repeats all of it
 
 
 class ReasoningOptions(Struct, kw_only=True):
@@ -63,34 +76,50 @@ class ResponsesRequest(Struct, kw_only=True):
     top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[FlatTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: ReasoningOptions | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=MAX_ENTRIES)] | None = None
     truncation: str | None = None
     background: bool | None = None
     previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
-    include: list[str] | None = None
+    conversation: Raw = NULL
+    prompt: Raw = NULL
+    include: Annotated[list[str], Meta(max_length=MAX_ENTRIES)] | None = None
     cache_salt: Name | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.input, str):
+            check_parts(content for item in self.input for content in (item.content, item.output))
 
 
 _STATE = "this server keeps no responses: send the whole conversation as input"
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = {  # the others are parts of what no response of this server has
+    _LOGPROBS,
+    *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+    *("web_search_call.action.sources", "message.input_image.image_url", "computer_call_output.output.image_url"),
+    "code_interpreter_call.outputs",
+}
 _ROLES = {"user", "assistant", "system", "developer"}
 
 
 def check_stateless(request: ResponsesRequest) -> None:
     """Raises `APIError` for what needs stored state, and for OpenAI's built-in tools."""
-    for name in ("previous_response_id", "conversation", "background"):
+    for name in ("previous_response_id", "background"):
         if getattr(request, name):
             raise unsupported(name, f"{name} is not supported: {_STATE}")
-    if request.prompt is not None:
+    if is_given(request.conversation):
+        raise unsupported("conversation", f"conversation is not supported: {_STATE}")
+    if is_given(request.prompt):
         raise unsupported("prompt", "stored prompts are not supported; send their text as instructions")
     if request.truncation not in (None, "disabled"):
         raise unsupported("truncation", "what is too long is refused here, not cut; leave truncation out")
+    unknown = next((name for name in request.include or () if name not in _INCLUDABLE), None)
+    if unknown is not None:
+        raise unsupported("include", f"include: {unknown!r:.100} is not known; {_LOGPROBS} can be included")
     for i, tool in enumerate(request.tools or ()):
         if tool.type != "function" or tool.name is None:
             raise unsupported(f"tools[{i}].type", "only tools of type function, with a name, are supported")
@@ -110,8 +139,7 @@ def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
         for t in request.tools or ()
     ]
     choice = request.tool_choice if tools or request.tool_choice != "auto" else None
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    has_logprobs = request.top_logprobs is not None or _LOGPROBS in (request.include or ())
     return ChatRequest(
         model=model,
         messages=messages,
@@ -122,7 +150,7 @@ def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
         tool_choice=choice,
         parallel_tool_calls=request.parallel_tool_calls,
         stream=request.stream,
-        logprobs=None if request.top_logprobs is None else True,
+        logprobs=has_logprobs,
         top_logprobs=request.top_logprobs,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         response_format=_response_format(request),
@@ -130,13 +158,15 @@ def as_chat(request: ResponsesRequest, model: str) -> ChatRequest:
     )
 
 
-def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+def _response_format(request: ResponsesRequest) -> ResponseFormatOption | None:
     """`text.format` as `response_format`, whose schema is one level deeper."""
-    text_format = None if request.text is None else request.text.format
-    if text_format is None or text_format.get("type") != "json_schema":
-        return text_format
-    json_schema = {name: text_format[name] for name in ("name", "schema") if name in text_format}
-    return {"type": "json_schema", "json_schema": json_schema}
+    if request.text is None or not is_given(request.text.format):
+        return None
+    text_format = decode_field(TextFormat, request.text.format, "text.format")
+    json_schema = None
+    if text_format.type == "json_schema":
+        json_schema = NamedSchema(name=text_format.name, schema=text_format.schema)
+    return ResponseFormatOption(type=text_format.type, json_schema=json_schema)
 
 
 def _add_item(messages: list[Message], item: InputItem, param: str) -> None:
@@ -162,6 +192,7 @@ def _add_item(messages: list[Message], item: InputItem, param: str) -> None:
 
 def echo(request: ResponsesRequest) -> dict[str, Any]:
     """The fields of the request that a response repeats."""
+    text_format = NULL if request.text is None else request.text.format
     return {
         "instructions": request.instructions,
         "metadata": request.metadata or {},
@@ -169,12 +200,12 @@ def echo(request: ResponsesRequest) -> dict[str, Any]:
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
-        "tools": msgspec.to_builtins(request.tools or []),
+        "tools": request.tools or [],
         "max_output_tokens": request.max_output_tokens,
         "previous_response_id": None,
         "background": False,
         "store": False,
         "truncation": "disabled",
-        "text": {"format": (request.text and request.text.format) or {"type": "text"}},
+        "text": {"format": text_format if is_given(text_format) else {"type": "text"}},
         "reasoning": {"effort": request.reasoning and request.reasoning.effort},
     }

@@ -1,16 +1,15 @@
 """The requests' fields, types and ranges. Unknown fields are ignored, because OpenAI's clients send many."""
 
-import logging
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from jaxllm.argument_checks import nests_deeper
-from jaxllm.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROBS, MAX_N, MAX_SALT_LEN
-from jaxllm.server.http.errors import APIError, invalid, unsupported
-
-log = logging.getLogger(__name__)
+from jaxllm.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, MAX_N, MAX_SALT_LEN
+from jaxllm.server.http.errors import invalid
+from jaxllm.server.openai.decoding import NULL, untyped
+from jaxllm.structured_outputs import MAX_CHOICES
 
 MAX_DEPTH = 64  # of JSON inside JSON
 MAX_BEST_OF = 20
@@ -20,12 +19,18 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_NAME_LEN = 256
 MAX_STOP_CHARS = 1024  # each token searches for the stop strings
+MAX_PARTS = 8192  # of all messages
+# Of lists and objects, so that the memory that they take is bounded; `SamplingParams` and the engine allow less.
+MAX_TOKEN_IDS = 1 << 20
+MAX_ENTRIES = 4096
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Word = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LEN)]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
 
@@ -34,6 +39,30 @@ class StreamOptions(Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     queue_position: bool | None = None  # stream comments while waiting: `: queue N`, N requests before this one
+
+
+class NamedSchema(Struct, kw_only=True):
+    name: str | None = None
+    schema: Raw = NULL
+
+
+class ResponseFormatOption(Struct, kw_only=True):
+    type: str
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputsOption(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields of `StructuredOutputs`, whose schema stays JSON."""
+
+    json: Raw = NULL
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(max_length=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Raw = NULL
 
 
 class Sampling(Struct, kw_only=True):
@@ -51,13 +80,13 @@ class Sampling(Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=1e-3, le=1e3)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Word | list[Word] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Word | Annotated[list[Word], Meta(max_length=MAX_ENTRIES)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_ENTRIES)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[Word] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_ENTRIES)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[Word], Meta(max_length=MAX_ENTRIES)] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -66,41 +95,52 @@ class Sampling(Struct, kw_only=True):
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     # Response formats; see response_format.py.
-    response_format: dict[str, Any] | None = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_decoding_backend: Any = None
-    grammar: Any = None
+    response_format: ResponseFormatOption | None = None
+    structured_outputs: StructuredOutputsOption | None = None
+    guided_json: Raw = NULL
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(max_length=MAX_CHOICES)] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    grammar: str | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LEN)] | None = None
     # Refused rather than ignored.
-    kv_transfer_params: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
-    logits_processors: Any = None
-    use_beam_search: bool | None = None
+    kv_transfer_params: Raw = NULL
+    thinking_token_budget: Raw = NULL
+    repetition_detection: Raw = NULL
+    logits_processors: Raw = NULL
+    use_beam_search: Raw = NULL
+    prompt_embeds: Raw = NULL
+    vllm_xargs: Raw = NULL
+    request_id: Raw = NULL
+    detokenize: bool | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    prompt: str | list[str | int | list[TokenId]]
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKEN_IDS)]
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = 16
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: Any = None
+    suffix: Raw = NULL
     add_special_tokens: bool | None = None
 
 
-class ContentPart(Struct, kw_only=True):
+class ContentPart(Struct, kw_only=True, gc=False):
     type: str
     text: str | None = None
     refusal: str | None = None
+
+
+Parts = Annotated[list[ContentPart], Meta(max_length=MAX_PARTS)]
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -116,24 +156,53 @@ class ToolCall(Struct, kw_only=True):
 
 class Message(Struct, kw_only=True, omit_defaults=True):
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Parts | None = None
     name: Name | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
 
 
-class Function(Struct, kw_only=True, omit_defaults=True):
+def check_parts(contents: Iterable[str | Parts | None]) -> None:
+    """Raises `APIError` if the parts of all messages are too many: they take more memory than texts."""
+    count = sum(len(content) for content in contents if isinstance(content, list))
+    if count > MAX_PARTS:
+        raise invalid(f"the messages have {count} parts; at most {MAX_PARTS} are allowed", "messages")
+
+
+class Function(Struct, kw_only=True):
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Raw = NULL
     strict: bool | None = None
 
 
 class Tool(Struct, kw_only=True):
     type: Literal["function"]
     function: Function
+
+
+class FunctionRef(Struct, kw_only=True):
+    name: str
+
+
+class NamedTool(Struct, kw_only=True, omit_defaults=True):
+    """A `tool_choice` that is an object."""
+
+    type: str
+    name: str | None = None  # in /v1/responses
+    function: FunctionRef | None = None  # in chats
+
+    @property
+    def called(self) -> str | None:
+        """The function's name; None if it is another kind of tool."""
+        if self.type != "function":
+            return None
+        return self.name if self.function is None else self.function.name
+
+
+ToolChoice = str | NamedTool
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -143,20 +212,28 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str], Meta(max_length=MAX_ENTRIES)] | None = None
     reasoning_effort: str | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None], Meta(max_length=MAX_ENTRIES)] | None = (
+        None
+    )
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
-    chat_template: Any = None
-    documents: Any = None
-    functions: Any = None
-    function_call: Any = None
-    web_search_options: Any = None
-    mm_processor_kwargs: Any = None
+    chat_template: Raw = NULL
+    documents: Raw = NULL
+    functions: Raw = NULL
+    function_call: Raw = NULL
+    web_search_options: Raw = NULL
+    mm_processor_kwargs: Raw = NULL
+    audio: Raw = NULL
+
+    def __post_init__(self) -> None:
+        check_parts(message.content for message in self.messages)
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -168,63 +245,13 @@ class TokenizeRequest(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
+    def __post_init__(self) -> None:
+        check_parts(message.content for message in self.messages or ())
+
 
 class DetokenizeRequest(Struct, kw_only=True):
-    tokens: list[TokenId]
+    tokens: TokenIds
     model: Name | None = None
-
-
-_REFUSED = {
-    "suffix": "text can't be inserted before a suffix; leave it out",
-    "kv_transfer_params": "keys and values can't be moved between servers; leave it out",
-    "thinking_token_budget": "thinking can't be limited by itself; use max_completion_tokens",
-    "repetition_detection": "repetitions don't end a text here; use frequency_penalty",
-    "logits_processors": "code is not taken from requests; use logit_bias or allowed_token_ids",
-    "use_beam_search": "give beam_width, the number of beams, instead",
-    "chat_template": "templates are not taken from requests; the server has --chat-template",
-    "documents": "documents are not supported; put their text into a message",
-    "functions": "functions is an old name; use tools",
-    "web_search_options": "this server has no access to the web",
-    "mm_processor_kwargs": "this server takes text only",
-}
-_EMPTY = (None, False, [], {})
-
-Request = TypeVar("Request", bound=Struct)
-
-
-def decode(kind: type[Request], body: bytes) -> Request:
-    """Decodes a JSON body. Raises `APIError` 400 with the path of the wrong field."""
-    try:
-        request = _decoder(kind).decode(body)
-    except msgspec.ValidationError as error:
-        raise _explain(str(error)) from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        what = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise invalid(f"the body is not sound JSON: {what}", code=None) from error
-    for name, message in getattr(kind, "REFUSED", _REFUSED).items():
-        if getattr(request, name, None) not in _EMPTY:
-            raise unsupported(name, f"{name} is not supported: {message}")
-    if log.isEnabledFor(logging.DEBUG):
-        _log_unknown(kind, body)
-    return request
-
-
-_decoders: dict[type, msgspec.json.Decoder] = {}
-
-
-def _decoder(kind: type) -> msgspec.json.Decoder:
-    return _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
-
-
-def _explain(message: str) -> APIError:
-    """Rewrites a message of msgspec, such as "Expected `int` <= 128 - at `$.n`"."""
-    what, _, path = message.partition(" - at `$")
-    param = path.rstrip("`").lstrip(".") or None
-    if what.startswith("Object missing required field `"):
-        name = what.split("`")[1]
-        param = f"{param}.{name}" if param else name
-        return invalid(f"the required parameter {param} is missing", param, "missing_required_parameter")
-    return invalid(f"{param or 'the body'} is invalid: {what[:1].lower()}{what[1:]}", param)
 
 
 def check_stream(request: Sampling) -> None:
@@ -242,8 +269,18 @@ def check_depth(value: Any, param: str) -> None:
         raise invalid(f"{param} is nested more than {MAX_DEPTH} levels deep; flatten it", param)
 
 
-def _log_unknown(kind: type, body: bytes) -> None:
-    names = {name.encode_name for name in msgspec.structs.fields(kind)}
-    unknown = sorted(set(msgspec.json.decode(body, type=dict[str, msgspec.Raw])) - names)
-    if unknown:
-        log.debug("ignored unknown fields: %.200s", ", ".join(map(repr, unknown)))
+def plain_tool(tool: Tool) -> dict[str, Any]:
+    """The tool as templates expect it. Raises `APIError` 400."""
+    function = tool.function
+    plain: dict[str, Any] = {"name": function.name}
+    if function.description is not None:
+        plain["description"] = function.description
+    parameters = untyped(function.parameters)
+    if not isinstance(parameters, dict | None):
+        raise invalid(f"the parameters of {function.name} must be a JSON schema, an object", "tools")
+    check_depth(parameters, "tools.function.parameters")
+    if parameters is not None:
+        plain["parameters"] = parameters
+    if function.strict is not None:
+        plain["strict"] = function.strict
+    return {"type": tool.type, "function": plain}

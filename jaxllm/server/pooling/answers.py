@@ -148,11 +148,12 @@ async def _answer(
     """Has the prompts of a request pooled, and sends the answer with the tokens they had."""
     info = server.check_ready(exchange.request_id)
     server.model.check_name(request.model)
+    server.check_priority(request.priority)
     with server.admit(jobs.num_places(server, count)):
-        work = await server.in_thread(prepare, info)
+        work = await server.in_thread(exchange, prepare, info)
         answer_id = f"pool-{exchange.request_id}"
         outputs = await jobs.run(server, work.jobs, exchange, request_id=answer_id, priority=request.priority)
-        await exchange.json(await server.in_thread(_encode, work, outputs))
+        await exchange.json(await server.in_thread(exchange, _encode, work, outputs))
 
 
 def _encode(work: Work, outputs: Outputs) -> bytes:

@@ -2,7 +2,6 @@
 tokenizers take time."""
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Sequence
@@ -15,7 +14,8 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.server.engine.client import EngineInfo
 from jaxllm.server.http.errors import internal, invalid, refusing, too_long
 from jaxllm.server.http.exchange import Exchange
-from jaxllm.server.openai.prepare import encode
+from jaxllm.server.openai.prepare import encode, salt_of
+from jaxllm.server.openai.schemas import MAX_PROMPTS
 from jaxllm.server.pooling.schemas import Pooled, ScoreRequest
 from jaxllm.server.served_model import ServedModel
 from jaxllm.server.server import Server
@@ -34,8 +34,7 @@ class PoolingJob(NamedTuple):
 
     def salted(self, tenant: bytes) -> "PoolingJob":
         """As `GenerationJob.salted`."""
-        own = (self.params.cache_salt or "").encode("utf-8", "surrogatepass")
-        return self._replace(params=replace(self.params, cache_salt=hashlib.sha256(tenant + own).hexdigest()))
+        return self._replace(params=replace(self.params, cache_salt=salt_of(tenant, self.params.cache_salt)))
 
 
 def params_of(request: Pooled, task: str | None) -> PoolingParams:
@@ -51,8 +50,11 @@ def params_of(request: Pooled, task: str | None) -> PoolingParams:
 
 
 def count_inputs(given: Any) -> int:
-    """From the request alone, so that it is known before any work is done."""
-    return 1 if isinstance(given, str) or (given and isinstance(given[0], int)) else len(given)
+    """From the request alone, so that it is known before any work is done. Raises `APIError`."""
+    count = 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
+    if count > MAX_PROMPTS:
+        raise invalid(f"{count} inputs are more than the {MAX_PROMPTS} that a request may have; split it", "input")
+    return count
 
 
 def input_jobs(model: ServedModel, info: EngineInfo, request: Any, params: PoolingParams) -> list[PoolingJob]:

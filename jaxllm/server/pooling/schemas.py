@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from jaxllm.sampling_params import MAX_SALT_LEN
-from jaxllm.server.openai.schemas import MAX_PROMPTS, Count, Name, TokenId
+from jaxllm.server.openai.schemas import MAX_PROMPTS, MAX_TOKEN_IDS, Count, Name, TokenIds
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
-Input = str | Annotated[list[str | int | list[TokenId]], Meta(min_length=1, max_length=MAX_PROMPTS)]
+Input = str | Annotated[list[str | int | TokenIds], Meta(min_length=1, max_length=MAX_TOKEN_IDS)]
 
 
 _REFUSED = {

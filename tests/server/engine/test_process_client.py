@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm import SamplingParams, StructuredOutputs
-from jaxllm.errors import EngineDeadError, JaxLLMError
+from jaxllm.errors import EngineDeadError, JaxLLMError, RequestEndedError
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.server.engine import wire
 from jaxllm.server.engine.process_client import ProcessClient
@@ -220,7 +220,7 @@ def test_silence():
         await until(lambda: client.health().silent_s > 1.5)
         assert client.health().is_alive
         client.fail_all("it hangs")
-        with pytest.raises(EngineDeadError, match="it hangs"):
+        with pytest.raises(RequestEndedError, match="it hangs"):
             await task
         os.kill(client.pid, signal.SIGCONT)
         await until(lambda: client.health().silent_s == 0 and client.stats().num_running == 0)

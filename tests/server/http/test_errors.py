@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from jaxllm.engine.schedule.plan import NO_TOKEN, NO_TOKEN_ERRORS
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from tests.fake_server import CONFIG, VOCAB, FakeClient, read_answer, request, running
 
@@ -96,6 +97,17 @@ def test_a_wrong_field(web, field, value):
     refused(web.complete(**{field: value}), 400, code="invalid_value", param=field)
 
 
+@pytest.mark.parametrize("written", [b"3.0", b"3.000", b"3"])
+def test_whole_numbers_may_have_a_point(web, written):
+    body = b'{"model":"fake","prompt":"x","max_tokens":%s,"n":%s,"seed":%s,"top_k":-1.0}' % ((written,) * 3)
+    assert web.post("/v1/completions", body).json["usage"]["completion_tokens"] == 9
+    params = web.client.seen[-1][1]
+    assert (params.max_tokens, params.n, params.seed, params.top_k) == (3, 3, 3, -1)
+    assert {type(value) for value in (params.max_tokens, params.n, params.seed, params.top_k)} == {int}
+    body = b'{"model":"fake","input":"x","max_output_tokens":%s}' % written
+    assert web.post("/v1/responses", body).json["usage"]["output_tokens"] == 3
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -140,7 +152,17 @@ UNSUPPORTED = [
     ("logits_processors", ["os.system"]),
     ("use_beam_search", True),
     ("guided_decoding_backend", "xgrammar"),
+    ("prompt_embeds", "AAAA"),
+    ("vllm_xargs", {"a": 1}),
+    ("request_id", "mine"),
+    ("detokenize", False),
 ]
+
+
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
+def test_what_asks_for_nothing_is_no_reason_to_refuse(web, value):
+    assert web.complete(suffix=value, logits_processors=value, request_id=value).status == 200
+    assert web.chat(documents=value, functions=value, audio=value).status == 200
 
 
 @pytest.mark.parametrize(("field", "value"), UNSUPPORTED, ids=lambda value: str(value)[:20])
@@ -152,13 +174,14 @@ def test_what_is_not_supported_is_not_ignored(web, field, value):
 @pytest.mark.parametrize("prompt", ["x" * 300, [7] * 300, [[7] * 256]])
 def test_a_prompt_that_is_too_long(web, prompt):
     message = refused(web.complete(prompt=prompt), 400, code="context_length_exceeded", param="prompt")
-    assert "256" in message and ("30" in message or "256 tokens" in message)
+    assert message.startswith("This model's maximum context length is 256 tokens"), "litellm knows it by this"
 
 
 def test_a_text_that_is_hopelessly_long_is_not_even_tokenized(web, monkeypatch):
     monkeypatch.setattr(type(web.server.model.tokenizer), "encode", lambda *_: pytest.fail("it was tokenized"))
     start = time.monotonic()
-    refused(web.complete(prompt="x" * 5_000_000), 400, code="context_length_exceeded", param="prompt")
+    message = refused(web.complete(prompt="x" * 5_000_000), 400, code="context_length_exceeded", param="prompt")
+    assert message.startswith("This model's maximum context length is 256 tokens")
     assert time.monotonic() - start < 5
 
 
@@ -349,6 +372,7 @@ def test_a_deadline(by_header):
         headers = [("X-Request-Timeout", "0.2")] if by_header else []
         answer = web.post("/v1/completions", {"model": "fake", "prompt": "x"}, headers)
         refused(answer, 504, type="timeout_error", code="deadline_exceeded")
+        assert answer.headers["x-should-retry"] == "false"
         answer = web.post("/v1/completions", {"model": "fake", "prompt": "x", "stream": True}, headers)
         assert answer.status == 200
         assert json.loads(answer.data[-1])["error"]["code"] == "deadline_exceeded"
@@ -389,7 +413,9 @@ def test_a_dead_engine():
             client.die()
             error = json.loads(read_answer(connection).data[-1])["error"]
         assert error["code"] == "engine_dead" and error["type"] == "server_error"
-        refused(web.complete(), 500, type="server_error", code="engine_dead")
+        answer = web.complete()
+        refused(answer, 500, type="server_error", code="engine_dead")
+        assert answer.headers["x-should-retry"] == "false"
         assert web.send("GET", "/health").status == 503 and web.send("GET", "/ready").status == 503
 
 
@@ -403,7 +429,8 @@ def test_a_hung_engine_and_its_return():
             assert web.send("GET", "/health").status == 200
             client.silent_s = 3.0
             error = json.loads(read_answer(connection).data[-1])["error"]
-        assert error["code"] == "engine_dead"
+        assert error["code"] == "request_aborted" and error["type"] == "service_unavailable_error"
+        assert "no progress for 2 s" in error["message"] and "restart" not in error["message"]
         assert web.send("GET", "/health").status == 503
         retryable(web.complete(), "server_is_overloaded")
         client.silent_s = 0.0
@@ -439,6 +466,43 @@ def test_an_abort_is_no_success():
     client.generate = generate
     with running(client) as web:
         retryable(web.complete(), "request_aborted")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        ("its grammar can't be followed any further: Parser Error: too many items", 400),
+        ("no token of the model's is allowed by its grammar", 400),
+        (NO_TOKEN_ERRORS[NO_TOKEN], 400),
+        ("the model's logits are not finite (NaN or infinity)", 500),
+        ("decoding its text failed: a secret", 500),
+    ],
+)
+def test_a_request_that_ends_with_an_error(error, status, stream, caplog):
+    """What its own grammar or parameters lead to is told; the rest is in the log."""
+    client = FakeClient()
+
+    async def generate(*_, request_id, **__):
+        for text, reason in (("half", None), ("", "error")):
+            yield RequestOutput(
+                request_id=request_id,
+                prompt=None,
+                prompt_token_ids=[],
+                finished=reason is not None,
+                outputs=[CompletionOutput(index=0, text=text, finish_reason=reason)],
+                error=None if reason is None else error,
+            )
+
+    client.generate = generate
+    with running(client) as web:
+        answer = web.complete(stream=stream)
+        told = json.loads(answer.data[-1])["error"] if stream else answer.error
+        assert answer.status == (200 if stream else status)
+        assert told["code"] == ("invalid_value" if status == 400 else "internal_error")
+        assert (error in told["message"]) == (status == 400)
+    request_id = answer.headers["x-request-id"]
+    assert f"request cmpl-{request_id}-0 ended: {error}" in caplog.text
 
 
 def test_a_bug_in_a_route_is_told_like_any_other(monkeypatch):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxllm.server.config import ServerConfig
 from jaxllm.server.http import middleware
 from tests.fake_server import running
 from tests.server.http.test_errors import refused
@@ -72,7 +73,9 @@ def test_absolute_urls_do_not_open_it(locked):
     "value", ["", "Bearer", "Bearer ", "Bearer wrong", "key-one", "Basic key-one", "Bearer key-one x", "Bearer KEY-ONE"]
 )
 def test_wrong_keys(locked, value):
-    refused(locked.send("GET", "/v1/models", headers=[("Authorization", value)]), 401, code="invalid_api_key")
+    answer = locked.send("GET", "/v1/models", headers=[("Authorization", value)])
+    message = refused(answer, 401, code="invalid_api_key")
+    assert message.startswith("Incorrect API key provided"), "litellm takes it for a bad request otherwise"
 
 
 @pytest.mark.parametrize("key", KEYS["api_keys"])
@@ -95,10 +98,68 @@ def test_two_authorizations_are_none(locked):
     assert answer.status == 401
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]"])
+OTHER_HOSTS = [
+    *("evil.example", "evil.example:80", "127.0.0.1.evil.example", "[::2]", "[::1].evil.example", "[::1]evil.example"),
+    *("localhost:80@evil.example", "evil@localhost", "localhost:x", "localhost:80:80", "[localhost]", "::1", ""),
+]
+
+
+@pytest.mark.parametrize("host", OTHER_HOSTS)
 def test_a_loopback_server_has_loopback_names_only(web, host):
     answer = web.send("GET", "/v1/models", headers=[("Host", host)])
-    refused(answer, 403, type="permission_error", code="host_not_allowed")
+    assert "--allowed-hosts" in refused(answer, 403, type="permission_error", code="host_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "status"),
+    [
+        ({"allowed_hosts": ("llm.example.org",)}, "llm.example.org", 200),
+        ({"allowed_hosts": ("LLM.example.org",)}, "llm.EXAMPLE.org:443", 200),
+        ({"allowed_hosts": ("llm.example.org",)}, "localhost", 200),
+        ({"allowed_hosts": ("llm.example.org",)}, "x.llm.example.org", 403),
+        ({"allowed_hosts": ("*",)}, "evil.example", 200),
+        ({"allowed_hosts": ("[::2]",)}, "[::2]:80", 200),
+        ({"host": "0.0.0.0"}, "evil.example", 200),
+        ({"host": "0.0.0.0", "allowed_hosts": ("llm.example.org",)}, "evil.example", 403),
+        ({"host": "0.0.0.0", "allowed_hosts": ("llm.example.org",)}, "llm.example.org:8000", 200),
+    ],
+)
+def test_names_that_are_allowed(settings, host, status):
+    with running(**settings) as web:
+        assert web.send("GET", "/v1/models", headers=[("Host", host)]).status == status
+        assert web.send("GET", "/health", headers=[("Host", "evil.example")]).status == 200
+
+
+@pytest.mark.parametrize("name", ["", "a:80", "http://a", "a/b", "[a"])
+def test_names_that_can_be_none(name):
+    with pytest.raises(ValueError, match=r"allowed_hosts=.* is no host name; give one like llm\.example\.org"):
+        ServerConfig(allowed_hosts=(name,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "may"),
+    [
+        ({}, True),
+        ({"api_keys": ("key-one",)}, True),
+        (KEYS, False),
+        (KEYS | {"scheduling_policy": "priority"}, True),
+        ({"scheduling_policy": "fcfs"}, False),
+    ],
+)
+def test_who_may_have_a_priority(settings, may):
+    headers = {"Authorization": "Bearer key-one"}
+    with running(**settings) as web:
+        for path, more in (("/v1/completions", {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": [HI]})):
+            body = {"model": "fake", "max_tokens": 1} | more
+            assert web.post(path, body | {"priority": 0}, headers=headers).status == 200
+            answer = web.post(path, body | {"priority": -5}, headers=headers)
+            if may:
+                assert answer.status == 200 and web.client.seen[-1][2] == -5
+            else:
+                message = refused(answer, 400, code="invalid_value", param="priority")
+                assert "priority=-5" in message and "--scheduling-policy priority" in message
+    with pytest.raises(ValueError, match="scheduling_policy='lifo' must be fcfs or priority"):
+        ServerConfig(scheduling_policy="lifo")
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST:1"])

@@ -159,7 +159,7 @@ def test_a_hung_engine_and_its_return():
         engine = command.engine
         os.kill(engine, signal.SIGSTOP)
         try:
-            assert all('"code":"engine_dead"' in rest_of(connection) for connection in connections)
+            assert all('"code":"request_aborted"' in rest_of(connection) for connection in connections)
             assert command.send("GET", "/health").status == command.send("GET", "/ready").status == 503
             answer = command.send("POST", "/v1/completions", BODY)
             assert answer.status == 503 and answer.headers["retry-after"]

@@ -296,3 +296,91 @@ def test_a_response_that_takes_too_long():
         events = events_of(respond(web, stream=True))
         assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
         assert events[-1]["response"]["error"]["code"] == "deadline_exceeded"
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] + '\\n' + m['content'] }}<|im_end|>{% endfor %}{# <tool_call> #}"
+)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_loop_of_tools_with_a_template_that_adds_contents(content):
+    """A turn that only calls tools has an empty content, not none."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "tool_calls": [call]} | content,
+        {"role": "tool", "tool_call_id": "call_1", "content": "20"},
+    ]
+    with running(template=CHATML) as web:
+        answer = web.chat(messages=turns, tools=[WEATHER])
+        assert answer.status == 200, answer.body
+        assert "<|im_start|>assistant\n<|im_end|><|im_start|>tool\n20" in seen(web)
+
+
+WRONG_CHOICES = [
+    *(
+        {"type": "function", "function": value}
+        for value in ("weather", None, ["weather"], {"name": ["weather"]}, {}, 1)
+    ),
+    *({"type": "function", "name": value} for value in (["weather"], None, {}, 1)),
+    *({"type": ["function"]}, {"type": None}, {}, [], 1, True, "weather", {"function": {"name": "weather"}}),
+]
+
+
+@pytest.mark.parametrize("choice", WRONG_CHOICES, ids=str)
+def test_a_choice_of_tools_of_the_wrong_shape(tools, choice):
+    flat = {"type": "function", "name": "weather", "parameters": {}}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "tools": [WEATHER]}),
+        ("/v1/responses", {"input": "Hi", "tools": [flat]}),
+    ):
+        answer = tools.post(path, {"model": "fake", "tool_choice": choice} | body)
+        assert answer.status == 400 and answer.error["param"].startswith("tool_choice"), (path, answer.body)
+
+
+def test_an_answer_that_begins_with_the_last_message(web):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well: "}]
+    fields = {"messages": turns, "echo": True, "add_generation_prompt": False, "continue_final_message": True}
+    assert web.chat(**fields).json["choices"][0]["message"]["content"] == "Well: Hello, world"
+    chunks = web.chat(stream=True, **fields).chunks
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Well: Hello, world"
+    turns[1]["content"] = [{"type": "text", "text": "Well: "}]
+    assert web.chat(**fields).json["choices"][0]["message"]["content"] == "Well: Hello, world"
+    assert web.chat(echo=True).json["choices"][0]["message"]["content"] == "Hello, world", "the user's is not repeated"
+
+
+def test_special_tokens_and_the_end_of_a_conversation(web):
+    web.chat()
+    plain = web.client.seen[-1][0]
+    web.chat(add_special_tokens=True)
+    assert web.client.seen[-1][0] == web.server.model.tokenizer.encode("", add_special_tokens=True) + plain
+    web.chat(truncate_prompt_tokens=3)
+    assert web.client.seen[-1][0] == plain[-3:]
+
+
+def test_logprobs_of_given_tokens(web):
+    b, h = web.server.model.tokenizer.encode("bH", add_special_tokens=False)
+    answer = web.chat(logprobs=True, logprob_token_ids=[b], return_tokens_as_token_ids=True, max_tokens=1)
+    (entry,) = answer.json["choices"][0]["logprobs"]["content"]
+    assert entry["token"] == f"token_id:{h}" and entry["bytes"] == [72]
+    assert [top["token"] for top in entry["top_logprobs"]] == [f"token_id:{b}"]
+    assert web.chat(logprob_token_ids=[b]).error["param"] == "logprob_token_ids"
+
+
+def test_prompt_logprobs_are_not_for_streams(web):
+    answer = web.chat(prompt_logprobs=1, stream=True)
+    assert answer.status == 400 and answer.error["param"] == "prompt_logprobs"
+
+
+def test_what_a_response_includes(web):
+    def ask(*names):
+        return web.post("/v1/responses", {"model": "fake", "input": "Hi", "include": names, "max_output_tokens": 2})
+
+    def logprobs(answer):
+        return answer.json["output"][0]["content"][0]["logprobs"]
+
+    assert [entry["token"] for entry in logprobs(ask("message.output_text.logprobs"))] == ["H", "e"]
+    assert logprobs(ask("reasoning.encrypted_content")) == []
+    answer = ask("everything")
+    assert answer.status == 400 and answer.error["param"] == "include"

@@ -4,6 +4,7 @@ import pytest
 
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from tests.fake_server import FakeClient, running
+from tests.server.http.test_errors import refused
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +217,43 @@ def test_ids_are_made_here_and_the_clients_is_echoed(web):
     assert answer.headers["x-request-id"] != "mine-1" and answer.headers["x-client-request-id"] == "mine-1"
     answer = web.send("GET", "/v1/models", headers={"X-Request-Id": "no good\x7f"}.items())
     assert "x-client-request-id" not in answer.headers
+
+
+def test_the_offset_of_what_follows_a_token_that_is_not_in_the_text(web):
+    """The tokenizer begins with <s>, which the echoed text lacks."""
+    choice = web.complete(echo=True, logprobs=0, max_tokens=1).json["choices"][0]
+    assert choice["text"] == "HiH" and choice["logprobs"]["tokens"] == ["<s>", "H", "i", "H"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+    choice = web.complete(prompt="<s>Hi", add_special_tokens=False, echo=True, logprobs=0, max_tokens=1).json[
+        "choices"
+    ][0]
+    assert choice["logprobs"]["text_offset"] == [0, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(2, "lo"), (5, "Hello"), (99, "Hello"), (-1, "Hello")])
+def test_the_end_of_a_prompt(web, keep, kept):
+    answer = web.complete(
+        prompt="Hello", add_special_tokens=False, truncate_prompt_tokens=keep, echo=True, max_tokens=1
+    )
+    assert web.client.seen[-1][0] == ids(web, kept) and answer.json["choices"][0]["text"] == f"{kept}H"
+    assert answer.json["usage"]["prompt_tokens"] == len(kept)
+
+
+def test_the_end_of_a_prompt_that_does_not_fit(web):
+    assert web.complete(prompt="x" * 300, truncate_prompt_tokens=-1, max_tokens=1).json["usage"]["prompt_tokens"] == 255
+    refused(web.complete(truncate_prompt_tokens=0), 400, code="invalid_value", param="truncate_prompt_tokens")
+    answer = web.complete(prompt="x" * 300, truncate_prompt_tokens=270)
+    refused(answer, 400, code="context_length_exceeded", param="prompt")
+
+
+def test_logprobs_of_given_tokens_and_tokens_as_ids(web):
+    b, c = ids(web, "bc")
+    scores = web.complete(logprobs=1, logprob_token_ids=[b, c], max_tokens=1).json["choices"][0]["logprobs"]
+    assert scores["top_logprobs"] == [{"b": -1.0, "c": -1.5, "H": -0.5}]
+    params = web.client.seen[-1][1]
+    assert params.logprob_token_ids == [b, c] and params.logprobs is None
+    scores = web.complete(logprobs=1, return_tokens_as_token_ids=True, max_tokens=1).json["choices"][0]["logprobs"]
+    (h,) = ids(web, "H")
+    assert scores["tokens"] == [f"token_id:{h}"] and scores["top_logprobs"] == [{f"token_id:{h}": -0.5}]
+    assert scores["text_offset"] == [0]
+    refused(web.complete(logprob_token_ids=[b]), 400, code="invalid_value", param="logprob_token_ids")

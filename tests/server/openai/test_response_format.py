@@ -58,6 +58,8 @@ FIELDS = [
         {"json": SCHEMA, "disable_any_whitespace": True},
     ),
     ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+    ({"guided_json": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, {"json": SCHEMA, "whitespace_pattern": " ?"}),
     ({"guided_regex": "a+"}, {"regex": "a+"}),
     ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
     ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
@@ -100,6 +102,10 @@ def test_a_format_in_responses(web):
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
         ({"structured_outputs": "regex"}, "structured_outputs"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
+        ({"guided_json": 1}, "guided_json"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"guided_regex": "(a{1000}){1000}"}, "guided_regex"),
         ({"guided_json": "{"}, "guided_json"),
@@ -278,6 +284,17 @@ def test_responses_from_a_random_model(client):
     (item,) = answer.output
     assert item.type == "function_call" and item.name == "forecast"
     jsonschema.validate(json.loads(item.arguments), SCHEMA)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_gives_out(live, stream, caplog):
+    """It is sound, and has more ways to go on than the library follows."""
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": "^.{1,9}$"} for i in range(900)}}
+    answer = live.complete(guided_json=wide, max_tokens=50, stream=stream, temperature=0)
+    error = json.loads(answer.data[-1])["error"] if stream else answer.error
+    assert answer.status == (200 if stream else 400) and error["code"] == "invalid_value"
+    assert "its grammar can't be followed any further: " in error["message"]
+    assert f"{answer.headers['x-request-id']}-0 ended: its grammar" in caplog.text
 
 
 def test_bad_ones_beside_good_ones(live, client):
