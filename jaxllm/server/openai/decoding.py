@@ -20,6 +20,7 @@ UNBOUNDED = frozenset(
 )
 NULL = Raw(b"null")  # a field of type `Raw` that was not given
 _ABSENT = Raw(b"")
+_UNSOUND = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _WHOLE = re.compile(rb"(-?\d{1,19})\.0{1,19}")
 _EMPTY = (None, False, "", [], {})
 _EMPTY_JSON = frozenset({b"null", b"false", b'""', b"[]", b"{}"})
@@ -62,12 +63,14 @@ def decode(kind: type[Request], body: bytes | bytearray) -> Request:
     """Decodes a JSON body. Raises `APIError` 400 with the path of the wrong field."""
     plan = _plan(kind)
     try:
+        if not body.isascii():
+            body.decode()  # fields that stay JSON must be UTF-8 too
         slices = plan.slicer.decode(body)
         given = [(field, raw) for field in plan.fields if (raw := getattr(slices, field.name)) is not _ABSENT]
         values = {field.name: _value(field, raw) for field, raw in given}
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except _UNSOUND as error:
         what = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise invalid(f"the body is not sound JSON: {what}", code=None) from error
     for field in plan.fields:
@@ -125,9 +128,14 @@ def decode_field(kind: type[Request], raw: Raw, param: str) -> Request:
         raise explain(str(error), param) from error
 
 
-def untyped(raw: Raw) -> Any:
-    """The objects of a field that is kept as JSON, which may take much more memory: not to be kept."""
-    return msgspec.json.decode(raw)
+def untyped(raw: Raw, param: str) -> Any:
+    """The objects of a field that was kept as JSON, which may take much more memory: not to be kept. Raises `APIError`
+    400 for numbers and nesting that are too much."""
+    try:
+        return msgspec.json.decode(raw)
+    except _UNSOUND as error:
+        what = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise invalid(f"{param} is invalid: {what}", param) from error
 
 
 def is_given(raw: Raw) -> bool:

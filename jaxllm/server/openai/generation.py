@@ -133,8 +133,10 @@ def _check(output: RequestOutput, request_id: str) -> None:
     """Raises `APIError` for an output that ended with an error or that the server aborted."""
     reasons = {completion.finish_reason for completion in output.outputs}
     if output.error is not None or "error" in reasons:
-        log.error("request %s ended: %s", request_id, output.error or "the engine does not say why")
-        if output.error is not None and output.error.startswith(_REQUESTS_OWN):
+        is_own = output.error is not None and output.error.startswith(_REQUESTS_OWN)
+        level = logging.WARNING if is_own else logging.ERROR
+        log.log(level, "request %s ended: %s", request_id, output.error or "the engine does not say why")
+        if is_own:
             raise invalid(f"the request can't go on: {output.error}")
         raise internal(request_id)
     if "abort" in reasons:

@@ -41,7 +41,9 @@ def response_format_of(request: Sampling) -> ResponseFormat | None:
         formats.append(ResponseFormat(_structured(request.structured_outputs), "structured_outputs"))
     whitespace = request.guided_whitespace_pattern
     if is_given(request.guided_json):
-        formats.append(_make("guided_json", json=untyped(request.guided_json), whitespace_pattern=whitespace))
+        formats.append(
+            _make("guided_json", json=untyped(request.guided_json, "guided_json"), whitespace_pattern=whitespace)
+        )
     elif whitespace is not None:
         raise invalid("guided_whitespace_pattern needs guided_json", "guided_whitespace_pattern")
     for name, kind in _OLD_NAMES.items():
@@ -61,7 +63,7 @@ def _make(param: str, **fields: Any) -> ResponseFormat:
 def _structured(given: StructuredOutputsOption) -> StructuredOutputs:
     values = {name: getattr(given, name) for name in given.__struct_fields__}
     fields = {
-        name: untyped(value) if isinstance(value, Raw) else value
+        name: untyped(value, "structured_outputs") if isinstance(value, Raw) else value
         for name, value in values.items()
         if value is not None and not (isinstance(value, Raw) and not is_given(value))
     }
@@ -77,13 +79,13 @@ def _parse_format(wanted: ResponseFormatOption | None, param: str = "response_fo
         return _make(param, json_object=True)
     if wanted.json_schema is None:
         raise invalid(f"{param}.json_schema must be an object with name and schema", f"{param}.json_schema")
-    schema = untyped(wanted.json_schema.schema)
+    schema_param = f"{param}.json_schema.schema"
+    schema = untyped(wanted.json_schema.schema, schema_param)
     if schema is None:
         return _make(param, json_object=True)
-    param = f"{param}.json_schema.schema"
     if not isinstance(schema, dict):
-        raise invalid(f"{param} must be a JSON schema, an object", param)
-    return _make(param, json=schema)
+        raise invalid(f"{schema_param} must be a JSON schema, an object", schema_param)
+    return _make(schema_param, json=schema)
 
 
 def chat_response_format(
@@ -134,7 +136,7 @@ class _GrammarBuilder:
         ways = []
         for i, tool in enumerate(chosen):
             with refusing("tools"):
-                schema = StructuredOutputs(json=untyped(tool.function.parameters) or {"type": "object"})
+                schema = StructuredOutputs(json=untyped(tool.function.parameters, "tools") or {"type": "object"})
             head = f'{{"name": {json.dumps(tool.function.name)}, "{arguments}": '
             self._rules.append(f'call{i}: {json.dumps(head)} {self.add(schema)} "}}"')
             ways.append(f"call{i}")

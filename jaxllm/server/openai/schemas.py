@@ -275,7 +275,7 @@ def plain_tool(tool: Tool) -> dict[str, Any]:
     plain: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         plain["description"] = function.description
-    parameters = untyped(function.parameters)
+    parameters = untyped(function.parameters, "tools")
     if not isinstance(parameters, dict | None):
         raise invalid(f"the parameters of {function.name} must be a JSON schema, an object", "tools")
     check_depth(parameters, "tools.function.parameters")

@@ -78,6 +78,24 @@ def test_schemas_stay_json_while_the_request_lives(kind, body):
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("value", [b'{"a":"\xff"}', b'{"a":1e999}', b'{"a":' + b"[" * 900 + b"]" * 900 + b"}"])
+def test_schemas_that_are_no_sound_json(value):
+    """They are refused, though they stay JSON for long, and are never repeated."""
+    form = b'{"type":"json_schema","name":"x","schema":%s}' % value
+    tool = b'{"type":"function","name":"f","parameters":%s}' % value
+    with running(tool_call_parser="hermes") as web:
+        for body in (
+            b'{"model":"fake","prompt":"a","guided_json":%s}' % value,
+            b'{"model":"fake","prompt":"a","structured_outputs":{"json":%s}}' % value,
+        ):
+            assert web.post("/v1/completions", body).status == 400
+        for more in (b'"text":{"format":%s}' % form, b'"tools":[%s]' % tool):
+            assert web.post("/v1/responses", b'{"model":"fake","input":"a",%s}' % more).status == 400
+        body = b'{"model":"fake","input":"a","text":{"format":{"type":"text","a":%s}}}' % value
+        answer = web.post("/v1/responses", body)
+        assert answer.status == 400 or answer.json["text"]["format"]["type"] == "text"
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
