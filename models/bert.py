@@ -16,13 +16,13 @@ from jaxllm.models.weights import Table, Weight, affine_norm, attention_out, qkv
 
 @dataclass(frozen=True, kw_only=True)
 class Config(transformer.Config):
-    """`token_types` are the rows of their table. Where the model classifies pairs of texts, the tokens after the first
-    `sep_token_id` of a prompt are of type 1, the others of type 0."""
+    """`token_types` are the rows of their table. Where the model classifies, the tokens after the first `sep_token_id`
+    of a prompt, if there is one, are of type 1: those of a pair's second text. All others are of type 0."""
 
     REFUSED = ("is_decoder", "add_cross_attention")
 
     token_types: int = 2
-    sep_token_id: int | None = field(default=None, metadata={"help": "None: the tokenizer's, if it is needed"})
+    sep_token_id: int | None = field(default=None, metadata={"help": "None: both texts of a pair are of type 0"})
     position_offset: int = 0  # the row of the first position
     norm: str = "layer"
     eps: float = 1e-12
@@ -38,8 +38,8 @@ class Config(transformer.Config):
         return "cls" if self.task == "classify" else "mean"
 
     @property
-    def tells_pairs(self) -> bool:
-        """Whether it needs to know where the second text of a pair begins."""
+    def has_pairs(self) -> bool:
+        """Whether the texts of a pair may be of different types."""
         return self.task == "classify" and self.token_types > 1
 
     @classmethod
@@ -85,7 +85,7 @@ class Model(transformer.Backbone):
 
     def embed_tokens(self, tokens: Int[Array, "*t"], ctx: StepContext) -> Float[Array, "*t embed"]:
         x = super().embed_tokens(tokens, ctx) + self.positions(ctx.positions + self.cfg.position_offset)
-        if self.cfg.tells_pairs:
+        if self.cfg.has_pairs and self.cfg.sep_token_id is not None:
             types = token_types(tokens, ctx.positions, self.cfg.sep_token_id)
         else:
             types = jnp.zeros_like(tokens)

@@ -18,7 +18,7 @@ from jaxllm.models.weights import Table, Weight, attention_out, norm, qkv_bias_p
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec(LayerSpec):
+class EncoderSpec(LayerSpec):
     normalises_input: bool = field(default=True, metadata={"help": "no: it is the embeddings' norm that does"})
 
 
@@ -67,13 +67,14 @@ class Config(transformer.Config):
         )
         cfg = super().from_hf(hf, **(transformer.attention_biases(hf) | options | fields))
         specs = [
-            Spec(window=layer.window, rope=layer.rope, normalises_input=i > 0) for i, layer in enumerate(cfg.layers)
+            EncoderSpec(window=layer.window, rope=layer.rope, normalises_input=i > 0)
+            for i, layer in enumerate(cfg.layers)
         ]
         return cls(**(vars(cfg) | {"layers": tuple(specs)}))
 
 
 class EncoderLayer(transformer.DecoderLayer):
-    def __init__(self, cfg: Config, spec: Spec, **kwargs: Any):
+    def __init__(self, cfg: Config, spec: EncoderSpec, **kwargs: Any):
         super().__init__(cfg, spec, **kwargs)
         if not spec.normalises_input:
             self.attn_norm = None

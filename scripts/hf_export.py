@@ -60,7 +60,7 @@ def hf_tensors(model: llama.Model) -> dict[str, jax.Array]:
     params = {".".join(map(str, path)): var[...] for path, var in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     tensors = {}
     for name, weight in llama.WEIGHTS.items():
-        if name == "lm_head.weight" and model.cfg.tie_embeddings:
+        if weight.path.format(i=0) not in params:  # a tied head, or a classifier's
             continue
         theirs, ours = weight.axes.split(" -> ")
         for i in range(model.cfg.num_layers if "{i}" in name else 1):

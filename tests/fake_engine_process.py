@@ -31,7 +31,9 @@ class FakeEngine:
         self.compile_plan = types.SimpleNamespace(waited_at=0.0)
         self.runner = types.SimpleNamespace(compile_plan=self.compile_plan)
         self.scheduler = types.SimpleNamespace(check=lambda: None)
-        self.intake = types.SimpleNamespace(grammars=types.SimpleNamespace(warm_up=self.warm_up))
+        grammars = types.SimpleNamespace(warm_up=self.warm_up)
+        pooler = types.SimpleNamespace(task="embed", width=1, labels=())
+        self.intake = types.SimpleNamespace(grammars=grammars, pooler=pooler)
 
     def has_work(self):
         return bool(self.requests)

@@ -138,7 +138,8 @@ def test_class_names_are_unique():
 
 JAX_FREE = [
     *("jaxllm.text", "jaxllm.grammar", "jaxllm.convert", "jaxllm.cli", "jaxllm.server.http", "jaxllm.server.openai"),
-    *("jaxllm.server.observe", "jaxllm.server.page", "jaxllm.server.server", "jaxllm.server.served_model"),
+    *("jaxllm.server.observe", "jaxllm.server.page", "jaxllm.server.pooling", "jaxllm.server.server"),
+    "jaxllm.server.served_model",
     *("jaxllm.server.engine.client", "jaxllm.server.engine.process_client", "jaxllm.server.engine.engine_process"),
     *("jaxllm.hub", "jaxllm.engine.intake", "jaxllm.checkpoint.files", "jaxllm.checkpoint.tensors"),
     *("jaxllm.from_vllm", "jaxllm.keyword_fields", "jaxllm.lora", "jaxllm.distributed", "jaxllm.utils"),

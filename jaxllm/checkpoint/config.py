@@ -109,8 +109,8 @@ def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None, task: s
         _check_sizes(hf)
         _check_ropes(hf)
         cfg = module.Config.from_hf(hf, dtype=dtype, **tasks.task_fields(name, hf, task))
-        if getattr(cfg, "tells_pairs", False) and cfg.sep_token_id is None:
-            cfg = replace(cfg, sep_token_id=_sep_token_id(checkpoint))
+        if getattr(cfg, "has_pairs", False) and cfg.sep_token_id is None:
+            cfg = replace(cfg, sep_token_id=_separator(checkpoint))
         if cfg.max_len > _MAX_LEN:
             raise ValueError(f"rope scaling makes a context of {cfg.max_len} tokens; at most {_MAX_LEN} are supported")
     except KeyError as error:
@@ -123,12 +123,12 @@ def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None, task: s
     return ModelSpec(module=module, cfg=cfg, eos_token_ids=eos)
 
 
-def _sep_token_id(checkpoint: Checkpoint) -> int:
-    """The token between two texts, as the tokenizer's files say."""
-    found = checkpoint.tokenizer().sep_token_id
-    if found is None:
+def _separator(checkpoint: Checkpoint) -> int | None:
+    """The token between two texts, as the tokenizer's files say; None if they don't tell the texts apart."""
+    tokenizer = checkpoint.tokenizer()
+    if tokenizer.tells_pairs and tokenizer.sep_token_id is None:
         raise ValueError("it has no sep_token_id, nor the tokenizer a sep_token, which ends the first text of a pair")
-    return found
+    return tokenizer.sep_token_id if tokenizer.tells_pairs else None
 
 
 def _architecture(hf: dict) -> str:

@@ -49,7 +49,7 @@ ACTIVATIONS = {  # by the names of torch's classes, in lower case
 
 
 @dataclass(frozen=True, eq=False)
-class Dense:
+class DenseLayer:
     """A layer over pooled vectors."""
 
     weight: Float32[np.ndarray, "features out"]
@@ -68,7 +68,7 @@ class PoolingConfig:
 
     pooling: str = field(metadata={"help": "'last', 'mean' or 'cls': which token, or the mean of all"})
     normalize: bool = field(metadata={"help": "whether embeddings have length 1"})
-    dense: tuple[Dense, ...] = field(default=(), metadata={"help": "applied to the pooled vector"})
+    dense: tuple[DenseLayer, ...] = field(default=(), metadata={"help": "applied to the pooled vector"})
     max_length: int = field(metadata={"help": "tokens of a text"})
     lowercase: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name: what stands before a text
@@ -189,7 +189,7 @@ def _pooling(path: Path) -> str:
     return known[modes[0]]
 
 
-def _dense(path: Path, width: int) -> Dense:
+def _dense(path: Path, width: int) -> DenseLayer:
     config = read_json(path / "config.json")
     sizes = [config.get(key) for key in ("in_features", "out_features")]
     for key, size in zip(("in_features", "out_features"), sizes, strict=True):
@@ -208,7 +208,7 @@ def _dense(path: Path, width: int) -> Dense:
         raise ValueError(f"{path.name} holds the tensors {shapes!s:.300}, not those of its config.json")
     arrays = {name: _read(tensor) for name, tensor in tensors.items()}
     activation = _torch_name(config.get("activation_function", "torch.nn.modules.activation.Tanh"), path.name)
-    return Dense(np.ascontiguousarray(arrays["linear.weight"].T), arrays.get("linear.bias"), activation)
+    return DenseLayer(np.ascontiguousarray(arrays["linear.weight"].T), arrays.get("linear.bias"), activation)
 
 
 def _read(tensor: StoredTensor) -> np.ndarray:

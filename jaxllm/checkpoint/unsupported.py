@@ -12,15 +12,17 @@ class ModelKind(NamedTuple):
     names: str  # what the names of their architectures and their model types match, in lower case without punctuation
     keys: tuple[str, ...] = ()  # of `config.json`, which models of this kind alone have
     remedy: str = "take a text model"
+    nearest: str | None = None  # a model to take; None: one that generates, of a family nearby
 
 
 # The first that matches is taken.
 KINDS = (
     ModelKind(
-        "scores or labels texts (a classifier or a reward model), and does not generate any",
+        "scores or labels texts (a classifier or a reward model), and its kind of layers or head is not supported",
         r"for(sequence|token|text)classification|forquestionanswering|formultiplechoice|fornextsentence"
         r"|reward|forretrieval|crossencoder",
-        remedy="take a model that generates",
+        remedy="take one of BERT, RoBERTa, XLM-RoBERTa or ModernBERT, or a decoder with one linear head",
+        nearest="BAAI/bge-reranker-v2-m3",
     ),
     ModelKind(
         "reads or makes speech or other sound; only text models are supported",
@@ -56,15 +58,17 @@ KINDS = (
         remedy="take a transformer",
     ),
     ModelKind(
-        "is an encoder: it embeds texts or fills gaps in them, and does not generate any",
+        "is an encoder: it embeds texts or fills gaps in them, and its family is not supported",
         r"bert|formaskedlm|electra|ernie(for|$|model)|^mpnet|^fnet|^xlmfor|xlmroberta|longformer|bigbird(for|$|model)"
         r"|^luke|roformer|flaubert|^esm|^gtefor|gtemodel|jinaembeddings|^funnel|nystromformer|squeezebert|layoutlm",
-        remedy="take a model that generates",
+        remedy="take one of BERT, RoBERTa, XLM-RoBERTa or ModernBERT",
+        nearest="BAAI/bge-m3",
     ),
     ModelKind(
-        "makes hidden states (an embedding model, say), and has no head that chooses tokens",
+        "makes hidden states (an embedding model, say) and has no head; its family is not supported",
         r"(?<!head)model$|embedding",
-        remedy="take a model that generates",
+        remedy="take an embedding model of a family that is",
+        nearest="Qwen/Qwen3-Embedding-0.6B",
     ),
 )
 
@@ -98,7 +102,7 @@ def describe(names: Iterable[str], config: Mapping[str, Any]) -> str | None:
 
 def _say(name: str, kind: ModelKind) -> str:
     plain = _plain(name)
-    nearest = next(model for family, model in _NEAREST if re.search(family, plain))
+    nearest = kind.nearest or next(model for family, model in _NEAREST if re.search(family, plain))
     return f"{name} {kind.what}; {kind.remedy}, such as {nearest}"
 
 

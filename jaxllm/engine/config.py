@@ -53,6 +53,11 @@ class EngineConfig:
                 "to those after them: a prompt is computed in one step, and shares nothing; raise "
                 "max_num_batched_tokens, or lower max_model_len"
             )
+        if self.whole_prompts and any(group.window is not None for group in self.groups):
+            raise ValueError(
+                "this model's tokens attend to those after them, so that its layers keep all of a prompt; leave window "
+                "out of their CacheSpec"
+            )
         check_int("block_size", self.block_size, 1, 2**12)
         check_int("num_blocks", self.num_blocks, 1, MOST_BLOCKS)
         check_int("min_bucket", self.min_bucket, 1, 8)

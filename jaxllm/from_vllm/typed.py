@@ -194,7 +194,6 @@ class VllmEngineArguments(TypedDict, total=False):
     speculative_model: Any
     stream_interval: Any
     structured_outputs_config: Any
-    task: Any
     tokenizer_mode: Any
     tokenizer_pool_extra_config: Any
     tokenizer_pool_size: Any

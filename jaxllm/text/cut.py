@@ -1,6 +1,10 @@
 """Token ids of a text, or of a pair of texts, within a number of tokens: texts are cut, special tokens are kept."""
 
+from typing import Any
+
 import tokenizers
+
+_PLAIN = "TokenizersBackend"  # of transformers: a tokenizer of no family, which gives no types unless the file says so
 
 
 def cut_text(backend: tokenizers.Tokenizer, text: str, max_len: int, side: str = "right") -> list[int]:
@@ -22,6 +26,13 @@ def cut_pair(backend: tokenizers.Tokenizer, first: str, second: str, max_len: in
             for i, encoding in enumerate(encodings):
                 encoding.truncate(room - least if i == longer else least)
     return backend.post_process(*encodings).ids
+
+
+def tells_pairs(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> bool:
+    """Whether the second text of a pair is of type 1, by the tokenizer and its `tokenizer_config.json`."""
+    inputs = config.get("model_input_names")
+    given = "token_type_ids" in inputs if isinstance(inputs, list) else config.get("tokenizer_class") != _PLAIN
+    return given and 1 in backend.encode("a", "a").type_ids
 
 
 def _room(backend: tokenizers.Tokenizer, max_len: int, *, is_pair: bool) -> int:

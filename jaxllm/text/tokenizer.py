@@ -30,7 +30,10 @@ _TOKENWISE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiec
 
 
 class Tokenizer(TokenizerInterface):
-    """A fast tokenizer. `eos_token_id` is None if the tokenizer names no end of sequence."""
+    """A fast tokenizer. `eos_token_id` is None if the tokenizer names no end of sequence; `tells_pairs` says whether it
+    gives the second text of a pair another type."""
+
+    tells_pairs = False
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, eos_token: str | None = None, chat: ChatTemplates | None = None
@@ -56,16 +59,21 @@ class Tokenizer(TokenizerInterface):
         check_no_pointer(path)
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ModelFormatError(f"{path} is larger than {MAX_FILE_BYTES} bytes; download it again")
+        config = read_json(path.with_name(CONFIG)) if path.with_name(CONFIG).is_file() else {}
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
             _encode(backend, "a", True)  # some damage shows only when encoding
+            tells_pairs = cut.tells_pairs(backend, config)
         except Exception as error:  # the library raises the bare class
             raise ModelFormatError(f"{path} is not a sound tokenizer ({error}); download it again") from error
-        names = _special_tokens(path.with_name(CONFIG))
+        names = _special_tokens(path.with_name(CONFIG), config)
         # The configuration is the newer file of the two: a token may have become special only there.
         unmarked = sorted(set(names.values()) - _special_contents(backend))
         backend.add_special_tokens([name for name in unmarked if backend.token_to_id(name) is not None])
-        return cls(backend, eos_token=names.get("eos_token"), chat=ChatTemplates(read_templates(path.parent), names))
+        chat = ChatTemplates(read_templates(path.parent), names)
+        tokenizer = cls(backend, eos_token=names.get("eos_token"), chat=chat)
+        tokenizer.tells_pairs = tells_pairs
+        return tokenizer
 
     @property
     def vocab_size(self) -> int | None:
@@ -322,9 +330,8 @@ def _missing(path: Path) -> str:
     )
 
 
-def _special_tokens(path: Path) -> dict[str, str]:
-    """The special tokens that a `tokenizer_config.json` names: {"eos_token": "</s>"}."""
-    config = read_json(path) if path.is_file() else {}
+def _special_tokens(path: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The special tokens that the `tokenizer_config.json` at `path` names: {"eos_token": "</s>"}."""
     names = {}
     for key in _SPECIAL_TOKENS:
         token = config.get(key)

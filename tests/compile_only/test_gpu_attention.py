@@ -24,6 +24,7 @@ MODELS = {
     "gemma-3-4b": (8, 4, 256, 1024),
     "gemma-3-4b tensor=4": (2, 1, 256, 1024),
 }
+ENCODERS = {"bge-base": (12, 12, 64, None), "modernbert": (12, 12, 64, 65), "embeddinggemma-300m": (3, 1, 256, 257)}
 # Tokens, sequences, block size, blocks a sequence.
 STEPS = {
     "decode 8": (8, 8, 16, 2048),
@@ -115,6 +116,13 @@ def test_models(chip, model, step, tmp_path):
     if "attend_tiles" in found:
         tiles, _ = found["attend_tiles"]
         assert ("mma.sync" if chip == "a100" else "wgmma.mma_async") in tiles and "cp.async" in tiles
+
+
+@pytest.mark.parametrize("step", ["decode 8", "mixed 2048"])
+@pytest.mark.parametrize("model", ENCODERS)
+@pytest.mark.parametrize("chip", chip_names("gpu"))
+def test_bidirectional(chip, model, step, tmp_path):
+    check(chip, ENCODERS[model], STEPS[step], tmp_path, causal=False)
 
 
 @pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])

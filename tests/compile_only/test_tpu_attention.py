@@ -18,6 +18,7 @@ MODELS = {
     "gemma-3-4b": (8, 4, 256, 1024),
     "gemma-3-4b tensor=4": (2, 1, 256, 1024),
 }
+ENCODERS = {"bge-base": (12, 12, 64, None), "modernbert": (12, 12, 64, 65), "embeddinggemma-300m": (3, 1, 256, 257)}
 # Tokens, sequences, block size, blocks a sequence: decodes and mixed steps, up to 131072 tokens a sequence.
 STEPS = {
     "decode 8": (8, 8, 16, 512),
@@ -62,6 +63,12 @@ BOTH = ("decode 64", "mixed 2048")
 @pytest.mark.parametrize("chip", chip_names("tpu"))
 def test_models(chip, model, step):
     check(chip, MODELS[model], STEPS[step])
+
+
+@pytest.mark.parametrize("model", ENCODERS)
+@pytest.mark.parametrize("chip", chip_names("tpu"))
+def test_bidirectional(chip, model):
+    check(chip, ENCODERS[model], STEPS["mixed 2048"], causal=False)
 
 
 @pytest.mark.parametrize("pool_dtype", ["int8", "float8_e4m3fn"])

@@ -134,8 +134,8 @@ def test_dtypes(given, name):
 
 def test_names_that_are_not_there_say_why():
     for module in (jaxllm, sampling_params):
-        with pytest.raises(ImportError, match="there are no embeddings, classes or scores yet"):
-            module.PoolingParams  # noqa: B018 - raises
+        with pytest.raises(ImportError, match="there are no LoRA adapters yet"):
+            module.LoRARequest  # noqa: B018 - raises
         with pytest.raises(AttributeError, match="has no attribute 'SamplingParam'; did you mean SamplingParams"):
             module.SamplingParam  # noqa: B018 - raises
 

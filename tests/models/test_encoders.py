@@ -207,7 +207,7 @@ def test_token_types_begin_after_the_first_separator_of_each_text():
 
 SMALL = dict(vocab=32, embed=16, heads=2, kv_heads=2, head_dim=8, mlp=24, max_len=40)
 PLAIN = (LayerSpec(feed_forward=PlainMLP),) * 2
-SPECS = tuple(modernbert.Spec(window=4, rope=Rope(theta=1e4), normalises_input=i > 0) for i in range(2))
+SPECS = tuple(modernbert.EncoderSpec(window=4, rope=Rope(theta=1e4), normalises_input=i > 0) for i in range(2))
 CONFIGS = {
     bert: bert.Config(**SMALL, layers=PLAIN),
     roberta: roberta.Config(**SMALL, layers=PLAIN, position_offset=2, token_types=1),

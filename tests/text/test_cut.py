@@ -1,5 +1,7 @@
 """Pairs of texts and texts cut to a length, against transformers, for the three kinds of encoders' tokenizers."""
 
+import json
+
 import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
@@ -88,6 +90,23 @@ def test_what_cannot_be_encoded(both):
         ours.encode_pair("a", "b", 3)
     with pytest.raises(ValueError, match="half of a surrogate pair at character 2"):
         ours.encode_pair("ab", "\ud800")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "tells"),
+    [
+        (word_piece, {}, True),
+        (word_piece, {"tokenizer_class": "BertTokenizer"}, True),
+        (word_piece, {"tokenizer_class": "TokenizersBackend"}, False),
+        (word_piece, {"tokenizer_class": "TokenizersBackend", "model_input_names": ["token_type_ids"]}, True),
+        (word_piece, {"model_input_names": ["input_ids"]}, False),
+        (unigram, {}, False),
+    ],
+)
+def test_types_of_pairs(tmp_path, kind, config, tells):
+    kind().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer.from_dir(tmp_path).tells_pairs is tells
 
 
 class Letters:

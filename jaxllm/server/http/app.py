@@ -100,7 +100,7 @@ def create_app(server: Server) -> App:
         "/v1/chat/completions": (schemas.ChatRequest, chat.answer),
         "/v1/responses": (ResponsesRequest, responses.answer),
         "/v1/embeddings": (pooling.EmbeddingRequest, answers.embeddings),
-        "/pooling": (pooling.PoolingRequest, answers.pooling),
+        "/pooling": (pooling.PoolRequest, answers.pooling),
         "/classify": (pooling.ClassifyRequest, answers.classify),
         **dict.fromkeys(("/v1/score", "/score"), (pooling.ScoreRequest, answers.score)),
         **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), (pooling.RerankRequest, answers.rerank)),

@@ -17,8 +17,8 @@ from jaxllm.server.pooling.jobs import PoolingJob
 from jaxllm.server.pooling.schemas import (
     ClassifyRequest,
     EmbeddingRequest,
-    Pooled,
-    PoolingRequest,
+    PoolingFields,
+    PoolRequest,
     RerankRequest,
     ScoreRequest,
 )
@@ -38,17 +38,12 @@ async def embeddings(server: Server, request: EmbeddingRequest, exchange: Exchan
     await _embed(server, request, exchange, "embed", "embedding", "embedding")
 
 
-async def pooling(server: Server, request: PoolingRequest, exchange: Exchange) -> None:
+async def pooling(server: Server, request: PoolRequest, exchange: Exchange) -> None:
     await _embed(server, request, exchange, request.task, "pooling", "data")
 
 
 async def _embed(
-    server: Server,
-    request: EmbeddingRequest | PoolingRequest,
-    exchange: Exchange,
-    task: str | None,
-    kind: str,
-    key: str,
+    server: Server, request: EmbeddingRequest | PoolRequest, exchange: Exchange, task: str | None, kind: str, key: str
 ) -> None:
     def prepare(info: EngineInfo) -> Work:
         def answer(outputs: Outputs) -> dict[str, Any]:
@@ -114,7 +109,7 @@ async def rerank(server: Server, request: RerankRequest, exchange: Exchange) -> 
 def _scoring(
     server: Server,
     info: EngineInfo,
-    request: Pooled,
+    request: PoolingFields,
     first: Sequence[str],
     second: Sequence[str],
     *,
@@ -143,7 +138,7 @@ def _scoring(
 
 
 async def _answer(
-    server: Server, request: Pooled, exchange: Exchange, count: int, prepare: Callable[[EngineInfo], Work]
+    server: Server, request: PoolingFields, exchange: Exchange, count: int, prepare: Callable[[EngineInfo], Work]
 ) -> None:
     """Has the prompts of a request pooled, and sends the answer with the tokens they had."""
     info = server.check_ready(exchange.request_id)
@@ -165,7 +160,7 @@ def _encode(work: Work, outputs: Outputs) -> bytes:
     return msgspec.json.encode(work.answer(outputs) | {"usage": usage})
 
 
-def _listed(request: Pooled, exchange: Exchange, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _listed(request: PoolingFields, exchange: Exchange, rows: list[dict[str, Any]]) -> dict[str, Any]:
     base = {"id": f"pool-{exchange.request_id}", "object": "list", "created": int(time.time())}
     return base | {"model": request.model, "data": rows}
 

@@ -16,7 +16,7 @@ from jaxllm.server.http.errors import internal, invalid, refusing, too_long
 from jaxllm.server.http.exchange import Exchange
 from jaxllm.server.openai.prepare import encode, salt_of
 from jaxllm.server.openai.schemas import MAX_PROMPTS
-from jaxllm.server.pooling.schemas import Pooled, ScoreRequest
+from jaxllm.server.pooling.schemas import PoolingFields, ScoreRequest
 from jaxllm.server.served_model import ServedModel
 from jaxllm.server.server import Server
 from jaxllm.text.prompts import pair_texts
@@ -37,7 +37,7 @@ class PoolingJob(NamedTuple):
         return self._replace(params=replace(self.params, cache_salt=salt_of(tenant, self.params.cache_salt)))
 
 
-def params_of(request: Pooled, task: str | None) -> PoolingParams:
+def params_of(request: PoolingFields, task: str | None) -> PoolingParams:
     """The request's pooling parameters. Raises `APIError`."""
     with refusing(None, frozenset(["dimensions", "use_activation", "truncate_prompt_tokens", "cache_salt"])):
         return PoolingParams(

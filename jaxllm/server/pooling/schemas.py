@@ -25,7 +25,7 @@ class Document(Struct, kw_only=True):
     text: str
 
 
-class Pooled(Struct, kw_only=True):
+class PoolingFields(Struct, kw_only=True):
     """The fields that all share; None: not given. Parameters have the names of `PoolingParams`."""
 
     REFUSED: ClassVar[dict[str, str]] = _REFUSED  # rather than ignored
@@ -43,7 +43,7 @@ class Pooled(Struct, kw_only=True):
     endianness: Literal["native", "little"] | None = None
 
 
-class EmbeddingRequest(Pooled, kw_only=True):
+class EmbeddingRequest(PoolingFields, kw_only=True):
     """POST /v1/embeddings."""
 
     input: Input
@@ -52,7 +52,7 @@ class EmbeddingRequest(Pooled, kw_only=True):
     messages: Any = None
 
 
-class PoolingRequest(Pooled, kw_only=True):
+class PoolRequest(PoolingFields, kw_only=True):
     """POST /pooling: what the model makes of each input, as it comes."""
 
     input: Input
@@ -62,14 +62,14 @@ class PoolingRequest(Pooled, kw_only=True):
     messages: Any = None
 
 
-class ClassifyRequest(Pooled, kw_only=True):
+class ClassifyRequest(PoolingFields, kw_only=True):
     """POST /classify."""
 
     input: Input
     messages: Any = None
 
 
-class ScoreRequest(Pooled, kw_only=True):
+class ScoreRequest(PoolingFields, kw_only=True):
     """POST /v1/score: one text with each of the others, or each with its counterpart; by any of these names."""
 
     text_1: str | Texts | None = None
@@ -81,7 +81,7 @@ class ScoreRequest(Pooled, kw_only=True):
     data_2: str | Texts | None = None
 
 
-class RerankRequest(Pooled, kw_only=True):
+class RerankRequest(PoolingFields, kw_only=True):
     """POST /v1/rerank."""
 
     query: str

@@ -57,6 +57,7 @@ def run_mixed(llm: LLM) -> None:
         SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=2, repetition_penalty=1.2, bad_words=["a"]),
     ]
     llm.generate(ids(*prompts_of([9, 20, 7, 11])), mixed)
+    llm.embed(ids(*prompts_of([5, 30])))
 
 
 @pytest.fixture(scope="module")

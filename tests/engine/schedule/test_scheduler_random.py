@@ -58,6 +58,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         accepts=st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(any),
     )
     def start(self, accepts, **sizes):
+        if sizes["whole_prompts"]:
+            sizes["groups"] = EVERYTHING
         self.engine = FakeEngine(**sizes)
         self.engine.executor.accepts = accepts
 

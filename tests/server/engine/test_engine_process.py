@@ -199,11 +199,17 @@ def test_leaving_frees_the_blocks(web, llm):
 def test_a_storm_of_clients_that_go(web, llm, monkeypatch):
     """Their blocks are free two steps after the engine was told of the last one."""
     engine, steps, aborts = llm._engine, [], []
-    step, drop = engine.step, engine.drop
-    monkeypatch.setattr(engine, "step", lambda: [step(), steps.append(engine.stats().blocks_used)][0])
+    step, drop, pause_s = engine.step, engine.drop, [0.05]  # so that nobody is done before all have come
+
+    def slow_step():
+        time.sleep(pause_s[0])
+        return [step(), steps.append(engine.stats().blocks_used)][0]
+
+    monkeypatch.setattr(engine, "step", slow_step)
     monkeypatch.setattr(engine, "drop", lambda request_id: [drop(request_id), aborts.append(len(steps))][0])
     connections = [web.open_stream(prompt=f"{i}", max_tokens=100, ignore_eos=True) for i in range(64)]
     web.wait(lambda: llm.stats().num_running == 4 and llm.stats().num_waiting == 60)
+    pause_s[0] = 0.0
     connections[0].recv(100)
     for connection in connections:
         connection.close()
