@@ -16,7 +16,7 @@ MAX_FIELD_BYTES = 1 << 20
 # Texts and token ids: their objects take little more memory than their JSON, and the body's limit is theirs.
 UNBOUNDED = frozenset(
     {"prompt", "messages", "input", "instructions", "tokens", "suffix"}
-    | {"query", "queries", "documents", "text_1", "text_2"}
+    | {"query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"}
 )
 NULL = Raw(b"null")  # a field of type `Raw` that was not given
 _ABSENT = Raw(b"")

@@ -197,7 +197,7 @@ def test_errors(ask, web, kind, status, fields, code, param):
     with pytest.raises(openai.NotFoundError):
         ask(web.url, lambda client: client.models.retrieve("no/such"))
     with pytest.raises(openai.NotFoundError):
-        ask(web.url, lambda client: client.embeddings.create(model="fake", input="Hi"))
+        ask(web.url, lambda client: client.files.retrieve("file-1"))
 
 
 def test_keys(ask):
