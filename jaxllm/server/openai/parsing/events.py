@@ -38,7 +38,11 @@ class Plain:
     """A parser for text that is content only."""
 
     def push(self, text: str) -> list[Event]:
-        return [Content(text)] if text else []
+        return content(text)
 
     def finish(self) -> list[Event]:
         return []
+
+
+def content(text: str) -> list[Event]:
+    return [Content(text)] if text else []
