@@ -8,12 +8,13 @@ from jaxllm.server.openai.parsing.marked import MarkedText
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-TOOLS = "functions."
+ROLE, TOOLS = "assistant", "functions."
 _ENDS = (END, CALL, RETURN, START)
 _MARKS = {"head": (MESSAGE, *_ENDS), "body": _ENDS, "between": _ENDS, "plain": ()}
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_HEADS = (CHANNEL, "assistant", "to=", CONSTRAIN)
+_HEADS = (CHANNEL, "to=", CONSTRAIN)  # what a head begins with, after the role
+_SURE_CHARS = 32  # of a head, after which it is one
 
 
 class HarmonyParser(MarkedText):
@@ -23,7 +24,7 @@ class HarmonyParser(MarkedText):
     def __init__(self, prompt: str, *, has_tools: bool):
         super().__init__()
         self._has_tools = has_tools
-        self._state, self._head, self._num_head = "between", [], 0
+        self._state, self._head, self._num_head = "head", [], 0
         self._kind = "final"
         self._separator = ""  # before the next text of its kind
         self._shown: set[str] = set()  # kinds of which there is text
@@ -49,16 +50,18 @@ class HarmonyParser(MarkedText):
         return len(text)
 
     def _in_head(self, text: str, events: list[Event]) -> None:
+        is_open = self._num_head <= _SURE_CHARS
         self._head.append(text)
         self._num_head += len(text)
-        if self._num_head > MAX_HELD_CHARS or len(self._head) < 3 and not self._may_be_head():
-            head = "".join(self._head)
+        if self._num_head > MAX_HELD_CHARS or is_open and not self._may_be_head():
+            text = "".join(self._head).removeprefix(ROLE)
             self._begin("final", events)
-            self._tell(head, events)
+            self._tell(text, events)
 
     def _may_be_head(self) -> bool:
-        head = "".join(self._head).lstrip()
-        return any(head.startswith(one) or one.startswith(head) for one in _HEADS)
+        head = "".join(self._head)
+        rest = head.removeprefix(ROLE).lstrip()
+        return ROLE.startswith(head) or any(rest.startswith(one) or one.startswith(rest) for one in _HEADS)
 
     def _mark(self, mark: str, events: list[Event]) -> None:
         if mark == START:

@@ -8,6 +8,7 @@ from jaxllm.server.openai.parsing.marked import MarkedCalls
 
 START, END = "<|python_start|>", "<|python_end|>"  # around the list, in Llama 4
 _SPACE = " \t\r\n"
+MAX_NAME_CHARS = 256
 
 
 class PythonicParser(MarkedCalls):
@@ -16,7 +17,7 @@ class PythonicParser(MarkedCalls):
     def __init__(self) -> None:
         super().__init__()
         self._state = "start"
-        self._word: list[str] = []  # a name, so far
+        self._word = ""  # a name, so far
         self._name = ""  # of the current call
         self._is_open = False  # the call has started and not ended
         self._num_arguments = 0
@@ -60,26 +61,26 @@ class PythonicParser(MarkedCalls):
             self._in_name(char, events)
 
     def _in_name(self, char: str, events: list[Event]) -> None:
-        word = "".join(self._word)
-        if char.isalnum() or char in "_.":
-            self._word.append(char)
+        word = self._word
+        if len(word) < MAX_NAME_CHARS and (char.isalnum() or char in "_."):
+            self._word += char
         elif char == "(" and all(part.isidentifier() for part in word.split(".")):
-            self._name, self._word, self._state = word, [], "key"
+            self._name, self._word, self._state = word, "", "key"
         elif char == "]" and self._num_calls and not word:
             self._raw, self._num_raw, self._state = [], 0, "end"
         elif char not in _SPACE + "," or word:
-            self._word = []
+            self._word = ""
             self._give_up(events)
 
     def _in_key(self, char: str, events: list[Event]) -> None:
-        word = "".join(self._word)
-        if char.isalnum() or char == "_":
-            self._word.append(char)
+        word = self._word
+        if len(word) < MAX_NAME_CHARS and (char.isalnum() or char == "_"):
+            self._word += char
         elif char == "=" and word.isidentifier():
             self._open(events)
             self._json.append(f"{', ' if self._num_arguments else ''}{json.dumps(word)}: ")
             self._num_arguments += 1
-            self._word, self._writer, self._state = [], LiteralWriter(), "value"
+            self._word, self._writer, self._state = "", LiteralWriter(), "value"
         elif char == ")" and not word:
             self._open(events)
             self._json.append("}")
