@@ -12,8 +12,18 @@ from jaxllm.cli.parser import CommandParser, Example, json_object
 if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig
 
-TOOL_PARSERS, REASONING_PARSERS = ("auto", "hermes", "llama", "none"), ("auto", "think", "none")
-_THEIR_PARSERS = {"llama3_json": "llama", "qwen3": "think", "deepseek_r1": "think"}  # vLLM's names
+TOOL_PARSERS = (
+    *("auto", "hermes", "llama", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "pythonic", "openai", "none"),
+)
+REASONING_PARSERS = ("auto", "think", "openai_gptoss", "none")
+_THEIR_PARSERS = {  # vLLM's names
+    "llama3_json": "llama",
+    "llama4_json": "llama",
+    "llama4_pythonic": "pythonic",
+    "qwen3_xml": "qwen3_coder",
+    "qwen3": "think",
+    "deepseek_r1": "think",
+}
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 _ANSWERS = (  # fields of `ServerConfig`, under the same name; None leaves their default
     *("chat_template", "default_chat_template_kwargs", "tool_call_parser", "reasoning_parser"),

@@ -110,6 +110,10 @@ class Tokenizer(TokenizerInterface):
         """Text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids without a token give no text."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text; None if there is none."""
+        return self._backend.token_to_id(text) if text in self._special else None
+
     def token_text(self, token: int) -> str:
         """The text that the token adds inside a text; an incomplete character is U+FFFD."""
         table = self._table(skip_special_tokens=False)

@@ -12,7 +12,7 @@ from jaxllm.server.http.exchange import DONE, Exchange
 from jaxllm.server.openai import prepare
 from jaxllm.server.openai.generation import MergedOutput, TokenUsage, Update
 from jaxllm.server.openai.logprobs import chat_logprobs, prompt_logprobs
-from jaxllm.server.openai.parsing.choose import make_parser, thinks, tool_format
+from jaxllm.server.openai.parsing.choose import MARKED_BY_TOKENS, make_parser, thought_format, tool_format
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
 from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.openai.response_format import ResponseFormat, chat_response_format
@@ -24,11 +24,12 @@ class PreparedChat(NamedTuple):
     """A chat request, ready for the engine."""
 
     job: GenerationJob
-    tool_format: str | None  # of tool calls in the answer; None: none
-    has_thoughts: bool
+    calls: str | None  # the format of tool calls in the answer; None: none
+    thoughts: str | None  # that of reasoning
+    schemas: dict[str, Any]  # of the tools' parameters
 
     def parser(self) -> Parser:
-        return make_parser(self.job.text, has_tools=self.tool_format, has_thoughts=self.has_thoughts)
+        return make_parser(self.job.text, calls=self.calls, thoughts=self.thoughts, schemas=self.schemas)
 
 
 async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> None:
@@ -83,12 +84,17 @@ def prepare_chat(server: Server, info: Any, request: ChatRequest) -> PreparedCha
             "it is not known how this model calls tools: its chat template has none of the known formats. "
             "Start the server with --tool-call-parser, or send tool_choice: none",
         )
-    has_thoughts = thinks(config.reasoning_parser, template)
+    thoughts = thought_format(config.reasoning_parser, template)
+    if {calls, thoughts} & MARKED_BY_TOKENS:
+        request.skip_special_tokens = False
 
     def format_after(prompt: str) -> ResponseFormat | None:
-        return chat_response_format(request, tools, prompt=prompt, calls=calls, has_thoughts=has_thoughts)
+        return chat_response_format(
+            request, tools, prompt=prompt, calls=calls, thoughts=thoughts, tokenizer=model.tokenizer
+        )
 
-    return PreparedChat(prepare.chat_job(model, info, request, tools, format_after), calls, has_thoughts)
+    schemas = {tool.function.name: tool.function.parameters for tool in tools or ()}
+    return PreparedChat(prepare.chat_job(model, info, request, tools, format_after), calls, thoughts, schemas)
 
 
 class Choice:

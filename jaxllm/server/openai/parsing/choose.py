@@ -30,7 +30,7 @@ _SIGNS = (
     ("llama", ('"parameters": dictionary',)),
 )
 # Formats whose marks are special tokens, which the text must keep.
-MARKED_BY_TOKENS = frozenset({"openai", "mistral", "deepseek_v3", "deepseek_v31"})
+MARKED_BY_TOKENS = frozenset({"openai", "openai_gptoss", "mistral", "deepseek_v3", "deepseek_v31"})
 
 
 def tool_format(wanted: str, template: str) -> str | None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.grammar.json_schema import resolved
 from jaxllm.server.openai.parsing.calls import MAX_HELD_CHARS
 from jaxllm.server.openai.parsing.events import Event
 from jaxllm.server.openai.parsing.literals import as_json
@@ -177,7 +178,8 @@ def _type_of(value: Any) -> set[str]:
 
 def types_of(schema: Any, key: str) -> frozenset[str]:
     """The JSON types that a parameter may have; empty if the schema does not say."""
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    plain = resolved(schema, schema)
+    properties = plain.get("properties") if isinstance(plain, Mapping) else None
     return frozenset() if not isinstance(properties, Mapping) else frozenset(_types(properties.get(key), schema))
 
 
@@ -185,7 +187,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
         return set()
     if isinstance(schema.get("$ref"), str):
-        return _types(resolve(schema["$ref"], root), root, depth + 1)
+        return _types(resolved(schema, root), root, depth + 1)
     named = schema.get("type")
     if named is not None:
         return {one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)}
@@ -195,10 +197,3 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
         for way in schema[word] if isinstance(schema.get(word), list) else ():
             types |= _types(way, root, depth + 1)
     return types
-
-
-def resolve(reference: str, root: Any) -> Any:
-    """What a reference within a schema leads to; None if nothing is there."""
-    for name in reference.removeprefix("#/").split("/"):
-        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
-    return root
