@@ -125,7 +125,8 @@ class Choice:
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text} if self._request.include_reasoning is not False else None
+                both = {"reasoning_content": text, "reasoning": text}  # the name that it had, and newer vLLM's
+                return both if self._request.include_reasoning is not False else None
             case CallStart(index, name):
                 if self._request.parallel_tool_calls is False and index > 0:
                     self._hidden_calls.add(index)
@@ -247,7 +248,7 @@ def assemble(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
     message["refusal"] = None
     if thoughts:
-        message["reasoning_content"] = thoughts
+        message["reasoning_content"] = message["reasoning"] = thoughts
     if calls:
         message["tool_calls"] = calls
     return message

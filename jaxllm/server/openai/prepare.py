@@ -11,7 +11,8 @@ import msgspec
 from jaxllm.engine.intake import check_request
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.engine.client import EngineInfo
-from jaxllm.server.http.errors import APIError, invalid, refusing, too_long
+from jaxllm.server.http.errors import APIError, invalid, refusing, too_long, unsupported
+from jaxllm.server.openai.infilling import infilling_ids, infilling_tokens
 from jaxllm.server.openai.response_format import ResponseFormat, response_format_of
 from jaxllm.server.openai.schemas import (
     MAX_PROMPTS,
@@ -94,6 +95,10 @@ def count_samples(count: int, request: Sampling) -> None:
 def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionRequest) -> list[GenerationJob]:
     """A job for each prompt. Raises `APIError`."""
     wants_scores = request.echo and request.logprobs is not None
+    if request.suffix:
+        prompts = infilling_prompts(model, info, request)
+    else:
+        prompts = _prompts(model, info, request)
     params = sampling_params(
         model,
         request,
@@ -103,7 +108,7 @@ def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionReq
         prompt_logprobs=request.logprobs if wants_scores else request.prompt_logprobs,
     )
     jobs = []
-    for ids, text in _prompts(model, info, request):
+    for ids, text in prompts:
         check_job(model, info, ids, params, "prompt")
         if text is None and request.echo:
             text = _decode(model, ids)
@@ -128,6 +133,30 @@ def _prompts(model: ServedModel, info: EngineInfo, request: CompletionRequest) -
     return found
 
 
+def infilling_prompts(
+    model: ServedModel, info: EngineInfo, request: CompletionRequest
+) -> list[tuple[list[int], str | None]]:
+    """Prompts for the text between each prompt and the suffix; tokens that end such a text are added to the request's
+    stop tokens. Raises `APIError`."""
+    tokenizer = model.need_tokenizer("suffix")
+    tokens = infilling_tokens(tokenizer)
+    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    if not prompts or not all(isinstance(one, str) for one in prompts):
+        raise invalid("suffix needs prompts in text; token ids can have the tokens for filling in themselves", "suffix")
+    if request.echo:
+        raise unsupported("echo", "echo shows a prompt and what follows it; with suffix, leave it out")
+    request.stop_token_ids = [*(request.stop_token_ids or ()), *tokens.ends]
+    special = request.add_special_tokens is not False
+    check_chars(info, request.suffix, "suffix")
+    found: list[tuple[list[int], str | None]] = []
+    for one in prompts:
+        check_chars(info, one, "prompt")
+        with refusing("suffix"):
+            ids = infilling_ids(tokenizer, tokens, one, request.suffix, add_special_tokens=special)
+        found.append((ids, one))
+    return found
+
+
 def _decode(model: ServedModel, ids: list[int]) -> str:
     return model.need_tokenizer("echo").decode(ids, skip_special_tokens=False)
 
@@ -136,14 +165,19 @@ def encode(
     model: ServedModel, info: EngineInfo, text: str, param: str, *, add_special_tokens: bool = True
 ) -> list[int]:
     """Token ids of `text`, refused without tokenizing if it is far too long. Raises `APIError`."""
+    check_chars(info, text, param)
+    with refusing(param):
+        return model.need_tokenizer(param).encode(text, add_special_tokens)
+
+
+def check_chars(info: EngineInfo, text: str, param: str) -> None:
+    """Raises `APIError` for a text that is far too long for the model."""
     most = info.config.max_model_len * _MOST_CHARS_PER_TOKEN
     if len(text) > most:
         raise too_long(
             f"{param} has {len(text)} characters; the model's {info.config.max_model_len} tokens hold at most {most}",
             param,
         )
-    with refusing(param):
-        return model.need_tokenizer(param).encode(text, add_special_tokens)
 
 
 def sampling_params(
@@ -225,8 +259,14 @@ def chat_text(
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """The message as templates expect it: developer becomes system, a refusal becomes text."""
+    """The message as templates expect it: developer becomes system, a refusal becomes text, and reasoning has each
+    of the names that templates have for it."""
     plain = msgspec.to_builtins(message)
+    thoughts = plain.get("reasoning_content") or plain.get("reasoning")
+    if thoughts and message.role == "assistant":
+        plain |= {"reasoning_content": thoughts, "reasoning": thoughts}
+        if not (plain.get("content") and message.tool_calls):  # gpt-oss's template takes one of the two before a call
+            plain["thinking"] = thoughts
     if message.role == "developer":
         plain["role"] = "system"
     if isinstance(message.content, list):

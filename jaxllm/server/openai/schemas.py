@@ -93,7 +93,7 @@ class CompletionRequest(Sampling, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = 16
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: Any = None
+    suffix: str | None = None  # the answer is what comes between prompt and suffix
     add_special_tokens: bool | None = None
 
 
@@ -121,6 +121,7 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # newer vLLM's name of the same
     refusal: str | None = None
 
 
@@ -175,7 +176,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 _REFUSED = {
-    "suffix": "text can't be inserted before a suffix; leave it out",
     "kv_transfer_params": "keys and values can't be moved between servers; leave it out",
     "thinking_token_budget": "thinking can't be limited by itself; use max_completion_tokens",
     "repetition_detection": "repetitions don't end a text here; use frequency_penalty",

@@ -136,7 +136,7 @@ def test_fields_that_do_not_fit_together(web, fields, param):
 
 
 UNSUPPORTED = [
-    ("suffix", "x"),
+    ("suffix", "x"),  # of this model
     ("logits_processors", ["os.system"]),
     ("use_beam_search", True),
     ("guided_decoding_backend", "xgrammar"),
