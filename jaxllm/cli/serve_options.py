@@ -6,7 +6,7 @@ import ssl
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.common import add_engine_arguments, add_model_argument, program
-from jaxllm.cli.environment import KEY_VARIABLES, api_keys
+from jaxllm.cli.environment import ADMIN_KEY_VARIABLE, KEY_VARIABLES, admin_api_key, api_keys
 from jaxllm.cli.parser import CommandParser, Example, json_object
 
 if TYPE_CHECKING:
@@ -65,6 +65,16 @@ def _add_server(parser: CommandParser) -> None:
         metavar="KEY",
         help=f"key that requests must have; may be given more than once (default: {' or '.join(KEY_VARIABLES)} of the "
         "environment, or none)",
+    )
+    add(
+        "--enable-admin",
+        action="store_true",
+        help="serve /sleep, /wake_up, /is_sleeping and /reset_prefix_cache, for the admin key only",
+    )
+    add(
+        "--admin-api-key",
+        metavar="KEY",
+        help=f"key of these routes alone (default: {ADMIN_KEY_VARIABLE} of the environment)",
     )
     add(
         "--prefix-cache-isolation",
@@ -161,6 +171,7 @@ def server_config(arguments: argparse.Namespace) -> "ServerConfig":
 
     return ServerConfig(
         api_keys=api_keys(arguments.api_key),
+        admin_api_key=admin_api_key(arguments.enable_admin, arguments.admin_api_key),
         isolates_keys=arguments.prefix_cache_isolation == "per-key",
         request_timeout_s=arguments.request_timeout,
         shutdown_timeout_s=arguments.shutdown_timeout,

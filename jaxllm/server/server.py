@@ -43,6 +43,7 @@ class Server:
         self.arrivals = ArrivalQueue()
         self._texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-text")
         self._is_hung = False
+        self.is_asleep = False  # the engine sleeps, or is about to
         self._watchdog: asyncio.Task | None = None
 
     async def start(self) -> None:
@@ -67,7 +68,7 @@ class Server:
 
     @property
     def is_ready(self) -> bool:
-        return self.is_live and self.client.info is not None and not self.limit.is_draining
+        return self.is_live and self.client.info is not None and not self.limit.is_draining and not self.is_asleep
 
     async def _watch(self) -> None:
         """Detects a hung engine and measures the event loop's lag."""
@@ -95,7 +96,14 @@ class Server:
         info = self.client.info
         if info is None:
             raise unavailable("the model is being loaded; try again soon", code="model_loading")
+        self._check_awake()
         return info
+
+    def _check_awake(self) -> None:
+        if self.is_asleep:
+            raise unavailable(
+                "the engine sleeps; try another server, or wait until this one is woken", code="engine_asleep"
+            )
 
     async def in_thread(self, work: Callable[..., Result], *args: Any) -> Result:
         """Runs template and tokenizer work outside the event loop, a few at a time."""
@@ -110,6 +118,7 @@ class Server:
         priority: int | None,
         reports_position: bool = False,
     ) -> AsyncIterator[Update]:
+        self._check_awake()  # it may have fallen asleep since the request came
         record = None
         if self._tracing is not None:
             record = partial(self._tracing.record, headers=exchange.headers)

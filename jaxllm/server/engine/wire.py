@@ -10,7 +10,7 @@ import msgspec
 from jaxllm.engine.stats import EngineStats
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.server.engine.client import EngineInfo
+from jaxllm.server.engine.client import EngineCommand, EngineInfo
 
 MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct(">I")
@@ -31,6 +31,11 @@ class Add(msgspec.Struct, tag=True, array_like=True):
 class Abort(msgspec.Struct, tag=True, array_like=True):
     request_id: str
     tells: bool  # whether someone waits for the last output
+
+
+class Do(msgspec.Struct, tag=True, array_like=True):
+    number: int  # of the command, which its answer repeats
+    command: EngineCommand
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
@@ -54,6 +59,15 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     message: str | None  # None: it is the engine's fault, and its log says what
 
 
+class Done(msgspec.Struct, tag=True, array_like=True):
+    """A command is done, or was not."""
+
+    number: int
+    is_sleeping: bool
+    error: str | None
+    is_user_error: bool
+
+
 class Beat(msgspec.Struct, tag=True, array_like=True):
     """The process lives, and its engine made progress `silent_s` ago (0: it has nothing to do)."""
 
@@ -62,8 +76,8 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     stats: EngineStats | None
 
 
-FromServer = Start | Add | Abort
-FromEngine = Ready | Failed | Outputs | Refused | Beat
+FromServer = Start | Add | Abort | Do
+FromEngine = Ready | Failed | Outputs | Refused | Done | Beat
 _encoder = msgspec.msgpack.Encoder()
 from_server = msgspec.msgpack.Decoder(FromServer)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -12,19 +12,23 @@ from jaxllm.server.http.errors import APIError, as_api_error, unauthorized
 from jaxllm.server.http.exchange import Receive, Scope, Send, send_body
 from jaxllm.server.page import page
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"})
+PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready"})
+ADMIN_PATHS = frozenset({"/is_sleeping", "/reset_prefix_cache", "/sleep", "/wake_up"})
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 App = Callable[[Scope, Receive, Send], Any]
 
 
 class Guard:
-    """The outermost ASGI app. A client without a key can reach `PUBLIC_PATHS` only; the check uses the same path as the
-    router. `hosts`: the host names that a loopback server answers to, so that no web page can reach it under a name of
-    its own (DNS rebinding); None: any."""
+    """The outermost ASGI app. A client without a key can reach `PUBLIC_PATHS` only, and `ADMIN_PATHS` have a key of
+    their own; the check uses the same path as the router. `hosts`: the host names that a loopback server answers to, so
+    that no web page can reach it under a name of its own (DNS rebinding); None: any."""
 
-    def __init__(self, app: App, *, api_keys: Sequence[str], hosts: Iterable[str] | None):
+    def __init__(
+        self, app: App, *, api_keys: Sequence[str], hosts: Iterable[str] | None, admin_api_key: str | None = None
+    ):
         self._app = app
         self._keys = [_digest(key.encode()) for key in api_keys]
+        self._admin_keys = [] if admin_api_key is None else [_digest(admin_api_key.encode())]
         self._hosts = None if hosts is None else frozenset(hosts) | LOOPBACK
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,8 +64,10 @@ class Guard:
         if route_path(scope) in PUBLIC_PATHS:
             return None
         headers = scope["headers"]
-        digest = self._known_key(headers) if self._keys else None
-        if self._keys and digest is None:
+        is_admin = self._admin_keys and route_path(scope) in ADMIN_PATHS
+        keys = self._admin_keys if is_admin else self._keys
+        digest = _known_key(keys, headers) if keys else None
+        if keys and digest is None:
             raise unauthorized()
         if self._hosts is not None and not any(_hostname(v) in self._hosts for n, v in headers if n == b"host"):
             raise APIError(
@@ -72,13 +78,15 @@ class Guard:
             )
         return digest
 
-    def _known_key(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
-        given = [value for name, value in headers if name == b"authorization"]
-        kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        digest, found = _digest(key.strip()), False
-        for known in self._keys:  # compares all keys, so that timing reveals nothing
-            found |= hmac.compare_digest(digest, known)
-        return digest if found and kind.lower() == b"bearer" else None
+
+def _known_key(keys: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
+    """The digest of the request's key if that is one of `keys`, which are digests."""
+    given = [value for name, value in headers if name == b"authorization"]
+    kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+    digest, found = _digest(key.strip()), False
+    for known in keys:  # compares all keys, so that timing reveals nothing
+        found |= hmac.compare_digest(digest, known)
+    return digest if found and kind.lower() == b"bearer" else None
 
 
 def _is_browser(scope: Scope) -> bool:
