@@ -24,7 +24,8 @@ from tests.chat_model import SPECIAL, TEMPLATE, backend
 VOCAB = 256 + len(SPECIAL)
 CONFIG = EngineConfig(max_model_len=256, max_num_seqs=2, max_num_batched_tokens=32, block_size=4, num_blocks=64)
 NOTHING = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-STATS = EngineStats(**NOTHING | {"num_blocks": 64, "block_size": 4, "compile_s": 0.0, "step_counts": [0] * 14})
+_SECONDS = dict.fromkeys(("compile_s", "step_s", "device_wait_s"), 0.0)
+STATS = EngineStats(**NOTHING | {"num_blocks": 64, "block_size": 4, "step_counts": [0] * 14} | _SECONDS)
 WAIT_S = 10.0
 ABORTED = object()
 

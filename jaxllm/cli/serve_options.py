@@ -30,7 +30,16 @@ _ANSWERS = (  # fields of `ServerConfig`, under the same name; None leaves their
     *("generation_config", "override_generation_config"),
 )
 _SERVER = (
-    *("host", "port", "max_queued_requests", "vllm_metric_names", "root_path", "allowed_origins", "allowed_methods"),
+    *(
+        "host",
+        "port",
+        "max_queued_requests",
+        "vllm_metric_names",
+        "logs_requests",
+        "root_path",
+        "allowed_origins",
+        "allowed_methods",
+    ),
     *("allowed_headers", "allow_credentials", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
     *("ssl_ciphers", "uvicorn_log_level", "max_header_bytes"),
 )
@@ -96,6 +105,14 @@ def _add_server(parser: CommandParser) -> None:
         "--otlp-traces-endpoint",
         metavar="URL",
         help="send OpenTelemetry spans to this URL, as in http://localhost:4318/v1/traces (extra: otel)",
+    )
+    add(
+        "--enable-log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        dest="logs_requests",
+        help="log a line for each request: method, route, status, seconds, tokens in and out, its id, and the "
+        "beginning of the digest of its key, but nothing that it says (default: no)",
     )
     add("--vllm-metric-names", action="store_true", help="also publish metrics under vLLM's names")
 

@@ -21,7 +21,7 @@ _CLASS = re.compile(r"(?<!\\)\[\^?\]?(?:\\.|[^\]\\])*\]")  # [a-z], in which all
 OPTIONS = "x-guidance"  # llguidance's options, in the schema
 
 
-class Place(NamedTuple):
+class UnsupportedKeyword(NamedTuple):
     keyword: str
     path: str  # a JSON pointer
     remedy: str
@@ -79,12 +79,12 @@ def is_lenient(schema: Mapping[str, Any]) -> bool:
     return isinstance(options, Mapping) and options.get("lenient") is True
 
 
-def first_unsupported(schema: dict[str, Any]) -> Place | None:
+def first_unsupported(schema: dict[str, Any]) -> UnsupportedKeyword | None:
     """Where the schema has a keyword that no grammar is made of, if it has one that counts."""
     for path, one in _reachable(schema):
         for key, value in one.items():
             if (remedy := _why(key, value)) is not None:
-                return Place(key, f"{path}/{_escaped(key)}", remedy)
+                return UnsupportedKeyword(key, f"{path}/{_escaped(key)}", remedy)
     return None
 
 

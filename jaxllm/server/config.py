@@ -29,6 +29,7 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     vllm_metric_names: bool = False
+    logs_requests: bool = False  # a line for each HTTP request, without what it says
     # The sampling parameters of requests without their own: the model's ("auto"), the API's ("vllm"), or a directory's.
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)  # some of these

@@ -15,6 +15,7 @@ from jaxllm.server.http.errors import APIError, engine_dead, unavailable
 from jaxllm.server.http.exchange import Exchange
 from jaxllm.server.http.limits import RequestLimit
 from jaxllm.server.http.queue_position import ArrivalQueue
+from jaxllm.server.observe.access import RequestRecord, log_request
 from jaxllm.server.observe.metrics import Metrics
 from jaxllm.server.openai.generation import Update, run
 from jaxllm.server.openai.prepare import GenerationJob
@@ -124,6 +125,7 @@ class Server:
             record = partial(self._tracing.record, headers=exchange.headers)
         if self.config.isolates_keys and exchange.tenant is not None:
             jobs = [job.salted(exchange.tenant) for job in jobs]
+        exchange.record.num_prompt_tokens = sum(len(job.token_ids) for job in jobs)
         stream = run(self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0, record=record)
         with self.arrivals.join(priority or 0) as position:
             if reports_position:
@@ -131,7 +133,14 @@ class Server:
             async with aclosing(stream):
                 async for update in stream:
                     position.leave()
+                    exchange.record.num_output_tokens += sum(len(one.token_ids) for one in update.output.outputs)
                     yield update
+
+    def report(self, record: RequestRecord) -> None:
+        """Counts an HTTP request that is over, and logs it if that is wanted."""
+        self.metrics.answered(record)
+        if self.config.logs_requests:
+            log_request(record)
 
     def _num_waiting(self) -> int:
         stats = self.client.stats()

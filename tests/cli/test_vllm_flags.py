@@ -73,6 +73,8 @@ USED_FLAGS = {
     '--allowed-headers ["X-A"]': ("allowed_headers", ("X-A",)),
     "--uvicorn-log-level debug": ("uvicorn_log_level", "debug"),
     "--h11-max-incomplete-event-size 9": ("max_header_bytes", 9),
+    "--enable-log-requests": ("logs_requests", True),
+    "--no-enable-log-requests": ("logs_requests", False),
     "--shutdown-timeout 5": ("shutdown_timeout_s", 5.0),
     "--otlp-traces-endpoint http://x": ("otlp_traces_endpoint", "http://x"),
 }

@@ -118,7 +118,14 @@ def create_app(server: Server) -> App:
     app.router.redirect_slashes = False
     config = server.config
     hosts = [config.host] if config.is_loopback else None
-    guarded = Guard(app, api_keys=config.api_keys, hosts=hosts, admin_api_key=config.admin_api_key)
+    guarded = Guard(
+        app,
+        api_keys=config.api_keys,
+        hosts=hosts,
+        admin_api_key=config.admin_api_key,
+        routes=[route.path for route in routes],
+        report=server.report,
+    )
     if not config.allowed_origins:
         return guarded
     outer: Any = CORSMiddleware(  # before the guard, as browsers ask whether they may without the key

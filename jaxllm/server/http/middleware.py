@@ -10,6 +10,7 @@ from typing import Any
 from jaxllm.server.config import LOOPBACK
 from jaxllm.server.http.errors import APIError, as_api_error, unauthorized
 from jaxllm.server.http.exchange import Receive, Scope, Send, send_body
+from jaxllm.server.observe.access import Report, RequestRecord, RouteNames, method_of
 from jaxllm.server.page import page
 
 PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready"})
@@ -21,14 +22,23 @@ App = Callable[[Scope, Receive, Send], Any]
 class Guard:
     """The outermost ASGI app. A client without a key can reach `PUBLIC_PATHS` only, and `ADMIN_PATHS` have a key of
     their own; the check uses the same path as the router. `hosts`: the host names that a loopback server answers to, so
-    that no web page can reach it under a name of its own (DNS rebinding); None: any."""
+    that no web page can reach it under a name of its own (DNS rebinding); None: any. `report` is called with each
+    request when it is over; `routes` are the paths that it may name."""
 
     def __init__(
-        self, app: App, *, api_keys: Sequence[str], hosts: Iterable[str] | None, admin_api_key: str | None = None
+        self,
+        app: App,
+        *,
+        api_keys: Sequence[str],
+        hosts: Iterable[str] | None,
+        admin_api_key: str | None = None,
+        routes: Iterable[str] = (),
+        report: Report = lambda record: None,
     ):
         self._app = app
         self._keys = [_digest(key.encode()) for key in api_keys]
         self._admin_keys = [] if admin_api_key is None else [_digest(admin_api_key.encode())]
+        self._routes, self._report = RouteNames(routes), report
         self._hosts = None if hosts is None else frozenset(hosts) | LOOPBACK
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,18 +49,25 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request_id = f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = request_id
-        started = False
+        record = RequestRecord(request_id, self._routes.name(route_path(scope)), method_of(scope["method"]))
+        scope.setdefault("state", {}).update(request_id=request_id, record=record)
+        try:
+            await self._answer(scope, receive, send, record)
+        finally:
+            self._report(record)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
+        request_id, started = record.request_id, False
 
         async def send_with_id(message: dict[str, Any]) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
-                started = True
+                started, record.status = True, message["status"]
                 message = message | {"headers": [*message["headers"], *_ids(scope, request_id)]}
             await send(message)
 
         try:
-            scope["state"]["tenant"] = self._check(scope)
+            scope["state"]["tenant"] = record.key = self._check(scope)
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 - last resort: of an internal error the client sees the request id only
             failure = as_api_error(error, request_id)

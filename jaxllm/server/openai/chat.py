@@ -17,6 +17,7 @@ from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Conten
 from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.openai.response_format import ResponseFormat, chat_response_format
 from jaxllm.server.openai.schemas import ChatRequest, Tool, check_stream, wants_queue_position
+from jaxllm.server.openai.tool_choice import narrow_tools
 from jaxllm.server.server import Server
 
 
@@ -59,6 +60,7 @@ def check_chat(request: ChatRequest) -> None:
         raise unsupported("modalities", "this server writes text only; leave modalities out")
     if request.function_call not in (None, "none"):
         raise unsupported("function_call", "function_call is an old name; use tools and tool_choice")
+    narrow_tools(request)
     check_tool_choice(request.tool_choice, request.tools)
 
 

@@ -216,6 +216,50 @@ def test_thoughts(stream):
             assert answer.json["usage"]["completion_tokens_details"]["reasoning_tokens"] >= 0
 
 
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+def allowed(*names, mode="auto", is_flat=False) -> dict:
+    tools = [{"type": "function", **({"name": name} if is_flat else {"function": {"name": name}})} for name in names]
+    inner = {"mode": mode, "tools": tools}
+    return {"type": "allowed_tools", **(inner if is_flat else {"allowed_tools": inner})}
+
+
+def test_some_of_the_tools(tools):
+    assert tools.chat(tools=[WEATHER, CLOCK], tool_choice=allowed("weather")).status == 200
+    params = tools.client.seen[-1][1]
+    assert params.structured_outputs is None
+    assert tools.chat(tools=[WEATHER, CLOCK], tool_choice=allowed("weather", mode="required")).status == 200
+    grammar = tools.client.seen[-1][1].structured_outputs.grammar
+    assert "weather" in grammar and "clock" not in grammar
+    flat = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
+    choice = allowed("clock", mode="required", is_flat=True)
+    assert respond(tools, tools=flat, tool_choice=choice).status == 200
+    grammar = tools.client.seen[-1][1].structured_outputs.grammar
+    assert "clock" in grammar and "weather" not in grammar
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        allowed("nope"),
+        allowed(),
+        allowed("weather", mode="none"),
+        allowed("weather", mode=["auto"]),
+        {"type": "allowed_tools", "allowed_tools": 7},
+        {"type": "allowed_tools", "allowed_tools": {"tools": ["weather"]}},
+        {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "function": "weather"}]}},
+        {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "custom", "name": "weather"}]}},
+        {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "name": ["weather"]}]}},
+        {"type": "allowed_tools"},
+    ],
+    ids=str,
+)
+def test_wrong_choices_of_tools(tools, choice):
+    answer = tools.chat(tools=[WEATHER, CLOCK], tool_choice=choice)
+    assert answer.status == 400 and answer.error["param"] == "tool_choice"
+
+
 FORMATS = {
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bern"}}]',
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>",
