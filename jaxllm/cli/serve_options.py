@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 TOOL_PARSERS = (
     *("auto", "hermes", "llama", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "pythonic", "openai", "none"),
 )
-REASONING_PARSERS = ("auto", "think", "openai_gptoss", "none")
+REASONING_PARSERS = ("auto", "think", "mistral", "openai_gptoss", "none")
 _THEIR_PARSERS = {  # vLLM's names
     "llama3_json": "llama",
     "llama4_json": "llama",

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxllm.grammar.spec import grammar_text
 from jaxllm.server.http.errors import refusing
-from jaxllm.server.openai.parsing import harmony, reasoning
+from jaxllm.server.openai.parsing import harmony
 from jaxllm.structured_outputs import StructuredOutputs
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -63,11 +63,11 @@ class GrammarBuilder:
             return self.add(wanted)
         return f'{self.mark(harmony.CHANNEL)} "final" {self.mark(harmony.MESSAGE)} {self.add(wanted)}'
 
-    def after_thoughts(self, start: str, *, is_open: bool) -> str:
-        """`start` after reasoning that the prompt has begun (`is_open`) or that may come first."""
+    def after_thoughts(self, start: str, marks: tuple[str, str], *, is_open: bool) -> str:
+        """`start` after reasoning between `marks` that the prompt has begun (`is_open`) or that may come first."""
         self.rule("answer", start)
-        thoughts = f"{self.until(reasoning.CLOSE)} {GAP}? answer"
-        return thoughts if is_open else f"{self.mark(reasoning.OPEN)} {thoughts} | answer"
+        thoughts = f"{self.until(marks[1])} {GAP}? answer"
+        return thoughts if is_open else f"{self.mark(marks[0])} {thoughts} | answer"
 
     def after_analysis(self, start: str) -> str:
         """`start` after messages of reasoning, in gpt-oss's format."""

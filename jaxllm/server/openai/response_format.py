@@ -107,6 +107,7 @@ def chat_response_format(
     if thoughts == "openai_gptoss":
         start = grammar.after_analysis(start)
     elif thoughts is not None:
-        start = grammar.after_thoughts(start, is_open=prompt.rstrip().endswith(reasoning.OPEN))
+        marks = reasoning.MARKS[thoughts]
+        start = grammar.after_thoughts(start, marks, is_open=prompt.rstrip().endswith(marks[0]))
     param = "tools" if response_format is None or must_call else response_format.param
     return _make(param, grammar=grammar.text(start))

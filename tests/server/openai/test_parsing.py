@@ -12,6 +12,7 @@ from jaxllm.server.openai.parsing.calls import MAX_HELD_CHARS
 from jaxllm.server.openai.parsing.choose import make_parser, thought_format, tool_format
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Reasoning
 from jaxllm.server.openai.parsing.literals import as_json
+from jaxllm.text.chat_template import ChatTemplates
 
 TEMPLATES = Path(__file__).parents[2] / "chat_templates"
 
@@ -19,7 +20,7 @@ WEATHER = '{"name": "get_weather", "arguments": {"city": "Zür{ich", "days": [1,
 ARGUMENTS = {"city": "Zür{ich", "days": [1, 2, {"a": '"}'}]}
 
 
-THINK = {False: None, True: "think", "openai_gptoss": "openai_gptoss"}
+THINK = {False: None, True: "think", "mistral": "mistral", "openai_gptoss": "openai_gptoss"}
 # Beginnings of calls.
 HEADS = {
     "hermes": ["<tool_call>", '<tool_call>{"x": "', '<tool_call>{"name": "f", "arguments": {"a": "'],
@@ -147,6 +148,13 @@ THOUGHTS = [
 def test_thoughts(text, prompt, reasoning, content):
     found = every_way(text, tools=None, thoughts=True, prompt=prompt)
     assert found == {"content": content, "reasoning": reasoning, "calls": []}
+
+
+def test_thoughts_of_mistrals():
+    found = every_way(f"[THINK]Hm, [TH]?[/THINK]Yes.[TOOL_CALLS][{WEATHER}]", tools="mistral", thoughts="mistral")
+    assert found == {"content": "Yes.", "reasoning": "Hm, [TH]?", "calls": [("get_weather", ARGUMENTS)]}
+    assert every_way("Hm[/THINK]Yes", tools=None, thoughts="mistral", prompt="[/INST][THINK]")["reasoning"] == "Hm"
+    assert thought_format("auto", "[THINK] [/THINK]") == "mistral"
 
 
 MISTRAL = [
@@ -405,6 +413,27 @@ def test_formats_are_seen_in_templates():
     assert tool_format("auto", harmony) == "openai" and thought_format("auto", harmony) == "openai_gptoss"
     assert thought_format("auto", "{{ '</think>' }}") == "think" and thought_format("think", "") == "think"
     assert thought_format("none", "</think>") is None and thought_format("auto", "") is None
+
+
+CALL = {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}
+TURN = {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", "type": "function", "function": CALL}]}
+
+
+@pytest.mark.parametrize(
+    ("file", "calls", "end"),
+    [("qwen", "hermes", "<|im_end|>"), ("mistral", "mistral", "</s>"), ("llama3", "llama", "<|eot_id|>")],
+)
+def test_what_templates_write_of_calls_is_what_parsers_read(file, calls, end):
+    template = (TEMPLATES / f"{file}.jinja").read_text()
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
+    chat = ChatTemplates({"default": template}, {"bos_token": "<s>", "eos_token": "</s>"})
+    asked = [{"role": "user", "content": "Weather?"}]
+    prompt = chat.render(asked, tools=tools, add_generation_prompt=calls != "mistral")
+    whole = chat.render([*asked, TURN], tools=tools, add_generation_prompt=False)
+    assert whole.startswith(prompt) and whole.rstrip().endswith(end)
+    text = whole[len(prompt) :].rstrip().removesuffix(end)
+    thoughts = thought_format("auto", template) is not None
+    assert every_way(text, tools=calls, thoughts=thoughts, prompt=prompt)["calls"] == [("get_weather", ARGUMENTS)]
 
 
 @pytest.mark.parametrize(

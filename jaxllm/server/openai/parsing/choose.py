@@ -41,12 +41,12 @@ def tool_format(wanted: str, template: str) -> str | None:
 
 
 def thought_format(wanted: str, template: str) -> str | None:
-    """The name of a format of reasoning, "think" or "openai_gptoss"; None for none."""
+    """The name of a format of reasoning, "openai_gptoss" or one of `reasoning.MARKS`; None for none."""
     if wanted != "auto":
         return None if wanted == "none" else wanted
     if tool_format("auto", template) == "openai":
         return "openai_gptoss"
-    return "think" if reasoning.CLOSE in template else None
+    return next((name for name, (_, close) in reasoning.MARKS.items() if close in template), None)
 
 
 def make_parser(
@@ -63,4 +63,5 @@ def make_parser(
         inner = Plain() if calls is None else _PARSERS[calls]()
     if thoughts is None:
         return inner
-    return ThinkParser(inner, is_open=prompt.rstrip().endswith(reasoning.OPEN))
+    marks = reasoning.MARKS[thoughts]
+    return ThinkParser(inner, is_open=prompt.rstrip().endswith(marks[0]), marks=marks)
