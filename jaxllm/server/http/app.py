@@ -50,7 +50,8 @@ class Post:
         except APIError as error:
             await exchange.error(error)
             return
-        await until_disconnect(self._answer(scope, body, exchange), receive)
+        if not await until_disconnect(self._answer(scope, body, exchange), receive):
+            exchange.record.error = "client_gone"
 
     async def _answer(self, scope: Scope, body: bytes, exchange: Exchange) -> None:
         try:

@@ -66,8 +66,17 @@ def test_a_client_that_leaves(lines):
             web.wait(lambda: client.running)
         web.wait(lines)
         client.gate.set()
-    ((method, route, status, *_),) = lines()
-    assert (method, route, status) == ("POST", "/v1/chat/completions", "499")
+        web.client.gate.clear()
+        with web.open_stream() as stream:
+            web.wait(lambda: client.running)
+            assert stream.recv(1)
+        web.wait(lambda: len(lines()) == 2)
+        client.gate.set()
+    found = [(method, route, status, error) for method, route, status, *_, error in lines()]
+    assert found == [
+        ("POST", "/v1/chat/completions", "499", "client_gone"),
+        ("POST", "/v1/completions", "200", "client_gone"),
+    ]
 
 
 def test_nothing_is_logged_unless_asked_for(lines):
