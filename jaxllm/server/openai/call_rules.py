@@ -31,7 +31,7 @@ def _around(grammar: GrammarBuilder, calls: str, *, is_one: bool) -> str:
     """One or several of the rule `call`, with what is around and between them."""
 
     def several(separator: str) -> str:
-        return "call" if is_one else f"call ({separator} call)*".replace("(  ", "(")
+        return "call" if is_one else f"call ({separator} call)*"
 
     match calls:
         case "mistral":

@@ -393,6 +393,21 @@ def test_hostile_text_takes_linear_time_and_bounded_memory(tools):
         assert any(isinstance(event, Content) for event in events), "no call begins so late"
 
 
+MANY = {
+    "hermes": '<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+    "llama": '{"name": "f", "parameters": {}}; ',
+    "mistral": "[TOOL_CALLS]f{}",
+    "qwen3_coder": "<function=f></function>",
+    "deepseek_v31": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    "openai": "<|start|>assistant to=functions.f<|message|>{}<|call|>",
+}
+
+
+@pytest.mark.parametrize("tools", MANY)
+def test_many_calls_at_once(tools):
+    assert parse([MANY[tools] * 1000], tools=tools)["calls"] == [("f", {})] * 1000
+
+
 def parse_all(text, tools):
     parser = make_parser("", calls=tools, thoughts="think")
     for i in range(0, len(text), 1000):

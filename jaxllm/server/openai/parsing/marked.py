@@ -4,7 +4,7 @@ import re
 from functools import lru_cache
 
 from jaxllm.server.openai.parsing.calls import MAX_HELD_CHARS
-from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Event, content
+from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Event, content, pieces
 from jaxllm.text.overlap import overlap_start
 
 
@@ -30,6 +30,11 @@ class MarkedText:
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
+        for piece in pieces(text):
+            self._push(piece, events)
+        return events
+
+    def _push(self, text: str, events: list[Event]) -> None:
         text, at = self._rest + text, 0
         while at < len(text):
             marks = self._marks
@@ -43,7 +48,6 @@ class MarkedText:
             else:
                 break
         self._rest = text[at:]
-        return events
 
 
 @lru_cache(maxsize=256)

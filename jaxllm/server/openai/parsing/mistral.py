@@ -43,7 +43,7 @@ class MistralParser(MarkedCalls):
         rest = text.lstrip()
         self._keep(text[: len(text) - len(rest)], events)
         if rest:
-            self._state = {"[": "list", "{": "list"}.get(rest[0], "name")
+            self._state = "list" if rest[0] in "[{" else "name"
             if rest[0] == "[":
                 self._raw.append("[")
                 return len(text) - len(rest) + 1
@@ -72,7 +72,9 @@ class MistralParser(MarkedCalls):
         elif not scanner.has_started:
             self._keep(text[:used], events)
         events += call_events
-        if scanner.is_broken and not scanner.has_started and self._raw:
+        if self._state != "call":  # it was too long
+            return used
+        if scanner.is_broken and not scanner.has_started:
             self._give_up(events)
         elif scanner.is_over:
             self._num_calls, self._state = self._num_calls + scanner.has_started, "list"

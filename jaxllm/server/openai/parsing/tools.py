@@ -1,7 +1,7 @@
 """Parsers of tool calls: Hermes and Qwen use <tool_call> tags, Llama 3 bare JSON."""
 
 from jaxllm.server.openai.parsing.calls import CallScanner
-from jaxllm.server.openai.parsing.events import Event, content
+from jaxllm.server.openai.parsing.events import Event, content, pieces
 from jaxllm.text.overlap import overlap_start
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -20,13 +20,14 @@ class HermesParser:
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
-        while text:
-            if self._scanner is not None:
-                text = self._call(text, events)
-            elif self._is_closing:
-                text = self._close(text)
-            else:
-                text = self._content(text, events)
+        for piece in pieces(text):
+            while piece:
+                if self._scanner is not None:
+                    piece = self._call(piece, events)
+                elif self._is_closing:
+                    piece = self._close(piece)
+                else:
+                    piece = self._content(piece, events)
         return events
 
     def _content(self, text: str, events: list[Event]) -> str:
@@ -86,11 +87,12 @@ class LlamaParser:
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
-        while text:
-            if self._is_content:
-                events += content(text)
-                break
-            text = self._between(text, events) if self._scanner is None else self._call(text, events)
+        for piece in pieces(text):
+            while piece:
+                if self._is_content:
+                    events += content(piece)
+                    break
+                piece = self._between(piece, events) if self._scanner is None else self._call(piece, events)
         return events
 
     def _between(self, text: str, events: list[Event]) -> str:
