@@ -60,6 +60,7 @@ class EngineClient(Protocol):
     async def command(self, command: EngineCommand) -> bool:
         """Returns, once it is done, whether the engine sleeps. Raises `ValueError` for what it refuses, such as `sleep`
         while requests run, and `EngineDeadError` when it stops."""
+        ...
 
     def fail_all(self, reason: str) -> None:
         """Every open iterator raises `EngineDeadError`, and what it stands for is aborted."""

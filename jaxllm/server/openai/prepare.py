@@ -96,7 +96,7 @@ def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionReq
     """A job for each prompt. Raises `APIError`."""
     wants_scores = request.echo and request.logprobs is not None
     if request.suffix:
-        prompts = infilling_prompts(model, info, request)
+        prompts = infilling_prompts(model, info, request, request.suffix)
     else:
         prompts = _prompts(model, info, request)
     params = sampling_params(
@@ -134,25 +134,26 @@ def _prompts(model: ServedModel, info: EngineInfo, request: CompletionRequest) -
 
 
 def infilling_prompts(
-    model: ServedModel, info: EngineInfo, request: CompletionRequest
+    model: ServedModel, info: EngineInfo, request: CompletionRequest, suffix: str
 ) -> list[tuple[list[int], str | None]]:
-    """Prompts for the text between each prompt and the suffix; tokens that end such a text are added to the request's
+    """Prompts for the text between each prompt and `suffix`; tokens that end such a text are added to the request's
     stop tokens. Raises `APIError`."""
     tokenizer = model.need_tokenizer("suffix")
     tokens = infilling_tokens(tokenizer)
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    if not prompts or not all(isinstance(one, str) for one in prompts):
+    texts = [one for one in prompts if isinstance(one, str)]
+    if not texts or len(texts) < len(prompts):
         raise invalid("suffix needs prompts in text; token ids can have the tokens for filling in themselves", "suffix")
     if request.echo:
         raise unsupported("echo", "echo shows a prompt and what follows it; with suffix, leave it out")
     request.stop_token_ids = [*(request.stop_token_ids or ()), *tokens.ends]
     special = request.add_special_tokens is not False
-    check_chars(info, request.suffix, "suffix")
+    check_chars(info, suffix, "suffix")
     found: list[tuple[list[int], str | None]] = []
-    for one in prompts:
+    for one in texts:
         check_chars(info, one, "prompt")
         with refusing("suffix"):
-            ids = infilling_ids(tokenizer, tokens, one, request.suffix, add_special_tokens=special)
+            ids = infilling_ids(tokenizer, tokens, one, suffix, add_special_tokens=special)
         found.append((ids, one))
     return found
 

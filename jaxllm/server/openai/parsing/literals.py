@@ -70,6 +70,7 @@ class LiteralWriter:
         return json.dumps(char, ensure_ascii=False)[1:-1]
 
     def _in_escape(self, char: str) -> str:
+        assert self._escape is not None
         self._escape += char
         kind, digits = self._escape[0], self._escape[1:]
         if kind in _CODES and all(digit in "0123456789abcdefABCDEF" for digit in digits):

@@ -14,7 +14,7 @@ class MistralParser(MarkedCalls):
     def __init__(self) -> None:
         super().__init__()
         self._name: list[str] = []
-        self._scanner: CallScanner | None = None  # of the list's current object
+        self._scanner = CallScanner(0, ())  # of the list's current object
         self._object = ObjectScanner()
 
     @property
