@@ -26,14 +26,29 @@ class FakeEngine:
     config = CONFIG
     vocab = 4096
     requests: dict = field(default_factory=dict)  # id -> [params, tokens so far, prompt]
+    is_sleeping = False
 
     def __post_init__(self):
         self.compile_plan = types.SimpleNamespace(waited_at=0.0)
         self.runner = types.SimpleNamespace(compile_plan=self.compile_plan)
-        self.scheduler = types.SimpleNamespace(check=lambda: None)
+        self.pool = types.SimpleNamespace(num_forgotten=0, forget_keys=self.forget_keys)
+        self.scheduler = types.SimpleNamespace(check=lambda: None, pool=self.pool)
         grammars = types.SimpleNamespace(warm_up=self.warm_up)
         pooler = types.SimpleNamespace(task="embed", width=1, labels=())
         self.intake = types.SimpleNamespace(grammars=grammars, pooler=pooler)
+
+    def forget_keys(self):
+        self.pool.num_forgotten += 1
+
+    def sleep(self, level):
+        if self.requests:
+            raise ValueError("1 requests run")
+        if self.pool.num_forgotten > 2:
+            raise RuntimeError("a bug")
+        self.is_sleeping = True
+
+    def wake_up(self, tags):
+        self.is_sleeping = tags == ["weights"]
 
     def has_work(self):
         return bool(self.requests)

@@ -27,8 +27,10 @@ from tests.chat_model import SPECIAL, TEMPLATE, backend
 VOCAB = 256 + len(SPECIAL)
 CONFIG = EngineConfig(max_model_len=256, max_num_seqs=2, max_num_batched_tokens=32, block_size=4, num_blocks=64)
 NOTHING = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
-STATS = EngineStats(**NOTHING | {"num_blocks": 64, "block_size": 4, "compile_s": 0.0, "step_counts": [0] * 14})
+_SECONDS = dict.fromkeys(("compile_s", "step_s", "device_wait_s"), 0.0)
+STATS = EngineStats(**NOTHING | {"num_blocks": 64, "block_size": 4, "step_counts": [0] * 14} | _SECONDS)
 WAIT_S = 10.0
+ABORTED = object()
 
 
 def tokenizer(template=TEMPLATE) -> Tokenizer:
@@ -51,7 +53,8 @@ class FakeClient:
     def __post_init__(self):
         self.gate = threading.Event()
         self.gate.set()
-        self.running, self.seen, self.aborted = {}, [], []
+        self.running, self.seen, self.aborted, self.commands = {}, [], [], []
+        self.is_sleeping = False
         self.is_alive = True
         self.broken: Exception | None = None
         self._decoder = tokenizer()
@@ -70,6 +73,20 @@ class FakeClient:
 
     def abort(self, request_id):
         self.running.pop(request_id, None)
+
+    def abort_all(self):
+        for request_id in list(self.running):
+            self.running[request_id] = ABORTED
+
+    async def command(self, command):
+        if command.name == "sleep" and self.running:
+            raise ValueError(f"{len(self.running)} requests run")
+        if command.tags == ["wrong"]:
+            raise ValueError("tags has 'wrong'")
+        self.commands.append(command)
+        if command.name != "reset_prefix_cache":
+            self.is_sleeping = command.name == "sleep" or command.tags == ["weights"]
+        return self.is_sleeping
 
     def fail_all(self, reason):
         for request_id in list(self.running):
@@ -119,7 +136,16 @@ class FakeClient:
         reason, reply = (reason if len(reply) <= limit else "length"), reply[:limit]
         parts = [reply[i : i + self.step] for i in range(0, len(reply), self.step)]
         for i, part in enumerate(parts):
-            await self._pass(request_id)
+            if await self._pass(request_id) is ABORTED:
+                yield RequestOutput(
+                    request_id=request_id,
+                    prompt=None,
+                    prompt_token_ids=[],
+                    prompt_logprobs=None,
+                    finished=True,
+                    outputs=[self._piece(k, "", params, "abort") for k in range(params.n)],
+                )
+                return
             is_last = i == len(parts) - 1
             scores = None
             if params.prompt_logprobs is not None and i == 0:
@@ -148,11 +174,13 @@ class FakeClient:
 
     async def _pass(self, request_id):
         while True:
+            if self.running[request_id] is ABORTED:
+                return ABORTED
             if self.running[request_id] is not None:
                 raise self.running[request_id]
             if self.gate.is_set():
                 await asyncio.sleep(0)  # as an engine that others get their turn beside
-                return
+                return None
             await asyncio.sleep(0.005)
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 KEY_VARIABLES = ("JAXLLM_API_KEY", "VLLM_API_KEY")
+ADMIN_KEY_VARIABLE = "JAXLLM_ADMIN_API_KEY"
 LEVEL_VARIABLES = ("JAXLLM_LOGGING_LEVEL", "VLLM_LOGGING_LEVEL")  # the first that is set
 _NO_STATISTICS = ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK")  # what they ask for is so: nothing is sent anywhere
 USED = frozenset({*KEY_VARIABLES, *LEVEL_VARIABLES, *_NO_STATISTICS})
@@ -21,7 +22,7 @@ COUNTERPARTS = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "there are no LoRA adapters yet",
     "VLLM_USE_MODELSCOPE": "set HF_ENDPOINT, or give a directory",
     "VLLM_TORCH_PROFILER_DIR": "see jax.profiler",
-    "VLLM_SERVER_DEV_MODE": "there are no such endpoints",
+    "VLLM_SERVER_DEV_MODE": "give --enable-admin",
     "VLLM_BATCH_INVARIANT": "results may differ in their last bits with the batch",
 }
 # Of a service that is called vllm: Kubernetes sets these in every container beside it.
@@ -42,6 +43,16 @@ def api_keys(given: Sequence[str] | None) -> tuple[str, ...]:
     if len(set(found.values())) > 1:
         raise ValueError(f"{' and '.join(found)} are both set, and differ; unset one, or give --api-key")
     return tuple(dict.fromkeys(found.values()))
+
+
+def admin_api_key(is_enabled: bool, given: str | None) -> str | None:
+    """The key of the admin routes; None where they are not wanted. Raises `ValueError` for one without the other."""
+    key = given if given is not None else os.environ.get(ADMIN_KEY_VARIABLE)
+    if is_enabled and not key:
+        raise ValueError(f"--enable-admin needs a key of its own: give --admin-api-key, or set {ADMIN_KEY_VARIABLE}")
+    if given is not None and not is_enabled:
+        raise ValueError("--admin-api-key is for the routes of --enable-admin; give both, or none")
+    return key if is_enabled else None
 
 
 def logging_level() -> int:

@@ -6,21 +6,40 @@ import ssl
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.common import add_engine_arguments, add_model_argument, program
-from jaxllm.cli.environment import KEY_VARIABLES, api_keys
+from jaxllm.cli.environment import ADMIN_KEY_VARIABLE, KEY_VARIABLES, admin_api_key, api_keys
 from jaxllm.cli.parser import CommandParser, Example, json_object
 
 if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig
 
-TOOL_PARSERS, REASONING_PARSERS = ("auto", "hermes", "llama", "none"), ("auto", "think", "none")
-_THEIR_PARSERS = {"llama3_json": "llama", "qwen3": "think", "deepseek_r1": "think"}  # vLLM's names
+TOOL_PARSERS = (
+    *("auto", "hermes", "llama", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "pythonic", "openai", "none"),
+)
+REASONING_PARSERS = ("auto", "think", "mistral", "openai_gptoss", "none")
+_THEIR_PARSERS = {  # vLLM's names
+    "llama3_json": "llama",
+    "llama4_json": "llama",
+    "llama4_pythonic": "pythonic",
+    "qwen3_xml": "qwen3_coder",
+    "qwen3": "think",
+    "deepseek_r1": "think",
+}
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 _ANSWERS = (  # fields of `ServerConfig`, under the same name; None leaves their default
     *("chat_template", "default_chat_template_kwargs", "tool_call_parser", "reasoning_parser"),
     *("generation_config", "override_generation_config"),
 )
 _SERVER = (
-    *("host", "port", "max_queued_requests", "vllm_metric_names", "root_path", "allowed_origins", "allowed_methods"),
+    *(
+        "host",
+        "port",
+        "max_queued_requests",
+        "vllm_metric_names",
+        "logs_requests",
+        "root_path",
+        "allowed_origins",
+        "allowed_methods",
+    ),
     *("allowed_headers", "allow_credentials", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"),
     *("ssl_ciphers", "uvicorn_log_level", "max_header_bytes", "max_body_memory_bytes", "scheduling_policy"),
 )
@@ -57,6 +76,16 @@ def _add_server(parser: CommandParser) -> None:
         "environment, or none)",
     )
     add(
+        "--enable-admin",
+        action="store_true",
+        help="serve /sleep, /wake_up, /is_sleeping and /reset_prefix_cache, for the admin key only",
+    )
+    add(
+        "--admin-api-key",
+        metavar="KEY",
+        help=f"key of these routes alone (default: {ADMIN_KEY_VARIABLE} of the environment)",
+    )
+    add(
         "--prefix-cache-isolation",
         choices=("per-key", "none"),
         default="per-key",
@@ -90,6 +119,14 @@ def _add_server(parser: CommandParser) -> None:
         "--otlp-traces-endpoint",
         metavar="URL",
         help="send OpenTelemetry spans to this URL, as in http://localhost:4318/v1/traces (extra: otel)",
+    )
+    add(
+        "--enable-log-requests",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        dest="logs_requests",
+        help="log a line for each request: method, route, status, seconds, tokens in and out, its id, and the "
+        "beginning of the digest of its key, but nothing that it says (default: no)",
     )
     add("--vllm-metric-names", action="store_true", help="also publish metrics under vLLM's names")
 
@@ -173,6 +210,7 @@ def server_config(arguments: argparse.Namespace) -> "ServerConfig":
     return ServerConfig(
         api_keys=api_keys(arguments.api_key),
         allowed_hosts=tuple(arguments.allowed_hosts or ()),
+        admin_api_key=admin_api_key(arguments.enable_admin, arguments.admin_api_key),
         isolates_keys=arguments.prefix_cache_isolation == "per-key",
         request_timeout_s=arguments.request_timeout,
         shutdown_timeout_s=arguments.shutdown_timeout,

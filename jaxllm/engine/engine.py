@@ -166,7 +166,9 @@ class Engine:
             self._build_state()
         self._is_torn = True  # unless it comes to its end
         self.runner.compile_plan.stepped(is_stepping=True)
+        start = time.monotonic()
         updates = self._step()
+        self._steps.seconds += time.monotonic() - start
         self._is_torn = False
         self.runner.compile_plan.stepped(is_stepping=self._in_flight is not None)
         return updates
@@ -193,8 +195,10 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - whatever it was, the donated state is gone
                 failed = plan, error
         if done is not None:
+            start = time.monotonic()
             try:
                 result = self.runner.collect(done)
+                self._steps.wait_s += time.monotonic() - start
             except Exception as error:  # noqa: BLE001 - raised on the device; the step after it has no state either
                 failed = done.plan, error
             else:

@@ -21,6 +21,18 @@ GAUGES = (  # name, help, value
     ("num_compiled", "Compiled executables of the compile plan.", lambda s: s.num_compiled),
     ("num_failed_executables", "Executables that failed to compile.", lambda s: s.num_failed_executables),
 )
+GAUGES_BY_LABEL = (  # name, help, label, its values
+    (
+        "num_requests_waiting_by_reason",
+        "Sequences that wait for a place in the batch, for KV blocks, or to come back after a preemption.",
+        "reason",
+        {
+            "slots": lambda s: 0 if s.num_free_slots else s.num_waiting - s.num_waiting_preempted,
+            "kv_blocks": lambda s: s.num_waiting - s.num_waiting_preempted if s.num_free_slots else 0,
+            "preempted": lambda s: s.num_waiting_preempted,
+        },
+    ),
+)
 COUNTERS = (
     ("num_preemptions", "Sequences preempted.", lambda s: s.num_preemptions),
     ("kv_blocks_copied", "KV blocks copied on the first write to a shared one.", lambda s: s.blocks_copied),
@@ -29,6 +41,12 @@ COUNTERS = (
     ("nan_logits", "Sequences that ended because the model returned NaN or infinity.", lambda s: s.num_not_finite),
     ("corrupted_requests", "The same under vLLM's name.", lambda s: s.num_not_finite),
     ("compile_seconds", "Seconds spent compiling.", lambda s: s.compile_s),
+    ("step_seconds", "Seconds of steps.", lambda s: s.step_s),
+    (
+        "step_host_seconds",
+        "Seconds of steps in which the host did not wait for the device.",
+        lambda s: s.step_s - s.device_wait_s,
+    ),
 )
 BY_LABEL = (  # name, help, label, its values
     (
@@ -56,7 +74,13 @@ STEPS = "iteration_tokens_total"  # a histogram: tokens of a step
 CONFIG_INFO = "cache_config_info"  # a gauge that is 1, with `CONFIG` as its labels
 _OF_VLLM = frozenset(  # vLLM has them by these names; the rest are ours
     (
-        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
+        *(
+            "num_requests_running",
+            "num_requests_waiting",
+            "num_requests_waiting_by_reason",
+            "kv_cache_usage_perc",
+            "num_preemptions",
+        ),
         *("prefix_cache_queries", "prefix_cache_hits", "corrupted_requests", STEPS, CONFIG_INFO),
     )
 )
@@ -100,6 +124,9 @@ def read_metrics(stats: EngineStats, config: EngineConfig, labels: dict[str, str
 def _metrics(stats: EngineStats, config: EngineConfig, labels: dict[str, str]) -> Iterator[Metric]:
     for name, _, value in GAUGES:
         yield Gauge(_full(name), labels.copy(), float(value(stats)))
+    for name, _, label, values in GAUGES_BY_LABEL:
+        for label_value, value in values.items():
+            yield Gauge(_full(name), labels | {label: label_value}, float(value(stats)))
     for name, _, value in COUNTERS:
         yield Counter(_full(name), labels.copy(), int(value(stats)))
     for name, _, label, values in BY_LABEL:

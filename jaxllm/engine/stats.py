@@ -15,6 +15,7 @@ class StepCounter:
     def __init__(self) -> None:
         self.counts = [0] * (len(STEP_TOKENS) + 1)
         self.num_tokens = 0
+        self.seconds = self.wait_s = 0.0  # of steps, and of them those in which the host waited for the device
 
     def count(self, num_tokens: int) -> None:
         self.counts[bisect_left(STEP_TOKENS, num_tokens)] += 1
@@ -38,6 +39,8 @@ class EngineStats:
     blocks_on_host: int  # of sequences that wait to be swapped in
     num_running: int
     num_waiting: int
+    num_waiting_preempted: int  # of those, have run before
+    num_free_slots: int
     num_preemptions: int  # of sequences
     num_swapped: int  # of those, swapped to host memory; the others are recomputed
     num_prompt_tokens: int  # of requests admitted so far
@@ -45,6 +48,8 @@ class EngineStats:
     num_not_finite: int  # requests that ended as the model gave NaN or infinity
     step_counts: list[int]  # steps by size, as `StepCounter` has them
     num_step_tokens: int
+    step_s: float  # seconds of all steps
+    device_wait_s: float  # of those, the host waited for the device
     num_executables: int  # in the compile plan
     num_compiled: int
     num_failed_executables: int  # of those, failed to compile twice: the engine does without them
@@ -70,6 +75,8 @@ def read_stats(
         blocks_on_host=preemption.num_host_pages,
         num_running=len(scheduler.running_set),
         num_waiting=len(scheduler.waiting),
+        num_waiting_preempted=scheduler.waiting.num_returning,
+        num_free_slots=len(scheduler.running_set.free_slots),
         num_preemptions=preemption.num_swapped + preemption.num_recomputed,
         num_swapped=preemption.num_swapped,
         num_prompt_tokens=admission.num_prompt_tokens,
@@ -77,6 +84,8 @@ def read_stats(
         num_not_finite=scheduler.committer.num_not_finite,
         step_counts=steps.counts.copy(),
         num_step_tokens=steps.num_tokens,
+        step_s=steps.seconds,
+        device_wait_s=steps.wait_s,
         num_executables=compile_plan.total,
         num_compiled=compile_plan.num_done,
         num_failed_executables=compile_plan.num_failed,

@@ -5,7 +5,9 @@ from jaxllm.from_vllm.engine_arguments import ENGINE_ARGUMENTS, NO_LORA
 from jaxllm.from_vllm.rules import Hint, Only, Rule
 
 _OFF = (None, False)
-_UNLOGGED = "prompts, answers and accesses are never logged; /metrics and --otlp-traces-endpoint have the figures"
+_UNLOGGED = (
+    "prompts and answers are never logged; --enable-log-requests, /metrics and --otlp-traces-endpoint have figures"
+)
 _ONE_SERVER = "one process answers for one engine; start a server for each part of the devices, behind a balancer"
 _NO_CODE = "no code is loaded by its name; leave it out"
 _NO_DOCS = "there are no generated pages of documentation; docs.vllm.ai describes the same API"
@@ -16,7 +18,6 @@ _FRONTEND: dict[str, Rule] = {
     "headless": Only(_OFF, _ONE_SERVER),
     "data_parallel_supervisor_port": Hint(_ONE_SERVER),
     "uds": Only((None,), "a server listens on an address; give --host and --port"),
-    "enable_log_requests": Only(_OFF, _UNLOGGED),
     "enable_log_outputs": Only(_OFF, _UNLOGGED),
     **{
         name: Hint(_UNLOGGED)
@@ -30,7 +31,7 @@ _FRONTEND: dict[str, Rule] = {
     "enable_prompt_tokens_details": Hint("usage always has prompt_tokens_details"),
     "enable_request_id_headers": Hint("every answer has the header X-Request-Id"),
     "enable_tokenizer_info_endpoint": Hint("/tokenizer_info is always there"),
-    "enable_server_load_tracking": Only(_OFF, "/stats and /metrics say what runs and waits; leave it out"),
+    "enable_server_load_tracking": Hint("/load is always there"),
     "enable_force_include_usage": Only(
         _OFF, 'streams have it when the request says "stream_options": {"include_usage": true}'
     ),
@@ -93,7 +94,7 @@ SWITCHES = frozenset(  # vLLM's flags without a value, each with a --no- form
         *("disable_uvicorn_access_log", "disable_async_output_proc", "enable_auto_tool_choice"),
         *("enable_chunked_prefill", "enable_dbo", "enable_elastic_ep", "enable_eplb", "enable_expert_parallel"),
         *("enable_flashinfer_autotune", "enable_force_include_usage", "enable_layerwise_nvtx_tracing"),
-        *("enable_log_deltas", "enable_log_outputs", "enable_log_requests", "enable_logging_iteration_details"),
+        *("enable_log_deltas", "enable_log_outputs", "enable_logging_iteration_details"),
         *("enable_lora", "enable_lora_bias", "enable_metrics", "enable_mfu_metrics", "enable_mm_embeds"),
         *("enable_mm_processor_stats", "enable_offline_docs", "enable_per_request_metrics", "enable_prompt_adapter"),
         *("enable_prompt_embeds", "enable_prompt_tokens_details", "enable_request_id_headers"),

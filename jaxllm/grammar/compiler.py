@@ -1,5 +1,6 @@
 """Compiles grammars for structured outputs with llguidance, outside the engine's thread, and fills their masks."""
 
+import json
 import re
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.grammar.json_schema import OPTIONS, first_one_of
 from jaxllm.grammar.matcher import Matcher, first_line, mask_words
 from jaxllm.grammar.spec import grammar_text, library
 from jaxllm.structured_outputs import StructuredOutputs
@@ -142,14 +144,21 @@ def _compile(llguidance: ModuleType, trie: Any, text: str) -> Any:
     limits = llguidance.LLParserLimits(verbose_errors=False, **_LIMITS)
     matcher = llguidance.LLMatcher(trie, text, log_level=0, limits=limits)
     if matcher.is_error():
-        raise ValueError(_explain(matcher.get_error()))
+        raise ValueError(_explain(matcher.get_error(), text))
     if (seconds := time.thread_time() - start) > MAX_COMPILE_S:
         raise ValueError(f"the grammar took {seconds:.1f} s to compile; at most {MAX_COMPILE_S:g} s are allowed")
     return matcher
 
 
-def _explain(error: str) -> str:
+def _explain(error: str, grammar: str) -> str:
     """The library's error in a line, with the place in the user's own pattern or grammar."""
+    if "coerce_one_of" in error:
+        schemas = (part.get("json_schema") for part in json.loads(grammar)["grammars"])
+        path = next(filter(None, (first_one_of(schema) for schema in schemas if isinstance(schema, dict))), "#")
+        return (
+            f"the schema has a oneOf (the first at {path}) whose alternatives overlap, or may: use anyOf, or put "
+            f'"{OPTIONS}": {{"coerce_one_of": true}} into the schema, with which several may match'
+        )
     if (match := _PATTERN_ERROR.search(error)) is not None:
         line_start = match.start("pattern") - error.rindex("\n", 0, match.start("pattern")) - 1
         rest = match["pattern"][max(0, len(match["mark"]) - line_start) :].replace(r"\/", "/")

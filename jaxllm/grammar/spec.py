@@ -4,6 +4,7 @@ import json
 import re
 from types import ModuleType
 
+from jaxllm.grammar.json_schema import first_unsupported, is_lenient, rewritten
 from jaxllm.structured_outputs import StructuredOutputs
 
 _MAX_GBNF_CHARS = 1 << 16
@@ -19,11 +20,16 @@ def grammar_text(wanted: StructuredOutputs) -> str:
         return matcher.grammar_from_regex("|".join(map(re.escape, dict.fromkeys(wanted.choice))))
     if wanted.grammar is not None:
         return _grammar_text(wanted.grammar)
+    schema = rewritten(json.loads(wanted.json or '{"type": "object"}'))
+    if (place := None if is_lenient(schema) else first_unsupported(schema)) is not None:
+        raise ValueError(
+            f"structured_outputs.json has {place.keyword!r} at {place.path}, which is not supported: {place.remedy}"
+        )
     options = {"whitespace_flexible": False}
     if not wanted.disable_any_whitespace:
         options = {"whitespace_pattern": wanted.whitespace_pattern or _WHITESPACE}
     try:
-        return matcher.grammar_from_json_schema(wanted.json or '{"type": "object"}', overrides=options)
+        return matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     except ValueError as error:
         raise ValueError(f"structured_outputs.json is not a JSON schema: {error}") from error
 

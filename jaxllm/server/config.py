@@ -20,6 +20,7 @@ class ServerConfig:
     port: int = 8000
     served_model_names: tuple[str, ...] = ("default",)  # answers use the first
     api_keys: tuple[str, ...] = ()
+    admin_api_key: str | None = None  # of the routes that change the engine, which are there if it is set
     isolates_keys: bool = True  # each API key has its own part of the prefix cache
     max_queued_requests: int = 256  # waiting requests, in addition to those that the engine runs at once
     request_timeout_s: float = 600.0
@@ -30,6 +31,7 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     vllm_metric_names: bool = False
+    logs_requests: bool = False  # a line for each HTTP request, without what it says
     # The sampling parameters of requests without their own: the model's ("auto"), the API's ("vllm"), or a directory's.
     generation_config: str = "auto"
     override_generation_config: Mapping[str, Any] = field(default_factory=dict)  # some of these
@@ -62,6 +64,8 @@ class ServerConfig:
             raise ValueError("served_model_names must hold at least one name, and no empty ones")
         if not all(key.strip() == key and key for key in self.api_keys):
             raise ValueError("an API key must not be empty, or begin or end with a space")
+        if self.admin_api_key is not None and (self.admin_api_key in self.api_keys or not self.admin_api_key.strip()):
+            raise ValueError("the admin API key must not be empty, or one of the others; give one of its own")
         for name in (own.name for own in dataclasses.fields(self) if own.name.endswith("_s")):
             if not 0 <= getattr(self, name) < 1e9:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, not negative")

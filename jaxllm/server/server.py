@@ -17,6 +17,7 @@ from jaxllm.server.http.errors import APIError, engine_dead, invalid, unavailabl
 from jaxllm.server.http.exchange import Exchange
 from jaxllm.server.http.limits import RequestLimit
 from jaxllm.server.http.queue_position import ArrivalQueue
+from jaxllm.server.observe.access import RequestRecord, log_request
 from jaxllm.server.observe.metrics import Metrics
 from jaxllm.server.openai.decoding import Request, decode
 from jaxllm.server.openai.generation import Update, run
@@ -51,6 +52,7 @@ class Server:
         self._big_texts = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="jaxllm-big-text")
         self._big_bodies = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-decode")
         self._is_hung = False
+        self.is_asleep = False  # the engine sleeps, or is about to
         self._watchdog: asyncio.Task | None = None
 
     async def start(self) -> None:
@@ -76,7 +78,7 @@ class Server:
 
     @property
     def is_ready(self) -> bool:
-        return self.is_live and self.client.info is not None and not self.limit.is_draining
+        return self.is_live and self.client.info is not None and not self.limit.is_draining and not self.is_asleep
 
     async def _watch(self) -> None:
         """Detects a hung engine and measures the event loop's lag."""
@@ -104,7 +106,14 @@ class Server:
         info = self.client.info
         if info is None:
             raise unavailable("the model is being loaded; try again soon", code="model_loading")
+        self._check_awake()
         return info
+
+    def _check_awake(self) -> None:
+        if self.is_asleep:
+            raise unavailable(
+                "the engine sleeps; try another server, or wait until this one is woken", code="engine_asleep"
+            )
 
     def check_priority(self, priority: int | None) -> None:
         """Raises `APIError` for a priority where clients may not have one."""
@@ -135,11 +144,13 @@ class Server:
         priority: int | None,
         reports_position: bool = False,
     ) -> AsyncIterator[Update]:
+        self._check_awake()  # it may have fallen asleep since the request came
         record = None
         if self._tracing is not None:
             record = partial(self._tracing.record, headers=exchange.headers)
         if self.config.isolates_keys and exchange.tenant is not None:
             jobs = [job.salted(exchange.tenant) for job in jobs]
+        exchange.record.num_prompt_tokens = sum(len(job.token_ids) for job in jobs)
         stream = run(self.client, self.metrics, jobs, request_id=request_id, priority=priority or 0, record=record)
         with self.arrivals.join(priority or 0) as position:
             if reports_position:
@@ -147,7 +158,14 @@ class Server:
             async with aclosing(stream):
                 async for update in stream:
                     position.leave()
+                    exchange.record.num_output_tokens += sum(len(one.token_ids) for one in update.output.outputs)
                     yield update
+
+    def report(self, record: RequestRecord) -> None:
+        """Counts an HTTP request that is over, and logs it if that is wanted."""
+        self.metrics.answered(record)
+        if self.config.logs_requests:
+            log_request(record)
 
     def _num_waiting(self) -> int:
         stats = self.client.stats()

@@ -129,6 +129,14 @@ class Tokenizer(TokenizerInterface):
         """Text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids without a token give no text."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token with this text; None if there is none, or if the tokenizer does not say."""
+        return self._backend.token_to_id(text)
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token with this text; None as in `token_id`."""
+        return self._backend.token_to_id(text) if text in self._special else None
+
     def token_text(self, token: int) -> str:
         """The text that the token adds inside a text; an incomplete character is U+FFFD."""
         table = self._table(skip_special_tokens=False)
@@ -216,6 +224,12 @@ class _Adapter(Tokenizer):
 
     @property
     def json(self) -> str | None:
+        return None
+
+    def token_id(self, text: str) -> None:
+        return None
+
+    def special_id(self, text: str) -> None:
         return None
 
     def _table(self, skip_special_tokens: bool) -> None:

@@ -22,6 +22,7 @@ class WaitingQueue:
         self._entries: list[Entry] = []
         self._entry_of: dict[SequenceGroup, Entry | None] = {}  # of each group with waiting sequences; None: parked
         self._num_waiting = self._num_outdated = 0
+        self._returning: set[Sequence] = set()  # those that have run before
         self._count = itertools.count()
 
     def clear(self) -> None:
@@ -29,13 +30,21 @@ class WaitingQueue:
             group.waiting = []
         self._entries, self._entry_of = [], {}
         self._num_waiting = self._num_outdated = 0
+        self._returning = set()
 
     def __len__(self) -> int:
         """The number of sequences, those of parked groups included."""
         return self._num_waiting
 
+    @property
+    def num_returning(self) -> int:
+        """How many of them have run before, and were preempted."""
+        return len(self._returning)
+
     def add(self, group: SequenceGroup, sequences: Iterable[Sequence]) -> None:
         """These wait from now on, with their siblings that do; the group is queued."""
+        sequences = list(sequences)
+        self._returning.update(sequence for sequence in sequences if sequence.num_cached >= 0)
         before = len(group.waiting)
         group.waiting = sorted([*group.waiting, *sequences], key=lambda sequence: sequence.order)
         self._num_waiting += len(group.waiting) - before
@@ -83,6 +92,7 @@ class WaitingQueue:
         """The sequence has got a slot, or has ended. O(siblings that wait) on average."""
         group = sequence.group
         group.waiting.remove(sequence)
+        self._returning.discard(sequence)
         self._num_waiting -= 1
         if not group.waiting:
             self._num_outdated += self._entry_of.pop(group) is not None
@@ -107,6 +117,7 @@ class WaitingQueue:
         """Raises AssertionError unless every invariant holds."""
         waiting = self.sequences()
         assert self._num_waiting == len(waiting) == len(set(waiting))
+        assert self._returning <= set(waiting)
         assert all(sequence.slot < 0 and sequence.group.waiting for sequence in waiting)
         assert self._num_outdated == len(self._entries) - len(self.queued()) <= len(self._entries) / 2
         for group in self._entry_of:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.stats import EngineStats
@@ -37,6 +37,14 @@ class Health(NamedTuple):
     patience_s: float = 0.0  # it may be silent for longer than others, as its steps are long
 
 
+class EngineCommand(NamedTuple):
+    """What is done with an engine between two steps: the method of `LLM` with this name."""
+
+    name: Literal["sleep", "wake_up", "reset_prefix_cache"]
+    level: int = 1  # of `sleep`
+    tags: list[str] | None = None  # of `wake_up`
+
+
 @runtime_checkable
 class EngineClient(Protocol):
     """Requests go in as token ids, deltas come out. All methods are for one event loop."""
@@ -63,6 +71,14 @@ class EngineClient(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Ends a request with what it has; nothing happens if it is over."""
+
+    def abort_all(self) -> None:
+        """Ends all requests with what they have."""
+
+    async def command(self, command: EngineCommand) -> bool:
+        """Returns, once it is done, whether the engine sleeps. Raises `ValueError` for what it refuses, such as `sleep`
+        while requests run, and `EngineDeadError` when it stops."""
+        ...
 
     def fail_all(self, reason: str) -> None:
         """Every open iterator raises `RequestEndedError` with the reason, and what it stands for is aborted."""

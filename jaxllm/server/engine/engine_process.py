@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,9 +20,11 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.server.engine import wire
-from jaxllm.server.engine.client import EngineInfo
+from jaxllm.server.engine.client import EngineCommand, EngineInfo
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from jaxllm.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -114,6 +117,22 @@ class EngineProcess:
                 self._serving.abort(message.request_id)
             case wire.Abort():
                 self._serving.drop([message.request_id])
+            case wire.Do():
+                self._do(message)
+
+    def _do(self, message: wire.Do) -> None:
+        def tell(done: "Future[bool]") -> None:
+            error = done.exception()
+            text = None if error is None else str(error)
+            if error is not None and not isinstance(error, ValueError):
+                log.error("%s failed", message.command.name, exc_info=error)
+            is_sleeping = error is None and done.result()
+            self.outbox.put(wire.Done(message.number, is_sleeping, text, isinstance(error, ValueError)))
+
+        try:
+            self._serving.call(partial(_command, self._serving.engine, message.command)).add_done_callback(tell)
+        except EngineDeadError:
+            log.debug("a command came too late")
 
     def _add(self, message: wire.Add | wire.Pool) -> None:
         has_text = isinstance(message, wire.Add)
@@ -147,6 +166,18 @@ class EngineProcess:
                     beat = wire.Beat(loop.silent_s, loop.patience_s, loop.engine.stats())
                 self.outbox.put(beat)
             time.sleep(BEAT_S)
+
+
+def _command(engine: "Engine", command: EngineCommand) -> bool:
+    """Does it; returns whether the engine sleeps."""
+    match command.name:
+        case "sleep":
+            engine.sleep(command.level)
+        case "wake_up":
+            engine.wake_up(command.tags)
+        case "reset_prefix_cache":
+            engine.scheduler.pool.forget_keys()
+    return engine.is_sleeping
 
 
 def main(path: str) -> int:

@@ -12,7 +12,7 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
-from jaxllm.server.engine.client import EngineInfo, Health
+from jaxllm.server.engine.client import EngineCommand, EngineInfo, Health
 
 
 class InProcessClient:
@@ -63,6 +63,21 @@ class InProcessClient:
 
     def abort(self, request_id: str) -> None:
         self._started.abort(request_id)
+
+    def abort_all(self) -> None:
+        for request_id in list(self._mailboxes):
+            self.abort(request_id)
+
+    async def command(self, command: EngineCommand) -> bool:
+        llm = self._started
+        match command.name:
+            case "sleep":
+                await llm.sleep(command.level)
+            case "wake_up":
+                await llm.wake_up(command.tags)
+            case "reset_prefix_cache":
+                await llm.reset_prefix_cache()
+        return await llm.is_sleeping()
 
     def fail_all(self, reason: str) -> None:
         for mailbox in self._mailboxes.values():

@@ -19,7 +19,7 @@ from jaxllm.pooling_outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.engine import wire
-from jaxllm.server.engine.client import EngineInfo, Health, SilenceMeter
+from jaxllm.server.engine.client import EngineCommand, EngineInfo, Health, SilenceMeter
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ class ProcessClient:
         self._info: EngineInfo | None = None
         self._stats: EngineStats | None = None
         self._mailboxes: dict[str, Mailbox] = {}
+        self._commands: dict[int, asyncio.Future[bool]] = {}  # those that are not done, by number
+        self._num_commands = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task] = []
@@ -119,6 +121,22 @@ class ProcessClient:
     def abort(self, request_id: str) -> None:
         self._send(wire.Abort(request_id, tells=True))
 
+    def abort_all(self) -> None:
+        for request_id in list(self._mailboxes):
+            self.abort(request_id)
+
+    async def command(self, command: EngineCommand) -> bool:
+        if self._dead is not None:
+            raise EngineDeadError(str(self._dead)) from self._dead
+        self._num_commands += 1
+        number = self._num_commands
+        done = self._commands[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(wire.Do(number, command))
+            return await done
+        finally:
+            del self._commands[number]
+
     def fail_all(self, reason: str) -> None:
         for request_id in list(self._mailboxes):
             mailbox = self._mailboxes.pop(request_id)
@@ -163,6 +181,9 @@ class ProcessClient:
             case wire.Refused(request_id=request_id, message=text):
                 if (mailbox := self._mailboxes.pop(request_id, None)) is not None:
                     mailbox.put(RuntimeError("the engine failed to take it") if text is None else ValueError(text))
+            case wire.Done(number=number):
+                if (done := self._commands.get(number)) is not None and not done.done():
+                    _settle(done, message)
             case wire.Beat():
                 self._beat, self._stats = message, message.stats or self._stats
             case wire.Ready(info=info, stats=stats):
@@ -177,6 +198,9 @@ class ProcessClient:
         for mailbox in self._mailboxes.values():
             mailbox.put(EngineDeadError(str(reason)))
         self._mailboxes.clear()
+        for done in self._commands.values():
+            if not done.done():
+                done.set_exception(EngineDeadError(str(reason)))
 
     async def _watch(self) -> None:
         while True:
@@ -199,6 +223,13 @@ class ProcessClient:
 
 def _why(message: wire.Failed) -> Exception:
     return JaxLLMError(message.message) if message.is_user_error else EngineDeadError(message.message)
+
+
+def _settle(done: "asyncio.Future[bool]", message: wire.Done) -> None:
+    if message.error is None:
+        done.set_result(message.is_sleeping)
+    else:
+        done.set_exception((ValueError if message.is_user_error else RuntimeError)(message.error))
 
 
 def _reap(process: subprocess.Popen[bytes]) -> None:

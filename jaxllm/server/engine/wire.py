@@ -13,7 +13,7 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.server.engine.client import EngineInfo
+from jaxllm.server.engine.client import EngineCommand, EngineInfo
 
 MAX_FRAME_BYTES = 1 << 28
 _LENGTH = struct.Struct(">I")
@@ -42,6 +42,11 @@ class Pool(msgspec.Struct, tag=True, array_like=True):
 class Abort(msgspec.Struct, tag=True, array_like=True):
     request_id: str
     tells: bool  # whether someone waits for the last output
+
+
+class Do(msgspec.Struct, tag=True, array_like=True):
+    number: int  # of the command, which its answer repeats
+    command: EngineCommand
 
 
 class Ready(msgspec.Struct, tag=True, array_like=True):
@@ -93,6 +98,15 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
     message: str | None  # None: it is the engine's fault, and its log says what
 
 
+class Done(msgspec.Struct, tag=True, array_like=True):
+    """A command is done, or was not."""
+
+    number: int
+    is_sleeping: bool
+    error: str | None
+    is_user_error: bool
+
+
 class Beat(msgspec.Struct, tag=True, array_like=True):
     """The process lives, and its engine made progress `silent_s` ago (0: it has nothing to do)."""
 
@@ -101,8 +115,8 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     stats: EngineStats | None
 
 
-FromServer = Start | Add | Pool | Abort
-FromEngine = Ready | Failed | Outputs | Pooled | Refused | Beat
+FromServer = Start | Add | Pool | Abort | Do
+FromEngine = Ready | Failed | Outputs | Pooled | Refused | Done | Beat
 _encoder = msgspec.msgpack.Encoder()
 from_server = msgspec.msgpack.Decoder(FromServer)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import jaxllm
+from jaxllm.server.http.admin import admin_routes
 from jaxllm.server.http.body import Body, read_body
 from jaxllm.server.http.errors import APIError, as_api_error, deadline_exceeded, internal, invalid, unknown_model
 from jaxllm.server.http.exchange import ClientGone, Exchange, Receive, Scope, Send, until_disconnect
@@ -58,7 +59,8 @@ class Post:
                 await exchange.error(error)
                 return
             exchange.num_body_bytes = len(body)
-            await until_disconnect(self._answer(scope, body, exchange), receive)
+            if not await until_disconnect(self._answer(scope, body, exchange), receive):
+                exchange.record.error = "client_gone"
 
     async def _answer(self, scope: Scope, body: Body, exchange: Exchange) -> None:
         try:
@@ -109,6 +111,8 @@ def create_app(server: Server) -> App:
     }
     gets = {
         "/": _page,
+        "/load": _load,
+        "/ping": _health,
         "/stats": _stats,
         "/health": _health,
         "/ready": _ready,
@@ -119,11 +123,24 @@ def create_app(server: Server) -> App:
         "/v1/models/{name:path}": _model,
     }
     routes = [Route(path, Post(server, *post), methods=["POST"]) for path, post in posts.items()]
-    routes += [Route(path, get(handler), methods=["GET"]) for path, handler in gets.items()]
+    routes += [
+        Route(path, get(handler), methods=["GET", "POST"] if path == "/ping" else ["GET"])
+        for path, handler in gets.items()
+    ]
+    if server.config.admin_api_key is not None:
+        routes += admin_routes(server)
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
     app.router.redirect_slashes = False
     config = server.config
-    guarded = Guard(app, api_keys=config.api_keys, hosts=config.hosts, max_header_bytes=config.max_header_bytes)
+    guarded = Guard(
+        app,
+        api_keys=config.api_keys,
+        hosts=config.hosts,
+        max_header_bytes=config.max_header_bytes,
+        admin_api_key=config.admin_api_key,
+        routes=[route.path for route in routes],
+        report=server.report,
+    )
     if not config.allowed_origins:
         return guarded
     outer: Any = CORSMiddleware(  # before the guard, as browsers ask whether they may without the key
@@ -205,6 +222,11 @@ def _json(answer: Any, status: int = 200, headers: dict[str, str] | None = None)
 def _health(server: Server, request: Request) -> Response:
     """Liveness: the engine makes progress or is idle. Orchestrators restart a server that is not live."""
     return _json({"status": "ok"} if server.is_live else {"status": "down"}, 200 if server.is_live else 503)
+
+
+def _load(server: Server, request: Request) -> Response:
+    """How many requests run or wait, for load balancers."""
+    return _json({"server_load": server.limit.num_admitted})
 
 
 def _ready(server: Server, request: Request) -> Response:

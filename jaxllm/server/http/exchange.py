@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from jaxllm.server.http.errors import APIError
+from jaxllm.server.observe.access import RequestRecord
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -32,6 +33,7 @@ class Exchange:
         self.request_id: str = scope["state"]["request_id"]
         self.tenant: bytes | None = scope["state"]["tenant"]  # digest of the API key
         self.num_body_bytes = 0  # of the request
+        self.record: RequestRecord = scope["state"]["record"]
         self.is_streaming = False
         self._send, self._keep_alive_s = send, keep_alive_s
         self.error_events: Callable[[APIError], list[dict[str, Any]]] = lambda error: [error.body()]
@@ -74,6 +76,7 @@ class Exchange:
         if not self.is_streaming:
             await self.json(error.encode(), status=error.status, headers=error.headers)
             return
+        self.record.error = error.code or error.type
         with contextlib.suppress(TimeoutError):  # a client that does not read gets no end either
             async with asyncio.timeout(_LAST_WORDS_S):
                 for event in self.error_events(error):

@@ -10,24 +10,37 @@ from typing import Any
 from jaxllm.server.config import HOST
 from jaxllm.server.http.errors import APIError, as_api_error, unauthorized
 from jaxllm.server.http.exchange import Receive, Scope, Send, send_body
+from jaxllm.server.observe.access import Report, RequestRecord, RouteNames, method_of
 from jaxllm.server.page import page
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"})
+PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready"})
+ADMIN_PATHS = frozenset({"/is_sleeping", "/reset_prefix_cache", "/sleep", "/wake_up"})
 _HOST_HEADER = re.compile(rf"(?P<name>{HOST.pattern})(:\d{{1,5}})?")
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 App = Callable[[Scope, Receive, Send], Any]
 
 
 class Guard:
-    """The outermost ASGI app. A client without a key can reach `PUBLIC_PATHS` only; the check uses the same path as the
-    router. `hosts`: the host names that the server answers to, so that no web page can reach it under a name of its
-    own (DNS rebinding); None: any. Heads have at most `max_header_bytes`."""
+    """The outermost ASGI app. A client without a key can reach `PUBLIC_PATHS` only, and `ADMIN_PATHS` have a key of
+    their own; the check uses the same path as the router. `hosts`: the host names that the server answers to, so that
+    no web page can reach it under a name of its own (DNS rebinding); None: any. Heads have at most `max_header_bytes`.
+    `report` is called with each request when it is over; `routes` are the paths that it may name."""
 
     def __init__(
-        self, app: App, *, api_keys: Sequence[str], hosts: Iterable[str] | None, max_header_bytes: int = 64 << 10
+        self,
+        app: App,
+        *,
+        api_keys: Sequence[str],
+        hosts: Iterable[str] | None,
+        max_header_bytes: int = 64 << 10,
+        admin_api_key: str | None = None,
+        routes: Iterable[str] = (),
+        report: Report = lambda record: None,
     ):
         self._app = app
         self._keys = [_digest(key.encode()) for key in api_keys]
+        self._admin_keys = [] if admin_api_key is None else [_digest(admin_api_key.encode())]
+        self._routes, self._report = RouteNames(routes), report
         self._hosts = None if hosts is None else frozenset(hosts)
         self._max_header_bytes = max_header_bytes
 
@@ -39,19 +52,26 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request_id = f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = request_id
-        started = False
+        record = RequestRecord(request_id, self._routes.name(route_path(scope)), method_of(scope["method"]))
+        scope.setdefault("state", {}).update(request_id=request_id, record=record)
+        try:
+            await self._answer(scope, receive, send, record)
+        finally:
+            self._report(record)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
+        request_id, started = record.request_id, False
 
         async def send_with_id(message: dict[str, Any]) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
-                started = True
+                started, record.status = True, message["status"]
                 message = message | {"headers": [*message["headers"], *_ids(scope, request_id)]}
             await send(message)
 
         try:
             check_head(scope, self._max_header_bytes)
-            scope["state"]["tenant"] = self._check(scope)
+            scope["state"]["tenant"] = record.key = self._check(scope)
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # noqa: BLE001 - last resort: of an internal error the client sees the request id only
             failure = as_api_error(error, request_id)
@@ -65,8 +85,10 @@ class Guard:
         if route_path(scope) in PUBLIC_PATHS:
             return None
         headers = scope["headers"]
-        digest = self._known_key(headers) if self._keys else None
-        if self._keys and digest is None:
+        is_admin = self._admin_keys and route_path(scope) in ADMIN_PATHS
+        keys = self._admin_keys if is_admin else self._keys
+        digest = _known_key(keys, headers) if keys else None
+        if keys and digest is None:
             raise unauthorized()
         if self._hosts is not None and not any(_hostname(v) in self._hosts for n, v in headers if n == b"host"):
             host = next((value.decode("latin-1") for name, value in headers if name == b"host"), "")
@@ -79,13 +101,15 @@ class Guard:
             )
         return digest
 
-    def _known_key(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
-        given = [value for name, value in headers if name == b"authorization"]
-        kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        digest, found = _digest(key.strip()), False
-        for known in self._keys:  # compares all keys, so that timing reveals nothing
-            found |= hmac.compare_digest(digest, known)
-        return digest if found and kind.lower() == b"bearer" else None
+
+def _known_key(keys: Sequence[bytes], headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
+    """The digest of the request's key if that is one of `keys`, which are digests."""
+    given = [value for name, value in headers if name == b"authorization"]
+    kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+    digest, found = _digest(key.strip()), False
+    for known in keys:  # compares all keys, so that timing reveals nothing
+        found |= hmac.compare_digest(digest, known)
+    return digest if found and kind.lower() == b"bearer" else None
 
 
 def check_head(scope: Scope, max_bytes: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from jaxllm.engine.metrics import BY_LABEL, CONFIG, CONFIG_INFO, COUNTERS, GAUGES, STEPS, step_buckets
+from jaxllm.engine.metrics import BY_LABEL, CONFIG, CONFIG_INFO, COUNTERS, GAUGES, GAUGES_BY_LABEL, STEPS, step_buckets
 from jaxllm.engine.stats import EngineStats
 from jaxllm.server.engine.client import EngineClient
 
@@ -27,11 +27,12 @@ class EngineCollector:
                 if stats is not None:
                     family.add_metric(self._labels, value(stats))
                 yield family
-        for name, help, label, values in BY_LABEL:
-            family = CounterMetricFamily(PREFIX + name, help, labels=(*LABELS, label))
-            for label_value, value in values.items() if stats is not None else ():
-                family.add_metric((*self._labels, label_value), value(stats))
-            yield family
+        for kind, table in ((GaugeMetricFamily, GAUGES_BY_LABEL), (CounterMetricFamily, BY_LABEL)):
+            for name, help, label, values in table:
+                family = kind(PREFIX + name, help, labels=(*LABELS, label))
+                for label_value, value in values.items() if stats is not None else ():
+                    family.add_metric((*self._labels, label_value), value(stats))
+                yield family
         yield self._steps(stats)
         yield self._config()
 

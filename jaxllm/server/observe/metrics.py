@@ -9,6 +9,7 @@ from prometheus_client.exposition import generate_latest
 from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.engine.client import EngineClient
+from jaxllm.server.observe.access import RequestRecord
 from jaxllm.server.observe.engine_metrics import LABELS, PREFIX, EngineCollector
 from jaxllm.server.openai.prepare import GenerationJob
 
@@ -116,6 +117,14 @@ class Metrics:
         self.loop_lag_s = Gauge(
             f"{PREFIX}event_loop_lag_seconds", "How late the server's event loop runs.", registry=self._registry
         )
+        self._requests = Counter(
+            f"{PREFIX}http_requests", "HTTP requests.", (*LABELS, "route", "method", "status"), registry=self._registry
+        )
+        # vLLM's web framework counts them by these names, without its prefix.
+        self._vllm_registry = CollectorRegistry()
+        self._vllm_requests = Counter(
+            "http_requests", "HTTP requests.", ("method", "status", "handler"), registry=self._vllm_registry
+        )
         self._registry.register(EngineCollector(client, self._labels))
 
     def _counter(self, name: str, help: str, label: str | None = None, values: tuple[str, ...] = ()) -> Any:
@@ -162,9 +171,16 @@ class Metrics:
     def rejected(self, reason: str = "max_num_queued_reqs") -> None:
         self._rejected[reason].inc()
 
+    def answered(self, record: RequestRecord) -> None:
+        """Counts an HTTP request."""
+        self._requests.labels(*self._labels, record.route, record.method, str(record.status)).inc()
+        self._vllm_requests.labels(record.method, f"{record.status // 100}xx", record.route).inc()
+
     def render(self) -> bytes:
         text = generate_latest(self._registry)
-        return text + text.replace(PREFIX.encode(), b"vllm:") if self._vllm_names else text
+        if not self._vllm_names:
+            return text
+        return text + text.replace(PREFIX.encode(), b"vllm:") + generate_latest(self._vllm_registry)
 
 
 class RequestTimings(NamedTuple):

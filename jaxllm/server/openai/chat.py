@@ -12,11 +12,21 @@ from jaxllm.server.http.exchange import DONE, Exchange
 from jaxllm.server.openai import prepare
 from jaxllm.server.openai.generation import MergedOutput, TokenUsage, Update
 from jaxllm.server.openai.logprobs import LogprobsFormat, chat_logprobs, prompt_logprobs
-from jaxllm.server.openai.parsing.choose import make_parser, thinks, tool_format
+from jaxllm.server.openai.parsing.choose import MARKED_BY_TOKENS, make_parser, thought_format, tool_format
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
+from jaxllm.server.openai.parsing.qwen3_coder import reduced
 from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.openai.response_format import ResponseFormat, chat_response_format
-from jaxllm.server.openai.schemas import ChatRequest, NamedTool, Tool, ToolChoice, check_stream, wants_queue_position
+from jaxllm.server.openai.schemas import (
+    ChatRequest,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    check_stream,
+    parameters_of,
+    wants_queue_position,
+)
+from jaxllm.server.openai.tool_choice import narrow_tools
 from jaxllm.server.server import Server
 
 
@@ -24,11 +34,12 @@ class PreparedChat(NamedTuple):
     """A chat request, ready for the engine."""
 
     job: GenerationJob
-    tool_format: str | None  # of tool calls in the answer; None: none
-    has_thoughts: bool
+    calls: str | None  # the format of tool calls in the answer; None: none
+    thoughts: str | None  # that of reasoning
+    schemas: dict[str, Any]  # of the tools' parameters, reduced to what a parser needs
 
     def parser(self) -> Parser:
-        return make_parser(self.job.text, has_tools=self.tool_format, has_thoughts=self.has_thoughts)
+        return make_parser(self.job.text, calls=self.calls, thoughts=self.thoughts, schemas=self.schemas)
 
 
 async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> None:
@@ -62,6 +73,7 @@ def check_chat(request: ChatRequest) -> None:
         raise unsupported("modalities", "this server writes text only; leave modalities out")
     if bytes(request.function_call) not in (b"null", b'"none"'):
         raise unsupported("function_call", "function_call is an old name; use tools and tool_choice")
+    narrow_tools(request)
     check_tool_choice(request.tool_choice, request.tools)
 
 
@@ -86,12 +98,19 @@ def prepare_chat(server: Server, info: Any, request: ChatRequest) -> PreparedCha
             "it is not known how this model calls tools: its chat template has none of the known formats. "
             "Start the server with --tool-call-parser, or send tool_choice: none",
         )
-    has_thoughts = thinks(config.reasoning_parser, template)
+    thoughts = thought_format(config.reasoning_parser, template)
+    if {calls, thoughts} & MARKED_BY_TOKENS:
+        request.skip_special_tokens = False
 
     def format_after(prompt: str) -> ResponseFormat | None:
-        return chat_response_format(request, tools, prompt=prompt, calls=calls, has_thoughts=has_thoughts)
+        return chat_response_format(
+            request, tools, prompt=prompt, calls=calls, thoughts=thoughts, tokenizer=model.tokenizer
+        )
 
-    return PreparedChat(prepare.chat_job(model, info, request, tools, format_after), calls, has_thoughts)
+    schemas = {}
+    if calls == "qwen3_coder":
+        schemas = {tool.function.name: reduced(parameters_of(tool.function)) for tool in tools or ()}
+    return PreparedChat(prepare.chat_job(model, info, request, tools, format_after), calls, thoughts, schemas)
 
 
 def echoed_text(request: ChatRequest) -> str:
@@ -135,7 +154,8 @@ class Choice:
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text} if self._request.include_reasoning is not False else None
+                both = {"reasoning_content": text, "reasoning": text}  # the name that it had, and newer vLLM's
+                return both if self._request.include_reasoning is not False else None
             case CallStart(index, name):
                 if self._request.parallel_tool_calls is False and index > 0:
                     self._hidden_calls.add(index)
@@ -257,7 +277,7 @@ def assemble(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
     message["refusal"] = None
     if thoughts:
-        message["reasoning_content"] = thoughts
+        message["reasoning_content"] = message["reasoning"] = thoughts
     if calls:
         message["tool_calls"] = calls
     return message

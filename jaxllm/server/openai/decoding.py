@@ -35,7 +35,6 @@ _REFUSED = {
     "functions": "functions is an old name; use tools",
     "web_search_options": "this server has no access to the web",
     "mm_processor_kwargs": "this server takes text only",
-    "suffix": "text can't be inserted before a suffix; leave it out",
     "prompt_embeds": "prompts are text or token ids; leave it out",
     "vllm_xargs": "there are no plugins that it could be for; leave it out",
     "request_id": "ids are made by the server; send the header x-request-id, which comes back as x-client-request-id",

@@ -11,7 +11,8 @@ import msgspec
 from jaxllm.engine.intake import check_request
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
 from jaxllm.server.engine.client import EngineInfo
-from jaxllm.server.http.errors import APIError, invalid, refusing, too_long
+from jaxllm.server.http.errors import APIError, invalid, refusing, too_long, unsupported
+from jaxllm.server.openai.infilling import infilling_ids, infilling_tokens
 from jaxllm.server.openai.response_format import ResponseFormat, response_format_of
 from jaxllm.server.openai.schemas import (
     MAX_PROMPTS,
@@ -104,6 +105,10 @@ def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionReq
     if request.logprob_token_ids is not None and request.logprobs is None:
         raise invalid("logprob_token_ids needs logprobs", "logprob_token_ids")
     response_format = response_format_of(request)
+    if request.suffix:
+        prompts = infilling_prompts(model, info, request, request.suffix)
+    else:
+        prompts = _prompts(model, info, request)
     params = sampling_params(
         model,
         request,
@@ -114,7 +119,7 @@ def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionReq
     )
     unchecked = unchecked_format(model, response_format)
     jobs = []
-    for ids, text in _prompts(model, info, request):
+    for ids, text in prompts:
         ids, text = _truncated(ids, text, request, info)
         check_job(model, info, ids, params, "prompt")
         if text is None and request.echo:
@@ -151,6 +156,31 @@ def _prompts(model: ServedModel, info: EngineInfo, request: CompletionRequest) -
     return found
 
 
+def infilling_prompts(
+    model: ServedModel, info: EngineInfo, request: CompletionRequest, suffix: str
+) -> list[tuple[list[int], str | None]]:
+    """Prompts for the text between each prompt and `suffix`; tokens that end such a text are added to the request's
+    stop tokens. Raises `APIError`."""
+    tokenizer = model.need_tokenizer("suffix")
+    tokens = infilling_tokens(tokenizer)
+    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+    texts = [one for one in prompts if isinstance(one, str)]
+    if not texts or len(texts) < len(prompts):
+        raise invalid("suffix needs prompts in text; token ids can have the tokens for filling in themselves", "suffix")
+    if request.echo:
+        raise unsupported("echo", "echo shows a prompt and what follows it; with suffix, leave it out")
+    request.stop_token_ids = [*(request.stop_token_ids or ()), *tokens.ends]
+    special = request.add_special_tokens is not False
+    check_chars(info, suffix, "suffix")
+    found: list[tuple[list[int], str | None]] = []
+    for one in texts:
+        check_chars(info, one, "prompt")
+        with refusing("suffix"):
+            ids = infilling_ids(tokenizer, tokens, one, suffix, add_special_tokens=special)
+        found.append((ids, one))
+    return found
+
+
 def _decode(model: ServedModel, ids: list[int]) -> str:
     return model.need_tokenizer("echo").decode(ids, skip_special_tokens=False)
 
@@ -159,13 +189,18 @@ def encode(
     model: ServedModel, info: EngineInfo, text: str, param: str, *, add_special_tokens: bool = True
 ) -> list[int]:
     """Token ids of `text`, refused without tokenizing if it is far too long. Raises `APIError`."""
+    check_chars(info, text, param)
+    with refusing(param):
+        return model.need_tokenizer(param).encode(text, add_special_tokens)
+
+
+def check_chars(info: EngineInfo, text: str, param: str) -> None:
+    """Raises `APIError` for a text that is far too long for the model."""
     most = info.config.max_model_len * _MOST_CHARS_PER_TOKEN
     if len(text) > most:
         raise too_long(
             f"{maximum_length(info)}, which hold at most {most} characters, and {param} has {len(text)}", param
         )
-    with refusing(param):
-        return model.need_tokenizer(param).encode(text, add_special_tokens)
 
 
 def sampling_params(
@@ -254,8 +289,14 @@ def chat_text(
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """The message as templates expect it: developer becomes system, a refusal becomes text."""
+    """The message as templates expect it: developer becomes system, a refusal becomes text, and reasoning has each
+    of the names that templates have for it."""
     plain = msgspec.to_builtins(message)
+    thoughts = plain.get("reasoning_content") or plain.get("reasoning")
+    if thoughts and message.role == "assistant":
+        plain |= {"reasoning_content": thoughts, "reasoning": thoughts}
+        if not (plain.get("content") and message.tool_calls):  # gpt-oss's template takes one of the two before a call
+            plain["thinking"] = thoughts
     if message.role == "developer":
         plain["role"] = "system"
     if isinstance(message.content, list):

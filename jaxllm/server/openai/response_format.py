@@ -1,15 +1,15 @@
 """Response formats: from the fields of a request to the grammar that the engine follows."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from msgspec import Raw
 
-from jaxllm.grammar.spec import grammar_text
 from jaxllm.server.http.errors import invalid, refusing, unsupported
+from jaxllm.server.openai.call_rules import call_rule
 from jaxllm.server.openai.decoding import is_given, untyped
-from jaxllm.server.openai.parsing import reasoning, tools
+from jaxllm.server.openai.grammar_builder import GrammarBuilder
+from jaxllm.server.openai.parsing import reasoning
 from jaxllm.server.openai.schemas import (
     ChatRequest,
     NamedTool,
@@ -19,10 +19,10 @@ from jaxllm.server.openai.schemas import (
     Tool,
 )
 from jaxllm.structured_outputs import StructuredOutputs
+from jaxllm.text.tokenizer import Tokenizer
 
 _OLD_NAMES = {"guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar", "grammar": "grammar"}
 _FORMATS = ("text", "json_object", "json_schema")
-_GAP = r"/\n{1,4}/"
 
 
 class ResponseFormat(NamedTuple):
@@ -89,7 +89,13 @@ def _parse_format(wanted: ResponseFormatOption | None, param: str = "response_fo
 
 
 def chat_response_format(
-    request: ChatRequest, tools: Sequence[Tool] | None, *, prompt: str, calls: str | None, has_thoughts: bool
+    request: ChatRequest,
+    tools: Sequence[Tool] | None,
+    *,
+    prompt: str,
+    calls: str | None,
+    thoughts: str | None,
+    tokenizer: Tokenizer | None,
 ) -> ResponseFormat | None:
     """The format of an answer to `prompt`: the request's format, or calls of `tools` (in the format `calls`) if the
     request requires or allows them; reasoning may come first. None for plain text."""
@@ -97,64 +103,23 @@ def chat_response_format(
     must_call = bool(tools) and request.tool_choice not in (None, "none", "auto")
     if response_format is None and not must_call:
         return None
-    if not has_thoughts and not (tools and calls):
+    if thoughts is None and not (tools and calls):
         return response_format
-    grammar = _GrammarBuilder()
+    grammar = GrammarBuilder(tokenizer)
     ways = []
     if response_format is not None and not must_call:
-        ways.append(grammar.add(response_format.wanted))
+        ways.append(grammar.answer(response_format.wanted, thoughts))
     if tools and calls:
         choice = request.tool_choice
         name = choice.called if isinstance(choice, NamedTool) else None
         chosen = [tool for tool in tools if name in (None, tool.function.name)]
-        ways.append(grammar.add_calls(chosen, calls, is_one=name is not None or request.parallel_tool_calls is False))
+        is_one = name is not None or request.parallel_tool_calls is False
+        ways.append(call_rule(grammar, [tool.function for tool in chosen], calls, is_one=is_one))
     start = " | ".join(ways)
-    if has_thoughts:
-        start = grammar.after_thoughts(start, is_open=prompt.rstrip().endswith(reasoning.OPEN))
+    if thoughts == "openai_gptoss":
+        start = grammar.after_analysis(start)
+    elif thoughts is not None:
+        marks = reasoning.MARKS[thoughts]
+        start = grammar.after_thoughts(start, marks, is_open=prompt.rstrip().endswith(marks[0]))
     param = "tools" if response_format is None or must_call else response_format.param
     return _make(param, grammar=grammar.text(start))
-
-
-class _GrammarBuilder:
-    """Builds one grammar from several."""
-
-    def __init__(self) -> None:
-        self._rules: list[str] = []
-        self._others: list[dict[str, Any]] = []
-
-    def add(self, wanted: StructuredOutputs) -> str:
-        """Adds a grammar; returns the name by which rules refer to it."""
-        with refusing(None):
-            first, *others = json.loads(grammar_text(wanted))["grammars"]
-        name = wanted.grammar and first.get("name") or f"part{len(self._others)}"  # it may refer to itself by name
-        self._others += [first | {"name": name}, *others]
-        return f"@{name}"
-
-    def add_calls(self, chosen: Sequence[Tool], calls: str, *, is_one: bool) -> str:
-        """Adds a rule for calls of `chosen` tools: one, or several where the format allows it."""
-        arguments = "parameters" if calls == "llama" else "arguments"
-        ways = []
-        for i, tool in enumerate(chosen):
-            with refusing("tools"):
-                schema = StructuredOutputs(json=untyped(tool.function.parameters, "tools") or {"type": "object"})
-            head = f'{{"name": {json.dumps(tool.function.name)}, "{arguments}": '
-            self._rules.append(f'call{i}: {json.dumps(head)} {self.add(schema)} "}}"')
-            ways.append(f"call{i}")
-        self._rules.append(f"call: {' | '.join(ways)}")
-        if calls == "llama":
-            return "call"
-        self._rules.append(f"tagged: {json.dumps(tools.OPEN)} {_GAP} call {_GAP} {json.dumps(tools.CLOSE)}")
-        self._rules.append("tagged_all: tagged" + ("" if is_one else f" ({_GAP} tagged)*"))
-        return "tagged_all"
-
-    def after_thoughts(self, start: str, *, is_open: bool) -> str:
-        """`start` after reasoning that the prompt has begun (`is_open`) or that may come first."""
-        close = reasoning.CLOSE.replace("/", r"\/")
-        self._rules.append(f"thoughts[lazy]: /(.|\\n)*{close}/")
-        self._rules.append(f"answer: {start}")
-        thoughts = f"thoughts {_GAP}? answer"
-        return thoughts if is_open else f"{json.dumps(reasoning.OPEN)} {thoughts} | answer"
-
-    def text(self, start: str) -> str:
-        source = "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
-        return json.dumps({"grammars": [{"lark_grammar": source}, *self._others]})

@@ -130,7 +130,7 @@ class CompletionRequest(Sampling, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = 16
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    suffix: Raw = NULL
+    suffix: str | None = None  # the answer is what comes between prompt and suffix
     add_special_tokens: bool | None = None
 
 
@@ -161,6 +161,7 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # newer vLLM's name of the same
     refusal: str | None = None
 
 
@@ -187,8 +188,8 @@ class FunctionRef(Struct, kw_only=True):
     name: str
 
 
-class NamedTool(Struct, kw_only=True, omit_defaults=True):
-    """A `tool_choice` that is an object."""
+class ToolRef(Struct, kw_only=True, omit_defaults=True):
+    """Names a tool."""
 
     type: str
     name: str | None = None  # in /v1/responses
@@ -200,6 +201,22 @@ class NamedTool(Struct, kw_only=True, omit_defaults=True):
         if self.type != "function":
             return None
         return self.name if self.function is None else self.function.name
+
+
+ToolRefs = Annotated[list[ToolRef], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Struct, kw_only=True):
+    mode: Literal["auto", "required"] = "auto"
+    tools: ToolRefs
+
+
+class NamedTool(ToolRef, kw_only=True, omit_defaults=True):
+    """A `tool_choice` that is an object: a tool, or of type allowed_tools some of them."""
+
+    allowed_tools: AllowedTools | None = None  # in chats
+    mode: Literal["auto", "required"] | None = None  # in /v1/responses, like the next one
+    tools: ToolRefs | None = None
 
 
 ToolChoice = str | NamedTool
@@ -269,16 +286,23 @@ def check_depth(value: Any, param: str) -> None:
         raise invalid(f"{param} is nested more than {MAX_DEPTH} levels deep; flatten it", param)
 
 
+def parameters_of(function: Function) -> dict[str, Any] | None:
+    """The JSON schema of its parameters: not to be kept, as it may take much more memory than its JSON. Raises
+    `APIError` 400."""
+    parameters = untyped(function.parameters, "tools")
+    if not isinstance(parameters, dict | None):
+        raise invalid(f"the parameters of {function.name} must be a JSON schema, an object", "tools")
+    check_depth(parameters, "tools.function.parameters")
+    return parameters
+
+
 def plain_tool(tool: Tool) -> dict[str, Any]:
     """The tool as templates expect it. Raises `APIError` 400."""
     function = tool.function
     plain: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         plain["description"] = function.description
-    parameters = untyped(function.parameters, "tools")
-    if not isinstance(parameters, dict | None):
-        raise invalid(f"the parameters of {function.name} must be a JSON schema, an object", "tools")
-    check_depth(parameters, "tools.function.parameters")
+    parameters = parameters_of(function)
     if parameters is not None:
         plain["parameters"] = parameters
     if function.strict is not None:

@@ -73,11 +73,17 @@ def test_a_group_leaves_and_comes_back_as_a_whole():
     assert all(member.status is Status.WAITING and not member.table.ids for member in members)
     assert engine.scheduler.preemption.num_host_pages == len(swapped.pages) > 0
     assert plan.swap_ins == [] and len(engine.scheduler.waiting) == 3
+    newcomer = engine.add([1], 2)
+    stats = engine.stats()
+    assert (stats.num_waiting, stats.num_waiting_preempted, stats.num_free_slots) == (4, 3, 3)
+    engine.abort(newcomer)
     while not (plan is not None and plan.swap_ins):
         plan = engine.step()
     assert plan.swap_ins[0].key == swapped.key and {request for request, _ in plan.admitted} == set(members)
     assert old.finish_reason == "length"
     engine.run()
+    assert engine.stats().num_waiting_preempted == 0 and engine.stats().num_free_slots == 4
+    assert 0 < engine.stats().device_wait_s < engine.stats().step_s
     assert engine.scheduler.preemption.num_swapped == 3 and engine.scheduler.preemption.num_recomputed == 0
 
 

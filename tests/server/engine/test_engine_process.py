@@ -62,6 +62,24 @@ def test_completions(client, llm):
     assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
 
 
+def test_sleep_and_wake_up(llm, web, client):
+    with running(InProcessClient(llm), template=TEMPLATE, admin_api_key="admin") as asleep:
+        admin = {"Authorization": "Bearer admin"}
+        with asleep.open_stream(max_tokens=100, ignore_eos=True) as stream:
+            asleep.wait(lambda: llm.stats().num_running)
+            assert asleep.post("/sleep", b"", admin).status == 200
+            assert "request_aborted" in read_answer(stream).data[-1]
+        assert asleep.send("GET", "/is_sleeping", headers=admin).json == {"is_sleeping": True}
+        assert asleep.complete().status == 503
+        assert asleep.post("/wake_up?tags=weights", b"", admin).status == 200
+        assert asleep.complete().status == 503
+        assert asleep.post("/wake_up?tags=nonsense", b"", admin).status == 400
+        assert asleep.post("/wake_up", b"", admin).status == 200
+        assert asleep.post("/reset_prefix_cache", b"", admin).status == 200
+    answer = client.completions.create(model="fake", prompt="Hello", extra_body=EXTRA, **GREEDY)
+    assert answer.choices[0].text == said(llm, "Hello")
+
+
 def test_several_prompts_samples_and_beams(client, llm):
     answer = client.completions.create(model="fake", prompt=["Hello", "By"], n=2, extra_body=EXTRA, **GREEDY)
     expected = [said(llm, "Hello")] * 2 + [said(llm, "By")] * 2

@@ -15,6 +15,7 @@ from jaxllm import SamplingParams, StructuredOutputs
 from jaxllm.errors import EngineDeadError, JaxLLMError, RequestEndedError
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.server.engine import wire
+from jaxllm.server.engine.client import EngineCommand
 from jaxllm.server.engine.process_client import ProcessClient
 from tests.fake_engine_process import BUG, COMPILING, GARBLED, POISON, REFUSED, SLOW
 
@@ -72,6 +73,42 @@ def test_requests_run_side_by_side():
             assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
             assert {output.request_id for output in outputs} == {f"r{i}"}
         await until(lambda: client.stats().num_running == 0)
+
+    run(test)
+
+
+def test_commands():
+    async def test(client):
+        assert not await client.command(EngineCommand("reset_prefix_cache"))
+        assert await client.command(EngineCommand("sleep"))
+        assert await client.command(EngineCommand("wake_up", tags=["weights"]))
+        assert not await client.command(EngineCommand("wake_up"))
+        running = asyncio.create_task(collect(client, max_tokens=1000))
+        await until(lambda: client.stats().num_running)
+        with pytest.raises(ValueError, match="1 requests run"):
+            await client.command(EngineCommand("sleep"))
+        client.abort_all()
+        assert (await running)[-1].outputs[0].finish_reason == "abort"
+        for _ in range(2):
+            await client.command(EngineCommand("reset_prefix_cache"))
+        with pytest.raises(RuntimeError, match="a bug"):
+            await client.command(EngineCommand("sleep"))
+
+    run(test)
+
+
+def test_commands_to_an_engine_that_dies():
+    async def test(client):
+        slow = asyncio.create_task(collect(client, SLOW))
+        await until(lambda: client.stats().num_running)
+        waiting = asyncio.create_task(client.command(EngineCommand("sleep")))
+        await asyncio.sleep(0.05)
+        os.kill(client.pid, signal.SIGKILL)
+        for task in (slow, waiting):
+            with pytest.raises(EngineDeadError):
+                await task
+        with pytest.raises(EngineDeadError):
+            await client.command(EngineCommand("wake_up"))
 
     run(test)
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxllm.engine.stats import STEP_TOKENS, StepCounter
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.observe import tracing
-from tests.fake_server import STATS, FakeClient, running
+from tests.fake_server import STATS, FakeClient, request, running
 
 VLLM_NAMES = """num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info prompt_tokens
 generation_tokens prompt_tokens_by_source prompt_tokens_cached request_success num_preemptions prefix_cache_queries
@@ -123,12 +123,75 @@ def test_series_do_not_grow_with_what_clients_send():
         return web.send("GET", "/metrics").body.count(b"\n")
 
     with running() as web:
+
+        def hostile(i):
+            web.send("GET", f"/no/{i}")
+            web.send("GET", f"/v1/models/m{i}")
+            web.send(f"M{i}", "/v1/models")
+            web.complete(model=f"m{i}", prompt=f"{i}", user=f"u{i}", max_tokens=i + 1)
+
         web.complete()
+        hostile(99)
+        count(web)  # which counts itself
         before = count(web)
         for i in range(20):
-            web.send("GET", f"/no/{i}")
-            web.complete(model=f"m{i}", prompt=f"{i}", user=f"u{i}", max_tokens=i + 1)
+            hostile(i)
         assert count(web) == before
+
+
+@pytest.mark.parametrize("vllm_names", [False, True])
+def test_requests_are_counted_by_route_method_and_status(vllm_names):
+    with running(FakeClient(says={"poison": RuntimeError("x")}), vllm_metric_names=vllm_names) as web:
+        for _ in range(3):
+            web.complete()
+        web.complete(n=0)
+        web.complete(prompt="poison")
+        web.send("PUT", "/v1/completions")
+        web.send("BREW", "/pot?secret")
+        web.send("GET", "/v1/models/fake")
+        found = families(web)
+    counts = {
+        (sample.labels["route"], sample.labels["method"], sample.labels["status"]): sample.value
+        for sample in found["jaxllm:http_requests"].samples
+        if sample.name.endswith("_total")
+    }
+    assert counts == {
+        ("/v1/completions", "POST", "200"): 3,
+        ("/v1/completions", "POST", "400"): 1,
+        ("/v1/completions", "POST", "500"): 1,
+        ("/v1/completions", "PUT", "405"): 1,
+        ("other", "other", "404"): 1,
+        ("/v1/models/{name:path}", "GET", "200"): 1,
+    }
+    theirs = found.get("http_requests")
+    assert (theirs is not None) == vllm_names
+    if theirs is not None:
+        labels = {"handler": "/v1/completions", "method": "POST", "status": "4xx"}
+        assert [s.value for s in theirs.samples if s.labels == labels and s.name.endswith("_total")] == [1]
+
+
+def test_a_client_that_leaves_is_counted_as_such():
+    client = FakeClient()
+    with running(client) as web:
+        client.gate.clear()
+        with web.connect() as connection:
+            connection.sendall(request("POST", "/v1/completions", {"model": "fake", "prompt": "Hi"}))
+            web.wait(lambda: client.running)
+        web.wait(lambda: b'status="499"' in web.send("GET", "/metrics").body)
+        client.gate.set()
+
+
+def test_why_sequences_wait_and_what_a_step_costs_the_host():
+    told = {"num_waiting": 9, "num_waiting_preempted": 2, "step_s": 5.0, "device_wait_s": 3.5}
+    for free, slots, blocks in ((0, 7, 0), (1, 0, 7)):
+        client = FakeClient()
+        client.stats = lambda free=free: dataclasses.replace(STATS, num_free_slots=free, **told)
+        with running(client) as web:
+            found = families(web)
+        name = "num_requests_waiting_by_reason"
+        reasons = [value(found, name, reason=reason) for reason in ("slots", "kv_blocks", "preempted")]
+        assert reasons == [slots, blocks, 2]
+        assert value(found, "step_seconds", "_total") == 5 and value(found, "step_host_seconds", "_total") == 1.5
 
 
 otel = pytest.importorskip("opentelemetry.sdk.trace", reason="the extra otel is not installed")

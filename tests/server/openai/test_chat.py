@@ -209,10 +209,101 @@ def test_thoughts(stream):
         answer = web.chat(stream=stream)
         choices = [chunk["choices"][0] for chunk in answer.chunks] if stream else answer.json["choices"]
         messages = [choice["delta" if stream else "message"] for choice in choices]
-        assert "".join(m.get("reasoning_content", "") for m in messages) == "Hm."
+        for name in ("reasoning_content", "reasoning"):
+            assert "".join(m.get(name, "") for m in messages) == "Hm."
         assert "".join(m.get("content", "") for m in messages) == "Yes."
         if not stream:
             assert answer.json["usage"]["completion_tokens_details"]["reasoning_tokens"] >= 0
+
+
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+def allowed(*names, mode="auto", is_flat=False) -> dict:
+    tools = [{"type": "function", **({"name": name} if is_flat else {"function": {"name": name}})} for name in names]
+    inner = {"mode": mode, "tools": tools}
+    return {"type": "allowed_tools", **(inner if is_flat else {"allowed_tools": inner})}
+
+
+def test_some_of_the_tools(tools):
+    assert tools.chat(tools=[WEATHER, CLOCK], tool_choice=allowed("weather")).status == 200
+    params = tools.client.seen[-1][1]
+    assert params.structured_outputs is None
+    assert tools.chat(tools=[WEATHER, CLOCK], tool_choice=allowed("weather", mode="required")).status == 200
+    grammar = tools.client.seen[-1][1].structured_outputs.grammar
+    assert "weather" in grammar and "clock" not in grammar
+    flat = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
+    choice = allowed("clock", mode="required", is_flat=True)
+    assert respond(tools, tools=flat, tool_choice=choice).status == 200
+    grammar = tools.client.seen[-1][1].structured_outputs.grammar
+    assert "clock" in grammar and "weather" not in grammar
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        allowed("nope"),
+        allowed(),
+        allowed("weather", mode="none"),
+        allowed("weather", mode=["auto"]),
+        {"type": "allowed_tools", "allowed_tools": 7},
+        {"type": "allowed_tools", "allowed_tools": {"tools": ["weather"]}},
+        {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "function": "weather"}]}},
+        {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "custom", "name": "weather"}]}},
+        {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": "function", "name": ["weather"]}]}},
+        {"type": "allowed_tools"},
+    ],
+    ids=str,
+)
+def test_wrong_choices_of_tools(tools, choice):
+    answer = tools.chat(tools=[WEATHER, CLOCK], tool_choice=choice)
+    assert answer.status == 400 and answer.error["param"] == "tool_choice"
+
+
+FORMATS = {
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bern"}}]',
+    "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nBern\n</parameter>\n</function>\n</tool_call>",
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Bern"}'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "pythonic": "[weather(city='Bern')]",
+    "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    '<|constrain|>json<|message|>{"city": "Bern"}<|call|>',
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("parser", FORMATS)
+def test_calls_in_other_formats(parser, stream):
+    client = FakeClient(reply=FORMATS[parser], step=3)
+    with running(client, tool_call_parser=parser, reasoning_parser="none") as web:
+        answer = web.chat(tools=[WEATHER], stream=stream)
+        choices = [chunk["choices"][0] for chunk in answer.chunks] if stream else answer.json["choices"]
+        messages = [choice["delta" if stream else "message"] for choice in choices]
+        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        assert "".join(call.get("name", "") for call in calls) == "weather"
+        assert json.loads("".join(call["arguments"] for call in calls)) == {"city": "Bern"}
+        assert choices[-1]["finish_reason"] == "tool_calls"
+        assert "".join(message.get("reasoning", "") for message in messages) == ("Hm." if parser == "openai" else "")
+        assert not "".join(message.get("content") or "" for message in messages)
+        keeps_tokens = parser in ("mistral", "deepseek_v31", "openai")
+        assert client.seen[-1][1].skip_special_tokens != keeps_tokens, "its marks are special tokens"
+
+
+def test_gpt_oss_without_tools():
+    template = TEMPLATE + "{# <|channel|> <|message|> #}"
+    reply = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    with running(FakeClient(reply=reply), template=template) as web:
+        message = web.chat().json["choices"][0]["message"]
+        assert message["content"] == "Yes." and message["reasoning"] == "Hm."
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_comes_back_under_each_name(name):
+    template = "{% for m in messages %}{{ m.reasoning }}|{{ m.reasoning_content }}|{{ m.thinking }}\n{% endfor %}"
+    with running(template=template) as web:
+        turns = [{"role": "assistant", "content": "x", name: "Hm"}, {"role": "user", "content": "y", name: "no"}]
+        assert web.chat(messages=turns).status == 200
+        assert "Hm|Hm|Hm\n" in seen(web)
 
 
 def respond(web, **fields):

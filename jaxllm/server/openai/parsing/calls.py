@@ -175,6 +175,32 @@ class CallScanner:
         return [CallArguments(self.index, text)] if text else []
 
 
+class ObjectScanner:
+    """Finds the end of a JSON object that is passed on as it is."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._escaped = 0, False, False
+        self.is_over = False
+
+    def push(self, text: str) -> int:
+        """How many characters of `text` belong to the object."""
+        for i, char in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = self._in_string
+            elif char == '"':
+                self._in_string = not self._in_string
+            elif not self._in_string and char in "{[":
+                self._depth += 1
+            elif not self._in_string and char in "]}":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self.is_over = True
+                    return i + 1
+        return len(text)
+
+
 def _loads(text: str) -> object:
     try:
         return json.loads(text, strict=False)

@@ -1,28 +1,67 @@
 """Chooses the parsers for a model's answers, from its chat template unless configured."""
 
-from jaxllm.server.openai.parsing import reasoning, tools
+from collections.abc import Mapping
+from typing import Any
+
+from jaxllm.server.openai.parsing import deepseek, harmony, mistral, qwen3_coder, reasoning, tools
 from jaxllm.server.openai.parsing.events import Parser, Plain
+from jaxllm.server.openai.parsing.harmony import HarmonyParser
+from jaxllm.server.openai.parsing.pythonic import PythonicParser
 from jaxllm.server.openai.parsing.reasoning import ThinkParser
+
+_PARSERS = {
+    "hermes": tools.HermesParser,
+    "llama": tools.LlamaParser,
+    "mistral": mistral.MistralParser,
+    "deepseek_v3": deepseek.DeepSeekParser,
+    "deepseek_v31": deepseek.DeepSeekParser,
+    "pythonic": PythonicParser,
+}
+# What shows a format in a template; the first that fits, as Qwen3-Coder's has Hermes' tags too.
+_SIGNS = (
+    ("openai", (harmony.CHANNEL, harmony.MESSAGE)),
+    ("qwen3_coder", (qwen3_coder.FUNCTION, qwen3_coder.PARAMETER)),
+    ("hermes", (tools.OPEN,)),
+    ("mistral", (mistral.OPEN,)),
+    ("deepseek_v3", (deepseek.CALLS_OPEN, "```json")),
+    ("deepseek_v31", (deepseek.CALLS_OPEN,)),
+    ("pythonic", ("[func_name1(",)),
+    ("llama", (tools.PYTHON_TAG,)),
+    ("llama", ('"parameters": dictionary',)),
+)
+# Formats whose marks are special tokens, which the text must keep.
+MARKED_BY_TOKENS = frozenset({"openai", "openai_gptoss", "mistral", "deepseek_v3", "deepseek_v31"})
 
 
 def tool_format(wanted: str, template: str) -> str | None:
-    """A name in `tools.PARSERS`; None if the template shows no known format of tool calls."""
+    """The name of a format of tool calls; None if the template shows none that is known."""
     if wanted != "auto":
         return None if wanted == "none" else wanted
-    if tools.OPEN in template:
-        return "hermes"
-    if tools.PYTHON_TAG in template or '"parameters": dictionary' in template:
-        return "llama"
-    return None
+    return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), None)
 
 
-def thinks(wanted: str, template: str) -> bool:
-    return wanted == "think" or wanted == "auto" and reasoning.CLOSE in template
+def thought_format(wanted: str, template: str) -> str | None:
+    """The name of a format of reasoning, "openai_gptoss" or one of `reasoning.MARKS`; None for none."""
+    if wanted != "auto":
+        return None if wanted == "none" else wanted
+    if tool_format("auto", template) == "openai":
+        return "openai_gptoss"
+    return next((name for name, (_, close) in reasoning.MARKS.items() if close in template), None)
 
 
-def make_parser(prompt: str, *, has_tools: str | None, has_thoughts: bool) -> Parser:
-    """The parser for one answer to `prompt`. `has_tools`: the format of its tool calls, None for none."""
-    inner = Plain() if has_tools is None else tools.PARSERS[has_tools]()
-    if not has_thoughts:
+def make_parser(
+    prompt: str, *, calls: str | None, thoughts: str | None, schemas: Mapping[str, Any] | None = None
+) -> Parser:
+    """The parser for one answer to `prompt`. `calls` and `thoughts` are formats, None for none; `schemas` are those of
+    the tools' parameters by name."""
+    if calls == "openai" or thoughts == "openai_gptoss":
+        return HarmonyParser(prompt, has_tools=calls is not None)
+    inner: Parser
+    if calls == "qwen3_coder":
+        inner = qwen3_coder.Qwen3CoderParser(schemas or {})
+    else:
+        inner = Plain() if calls is None else _PARSERS[calls]()
+    if thoughts is None:
         return inner
-    return ThinkParser(inner, is_open=prompt.rstrip().endswith(reasoning.OPEN))
+    marks = reasoning.MARKS[thoughts]
+    return ThinkParser(inner, is_open=prompt.rstrip().endswith(marks[0]), marks=marks)

@@ -1,5 +1,6 @@
 """The events that parsers of a model's text emit, in text order."""
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
 
@@ -38,7 +39,20 @@ class Plain:
     """A parser for text that is content only."""
 
     def push(self, text: str) -> list[Event]:
-        return [Content(text)] if text else []
+        return content(text)
 
     def finish(self) -> list[Event]:
         return []
+
+
+_PIECE_CHARS = 4096
+
+
+def pieces(text: str) -> Iterator[str]:
+    """`text` in parts so small that a parser may copy the rest of one for each call in it."""
+    for start in range(0, len(text), _PIECE_CHARS):
+        yield text[start : start + _PIECE_CHARS]
+
+
+def content(text: str) -> list[Event]:
+    return [Content(text)] if text else []

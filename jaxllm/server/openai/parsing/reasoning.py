@@ -1,17 +1,18 @@
-"""Reasoning: the text between <think> and </think> before the answer."""
+"""Reasoning: the text between two marks before the answer."""
 
 from jaxllm.server.openai.parsing.events import Event, Parser, Reasoning
 from jaxllm.text.overlap import overlap_start
 
-OPEN, CLOSE = "<think>", "</think>"
+MARKS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}  # by format
 
 
 class ThinkParser:
-    """Splits reasoning off and lets `inner` parse the rest. A text has reasoning if it begins with <think>, or if its
-    prompt ended with <think> (`is_open`)."""
+    """Splits reasoning off and lets `inner` parse the rest. A text has reasoning if it begins with the first mark, or
+    if its prompt ended with that (`is_open`)."""
 
-    def __init__(self, inner: Parser, *, is_open: bool):
+    def __init__(self, inner: Parser, *, is_open: bool, marks: tuple[str, str] = MARKS["think"]):
         self._inner = inner
+        self._open_mark, self._close_mark = marks
         self._state = "thinking" if is_open else "start"
         self._held = ""  # may be the beginning of a mark
         self._trims = True  # newlines around the reasoning are not part of it
@@ -35,22 +36,22 @@ class ThinkParser:
 
     def _begin(self) -> None:
         rest = self._held.lstrip()
-        if rest.startswith(OPEN):
-            self._held, self._state, self.was_reasoning = rest[len(OPEN) :], "thinking", True
-        elif not OPEN.startswith(rest):
+        if rest.startswith(self._open_mark):
+            self._held, self._state, self.was_reasoning = rest[len(self._open_mark) :], "thinking", True
+        elif not self._open_mark.startswith(rest):
             self._state = "answer"
 
     def _think(self) -> list[Event]:
         if self._trims:
             self._held = self._held.lstrip("\n")
             self._trims = not self._held
-        thought, close, rest = self._held.partition(CLOSE)
+        thought, close, rest = self._held.partition(self._close_mark)
         if close:
             self._held, self._state = rest, "after"
             thought = thought.rstrip("\n")
         else:
             # Withhold what may be the beginning of the mark, and the newlines before it.
-            thought = thought[: overlap_start(thought, CLOSE)].rstrip("\n")
+            thought = thought[: overlap_start(thought, self._close_mark)].rstrip("\n")
             self._held = self._held[len(thought) :]
         return [Reasoning(thought)] if thought else []
 

@@ -1,7 +1,7 @@
 """Parsers of tool calls: Hermes and Qwen use <tool_call> tags, Llama 3 bare JSON."""
 
 from jaxllm.server.openai.parsing.calls import CallScanner
-from jaxllm.server.openai.parsing.events import Content, Event
+from jaxllm.server.openai.parsing.events import Event, content, pieces
 from jaxllm.text.overlap import overlap_start
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -20,20 +20,21 @@ class HermesParser:
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
-        while text:
-            if self._scanner is not None:
-                text = self._call(text, events)
-            elif self._is_closing:
-                text = self._close(text)
-            else:
-                text = self._content(text, events)
+        for piece in pieces(text):
+            while piece:
+                if self._scanner is not None:
+                    piece = self._call(piece, events)
+                elif self._is_closing:
+                    piece = self._close(piece)
+                else:
+                    piece = self._content(piece, events)
         return events
 
     def _content(self, text: str, events: list[Event]) -> str:
         """Withholds whitespace, which is no content before and between calls, and what may begin a tag."""
         before, tag, rest = (self._held + text).partition(OPEN)
         shown = before[: None if tag else overlap_start(before, OPEN)].rstrip()
-        events += _content(shown)
+        events += content(shown)
         self._held = "" if tag else before[len(shown) :]
         if tag:
             self._scanner, self._raw = CallScanner(self._num_calls, ("arguments", "parameters")), [OPEN]
@@ -46,7 +47,7 @@ class HermesParser:
         if not scanner.has_started:
             self._raw.append(text[:used])
         if scanner.is_broken and not scanner.has_started:
-            events += _content("".join(self._raw))
+            events += content("".join(self._raw))
             self._scanner = None
         elif scanner.is_over:
             self._scanner, self._is_closing, self._num_calls = None, True, self._num_calls + 1
@@ -68,9 +69,9 @@ class HermesParser:
     def finish(self) -> list[Event]:
         scanner, self._scanner = self._scanner, None
         if scanner is not None and not scanner.has_started:
-            return _content("".join(self._raw))
+            return content("".join(self._raw))
         held, self._held = self._held, ""
-        return [] if self._is_closing or self._num_calls and not held.strip() else _content(held)
+        return [] if self._is_closing or self._num_calls and not held.strip() else content(held)
 
 
 class LlamaParser:
@@ -86,11 +87,12 @@ class LlamaParser:
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
-        while text:
-            if self._is_content:
-                events += _content(text)
-                break
-            text = self._between(text, events) if self._scanner is None else self._call(text, events)
+        for piece in pieces(text):
+            while piece:
+                if self._is_content:
+                    events += content(piece)
+                    break
+                piece = self._between(piece, events) if self._scanner is None else self._call(piece, events)
         return events
 
     def _between(self, text: str, events: list[Event]) -> str:
@@ -123,13 +125,6 @@ class LlamaParser:
     def finish(self) -> list[Event]:
         scanner, self._scanner = self._scanner, None
         if scanner is not None:
-            return [] if scanner.has_started else _content("".join(self._raw))
+            return [] if scanner.has_started else content("".join(self._raw))
         held, self._held = self._held, ""
-        return [] if self._num_calls else _content(held)
-
-
-PARSERS = {"hermes": HermesParser, "llama": LlamaParser}
-
-
-def _content(text: str) -> list[Event]:
-    return [Content(text)] if text else []
+        return [] if self._num_calls else content(held)
