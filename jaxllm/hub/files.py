@@ -18,8 +18,8 @@ _MODULES = re.compile(r"\d+_\w+/config\.json|\d+_Dense/model\.safetensors")  # o
 
 
 def config_files(name: HubName, sizes: Mapping[str, int | None]) -> list[str]:
-    """The configurations, tokenizer, layers after pooling and licence among the files of a repository, whose `sizes` are
-    in bytes.
+    """The configurations, tokenizer, licence and layers after pooling among the files of a repository, whose `sizes`
+    are in bytes.
 
     Raises `ModelFormatError` if they hold no checkpoint that can be read, so that nothing is fetched.
     """

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+import tokenizers.models
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -182,6 +184,27 @@ def test_scores_are_those_of_transformers(tmp_path, case):
     scores = model.head(jnp.asarray(pooled), StepContext.of(jnp.zeros(1, jnp.int32)))
     assert scores.dtype == jnp.float32 and scores.shape == (len(prompts), num_labels)
     close(scores, np.stack(want))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_scores_by_two_of_its_tokens(tmp_path, tied):
+    """As Qwen3-Reranker does."""
+    theirs = save(tmp_path, "Qwen3ForCausalLM", DECODER | {"tie_word_embeddings": tied})
+    vocab = {"no": 7, "yes": 9} | {f"t{i}": i for i in range(VOCAB) if i not in (7, 9)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "t0")).save(str(tmp_path / "tokenizer.json"))
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
+    model, prompts = load(tmp_path, overrides=overrides), rows()
+    assert (model.cfg.label_tokens, model.cfg.labels, model.cfg.pooling) == ((7, 9), ("LABEL_0",), "last")
+    with torch.no_grad():
+        logits = np.stack([theirs(torch.tensor([prompt])).logits[0, -1].numpy() for prompt in prompts])
+    pooled = np.stack([hidden[-1] for hidden in paged_hidden(model, prompts)])
+    scores = model.head(jnp.asarray(pooled), StepContext.of(jnp.zeros(1, jnp.int32)))
+    close(scores, logits[:, 9:10] - logits[:, 7:8])
+    for given in (["no", "maybe"], ["no"], "no"):
+        with pytest.raises(ModelFormatError, match="must be two tokens of the tokenizer"):
+            load(tmp_path, overrides=overrides | {"classifier_from_token": given})
+    with pytest.raises(ModelFormatError, match="classifier_from_token is for language models"):
+        load(tmp_path, overrides=MODERN | overrides | {"architectures": ["ModernBertForSequenceClassification"]})
 
 
 def test_kinds_of_attention_agree(tmp_path):
