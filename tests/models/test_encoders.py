@@ -84,10 +84,10 @@ def save(path, name, sizes, **fields):
     return model
 
 
-def load(path, **options):
+def load(path, mesh=None, **options):
     spec = read_spec(open_checkpoint(path), jnp.float32, **options)
     graph = nnx.graphdef(transformer.abstract(spec.module.Model, spec.cfg))
-    return nnx.merge(graph, load_params(open_checkpoint(path), spec, abstract_params(spec), make_mesh(None)))
+    return nnx.merge(graph, load_params(open_checkpoint(path), spec, abstract_params(spec), make_mesh(mesh)))
 
 
 def rows(seed=0):
@@ -211,6 +211,17 @@ def test_kinds_of_attention_agree(tmp_path):
     save(tmp_path, "ModernBertModel", MODERN)
     model, prompts = load(tmp_path), rows(3)
     for got, want in zip(paged_hidden(model, prompts), paged_hidden(model, prompts, Placement()), strict=True):
+        close(got, want)
+
+
+@pytest.mark.parametrize("case", ["bert", "modernbert"])
+def test_two_devices_say_what_one_says(tmp_path, case):
+    name, sizes = MODELS[case]
+    save(tmp_path, name, sizes)
+    prompts, split = rows(4), load(tmp_path, "tensor=2")
+    assert len(split.layers[0].attn.qkv.weight[...].sharding.device_set) == 2
+    both = paged_hidden(split, prompts, Placement(make_mesh("tensor=2")))
+    for got, want in zip(both, paged_hidden(load(tmp_path), prompts), strict=True):
         close(got, want)
 
 
