@@ -130,9 +130,9 @@ def _label_tokens(checkpoint: Checkpoint, module: ModuleType, given: Any) -> tup
     if not issubclass(module.Model, transformer.Decoder):
         raise ValueError("classifier_from_token is for language models; an encoder has a head of its own")
     tokens = given if isinstance(given, list) and len(given) == 2 else []
-    tokenizer = checkpoint.tokenizer()
-    ids = [tokenizer.get_vocab().get(token) for token in tokens if isinstance(token, str)]
-    if len(ids) != 2 or None in ids:
+    vocab = checkpoint.tokenizer().get_vocab()
+    ids = [vocab[token] for token in tokens if isinstance(token, str) and token in vocab]
+    if len(ids) != 2:
         raise ValueError(f'classifier_from_token={given!r:.100} must be two tokens of the tokenizer, as ["no", "yes"]')
     return ids[0], ids[1]
 
