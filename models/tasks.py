@@ -6,7 +6,9 @@ The task is a field of a model's `Config`, which the engine reads:
 - "embed": hidden states are all there is, pooled over each text as `cfg.pooling` says: "last", "mean" or "cls" (its
   first token).
 - "classify": pooled hidden states `[rows, embed]` become float32 scores `[rows, labels]` by `head(pooled, ctx)`.
-  `cfg.labels` are the labels' names, `cfg.problem_type` what `config.json` says they mean.
+  `cfg.labels` are the labels' names, `cfg.problem_type` what `config.json` says they mean. A language model scores
+  by two of its tokens, as rerankers do that answer "no" or "yes", where its architecture is overridden and the key
+  `classifier_from_token` names them.
 
 `cfg.causal` is False where a token sees those after it: the whole of a text must be in one step then, and what its
 blocks hold depends on all of it.
@@ -56,7 +58,8 @@ def task_fields(architecture: str, hf: dict, wanted: str | None = None) -> dict[
     problem = hf.get("problem_type")
     if problem not in (None, *PROBLEM_TYPES):
         raise ValueError(f"problem_type={problem!r:.100} is unknown; it is one of {list(PROBLEM_TYPES)}, or null")
-    return {"task": task, "labels": _labels(hf), "problem_type": problem}
+    labels = _labels(hf) if hf.get("classifier_from_token") is None else ("LABEL_0",)
+    return {"task": task, "labels": labels, "problem_type": problem}
 
 
 def _labels(hf: dict) -> tuple[str, ...]:

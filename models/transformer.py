@@ -48,6 +48,10 @@ class Config:
     causal: bool = field(default=True, metadata={"help": "whether a token sees no later ones"})
     task: str = field(default="generate", metadata={"help": f"one of {TASKS}; see jaxllm.models.tasks"})
     labels: tuple[str, ...] = field(default=(), metadata={"help": "what the task classify tells apart"})
+    label_tokens: tuple[int, int] | None = field(
+        default=None,
+        metadata={"help": "a decoder's one label is how much likelier the second of these is than the first"},
+    )
     problem_type: str | None = field(default=None, metadata={"help": "what labels mean, as in config.json"})
     dtype: Any = field(default=jnp.float32, metadata={"help": "of parameters and activations"})
 
@@ -65,6 +69,8 @@ class Config:
             raise ValueError(f"task={self.task!r:.100} is unknown; choose one of {TASKS}")
         if (self.task == "classify") != bool(self.labels):
             raise ValueError(f"task={self.task!r} and {len(self.labels)} labels: classify needs some, others take none")
+        if self.label_tokens is not None and len(self.labels) != 1:
+            raise ValueError(f"label_tokens={self.label_tokens} make one label, not {len(self.labels)}")
         if self.task == "generate" and not self.causal:
             raise ValueError("a model whose tokens see later ones (causal=False) can't generate; give task='embed'")
 
@@ -218,14 +224,22 @@ class Decoder(Backbone):
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
         super().__init__(cfg, rngs=rngs)
         options = {"dtype": cfg.dtype, "rngs": rngs}
-        if cfg.task == "classify":
+        if cfg.task == "classify" and cfg.label_tokens is None:
             self.score = Linear.random({"embed": cfg.embed}, {"labels": len(cfg.labels)}, **options)
-        elif cfg.task == "generate" and not cfg.tie_embeddings:
+        elif cfg.task != "embed" and not cfg.tie_embeddings:
             self.lm_head = Linear.random({"embed": cfg.table_width}, {"vocab": cfg.vocab}, **options)
 
     def head(self, pooled: Float[Array, "rows embed"], ctx: StepContext) -> Float32[Array, "rows labels"]:
         """Scores of the labels, of texts' pooled hidden states, where the task is "classify"."""
-        return self.score(pooled.astype(self.cfg.dtype), ctx, out_dtype=jnp.float32)
+        if self.cfg.label_tokens is None:
+            return self.score(pooled.astype(self.cfg.dtype), ctx, out_dtype=jnp.float32)
+        tokens = jnp.asarray(self.cfg.label_tokens, jnp.int32)
+        if self.cfg.tie_embeddings:
+            rows = self.embed.weight[...][tokens]
+        else:
+            rows = self.lm_head.weight[...][:, tokens].T
+        less, more = rows.astype(jnp.float32)
+        return jnp.einsum("rd,d->r", pooled.astype(jnp.float32), more - less)[:, None]
 
     def logits(self, hidden: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t vocab"]:
         """Unnormalised log-probabilities in float32, never rounded to the parameters' dtype: in bfloat16 many tokens

@@ -109,6 +109,8 @@ def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None, task: s
         _check_sizes(hf)
         _check_ropes(hf)
         cfg = module.Config.from_hf(hf, dtype=dtype, **tasks.task_fields(name, hf, task))
+        if cfg.task == "classify" and hf.get("classifier_from_token") is not None:
+            cfg = replace(cfg, label_tokens=_label_tokens(checkpoint, module, hf["classifier_from_token"]))
         if getattr(cfg, "has_pairs", False) and cfg.sep_token_id is None:
             cfg = replace(cfg, sep_token_id=_separator(checkpoint))
         if cfg.max_len > _MAX_LEN:
@@ -121,6 +123,18 @@ def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None, task: s
     eos = _token_ids(checkpoint.generation_path, checkpoint.generation_config(), "eos_token_id", cfg.vocab)
     eos = eos or _token_ids(path, hf, "eos_token_id", cfg.vocab)
     return ModelSpec(module=module, cfg=cfg, eos_token_ids=eos)
+
+
+def _label_tokens(checkpoint: Checkpoint, module: ModuleType, given: Any) -> tuple[int, int]:
+    """The ids of the tokens that a language model chooses between."""
+    if not issubclass(module.Model, transformer.Decoder):
+        raise ValueError("classifier_from_token is for language models; an encoder has a head of its own")
+    tokens = given if isinstance(given, list) and len(given) == 2 else []
+    vocab = checkpoint.tokenizer().get_vocab()
+    ids = [vocab[token] for token in tokens if isinstance(token, str) and token in vocab]
+    if len(ids) != 2:
+        raise ValueError(f'classifier_from_token={given!r:.100} must be two tokens of the tokenizer, as ["no", "yes"]')
+    return ids[0], ids[1]
 
 
 def _separator(checkpoint: Checkpoint) -> int | None:

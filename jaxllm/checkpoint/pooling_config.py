@@ -105,12 +105,9 @@ def read_pooling(checkpoint: Checkpoint, spec: ModelSpec, overrides: Mapping[str
 
     Raises `ModelFormatError` for modules and values that are not supported.
     """
-    hf, cfg = checkpoint.config() | dict(overrides or {}), spec.cfg
-    folder = checkpoint.path if checkpoint.path.is_dir() else None  # a GGUF file has none of these files
-    texts, prompts = ({} if folder is None else _optional(folder / name) for name in (TEXTS, PROMPTS))
-    modules = []
-    if folder is not None and (folder / MODULES).is_file():
-        modules = _modules(folder / MODULES)
+    hf, cfg, folder = checkpoint.config() | dict(overrides or {}), spec.cfg, checkpoint.path
+    texts, prompts = (_optional(folder / name) for name in (TEXTS, PROMPTS))  # a GGUF file has none in it
+    modules = _modules(folder / MODULES) if (folder / MODULES).is_file() else []
     try:
         found = _of_modules(folder, modules, cfg) if modules else {}
         return PoolingConfig(
@@ -200,7 +197,7 @@ def _dense(path: Path, width: int) -> DenseLayer:
         if config.get(key, "sentence_embedding") != "sentence_embedding":
             raise ValueError(f"{path.name}: {key}={config[key]!r:.100} is not supported, only 'sentence_embedding'")
     tensors = find_tensors(path)
-    wanted = {"linear.weight": (sizes[1], sizes[0])}
+    wanted: dict[str, tuple[Any, ...]] = {"linear.weight": (sizes[1], sizes[0])}
     if config.get("bias", True):
         wanted["linear.bias"] = (sizes[1],)
     if {name: tensor.shape for name, tensor in tensors.items()} != wanted:

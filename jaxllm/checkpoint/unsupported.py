@@ -58,10 +58,10 @@ KINDS = (
         remedy="take a transformer",
     ),
     ModelKind(
-        "is an encoder: it embeds texts or fills gaps in them, and its family is not supported",
+        "is an encoder: it embeds texts or fills gaps in them, and is not supported in this form",
         r"bert|formaskedlm|electra|ernie(for|$|model)|^mpnet|^fnet|^xlmfor|xlmroberta|longformer|bigbird(for|$|model)"
         r"|^luke|roformer|flaubert|^esm|^gtefor|gtemodel|jinaembeddings|^funnel|nystromformer|squeezebert|layoutlm",
-        remedy="take one of BERT, RoBERTa, XLM-RoBERTa or ModernBERT",
+        remedy="take a BERT, RoBERTa, XLM-RoBERTa or ModernBERT in Hugging Face format",
         nearest="BAAI/bge-m3",
     ),
     ModelKind(

@@ -1,6 +1,8 @@
-"""Which files of a repository are fetched: configuration and tokenizer first, then the weights, and never code."""
+"""Which files of a repository are fetched: configuration, tokenizer and layers after pooling, then weights, and
+never code."""
 
 import fnmatch
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -12,10 +14,12 @@ from jaxllm.hub.names import HubName
 MAX_FILE_BYTES = 100_000_000  # of what is no weights: nothing larger would be read
 _SMALL = ("*.json", "*.jinja", "*.txt", "*.tiktoken", "tokenizer.model", "LICENSE*")
 _TEMPLATES = "additional_chat_templates/*.jinja"
+_MODULES = re.compile(r"\d+_\w+/config\.json|\d+_Dense/model\.safetensors")  # of sentence-transformers: "1_Pooling/..."
 
 
 def config_files(name: HubName, sizes: Mapping[str, int | None]) -> list[str]:
-    """The configuration, tokenizer and licence among the files of a repository, whose `sizes` are in bytes.
+    """The configurations, tokenizer, licence and layers after pooling among the files of a repository, whose `sizes`
+    are in bytes.
 
     Raises `ModelFormatError` if they hold no checkpoint that can be read, so that nothing is fetched.
     """
@@ -25,7 +29,8 @@ def config_files(name: HubName, sizes: Mapping[str, int | None]) -> list[str]:
 
 def _is_small(file: str) -> bool:
     if not _is_beside(file):
-        return fnmatch.fnmatchcase(file, _TEMPLATES) and file.count("/") == 1
+        is_template = fnmatch.fnmatchcase(file, _TEMPLATES) and file.count("/") == 1
+        return is_template or _MODULES.fullmatch(file) is not None
     return any(fnmatch.fnmatchcase(file, pattern) for pattern in _SMALL)
 
 

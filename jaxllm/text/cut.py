@@ -17,15 +17,15 @@ def cut_text(backend: tokenizers.Tokenizer, text: str, max_len: int, side: str =
 def cut_pair(backend: tokenizers.Tokenizer, first: str, second: str, max_len: int | None) -> list[int]:
     """At most `max_len` ids of both, as the tokenizer joins them. The longer text is cut until it is as long as the
     other, then both are ("longest_first")."""
-    encodings = [backend.encode(text, add_special_tokens=False) for text in (first, second)]
+    one, two = (backend.encode(text, add_special_tokens=False) for text in (first, second))
     if max_len is not None:
-        room, lens = _room(backend, max_len, is_pair=True), [len(encoding.ids) for encoding in encodings]
-        if sum(lens) > room:
-            least = min(*lens, room // 2)
-            longer = 0 if lens[0] > lens[1] else 1
-            for i, encoding in enumerate(encodings):
-                encoding.truncate(room - least if i == longer else least)
-    return backend.post_process(*encodings).ids
+        room = _room(backend, max_len, is_pair=True)
+        if len(one) + len(two) > room:
+            least = min(len(one), len(two), room // 2)
+            is_first_longer = len(one) > len(two)
+            one.truncate(room - least if is_first_longer else least)
+            two.truncate(least if is_first_longer else room - least)
+    return backend.post_process(one, two).ids
 
 
 def tells_pairs(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> bool:

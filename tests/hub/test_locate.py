@@ -36,6 +36,15 @@ def test_configuration_first_then_exactly_the_weights_of_the_index(hub, cache, f
     assert f"org/tiny is commit {commit}: configuration and tokenizer" in said and "weights" in said
 
 
+def test_modules_of_sentence_transformers_come_with_the_configuration(hub, files):
+    wanted = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modules.json"]
+    others = ["0_Transformer/model.safetensors", "2_Dense/pytorch_model.bin", "1_a/2_b/config.json", "onnx/config.json"]
+    hub.add("org/tiny", files | {name: name.encode() for name in [*wanted, *others]})
+    locate("org/tiny")
+    fetched = hub.fetched()
+    assert set(wanted) < set(fetched[: len(CONFIG + wanted)]) and not set(others) & set(fetched)
+
+
 def test_what_is_there_is_not_fetched_again(hub):
     first = locate("org/tiny")
     hub.asked.clear()

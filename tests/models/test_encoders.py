@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
+import tokenizers.models
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -25,9 +27,6 @@ from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape
 from jaxllm.sharding.mesh import make_mesh
 from tests.hf_models import GEMMA, SIZES
-
-transformers = pytest.importorskip("transformers")
-torch = pytest.importorskip("torch")
 
 VOCAB, LENGTHS, BLOCK, TOKENS = 160, (1, 37, 5, 37), 16, 96  # TOKENS: of a step, padding included
 ENCODER = {
@@ -73,6 +72,7 @@ CLASSIFIERS = {
 
 def save(path, name, sizes, **fields):
     """A random model of transformers, saved as it does, with a tokenizer's special tokens."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(len(name))
     cls = getattr(transformers, name)
     model = cls(cls.config_class(**sizes, **fields)).eval()
@@ -84,10 +84,10 @@ def save(path, name, sizes, **fields):
     return model
 
 
-def load(path, **options):
+def load(path, mesh=None, **options):
     spec = read_spec(open_checkpoint(path), jnp.float32, **options)
     graph = nnx.graphdef(transformer.abstract(spec.module.Model, spec.cfg))
-    return nnx.merge(graph, load_params(open_checkpoint(path), spec, abstract_params(spec), make_mesh(None)))
+    return nnx.merge(graph, load_params(open_checkpoint(path), spec, abstract_params(spec), make_mesh(mesh)))
 
 
 def rows(seed=0):
@@ -142,7 +142,7 @@ def close(got, want):
 
 @pytest.mark.parametrize("case", MODELS)
 def test_hidden_states_are_those_of_transformers(tmp_path, case):
-    name, sizes = MODELS[case]
+    torch, (name, sizes) = pytest.importorskip("torch"), MODELS[case]
     theirs = save(tmp_path, name, sizes)
     theirs = getattr(theirs, theirs.base_model_prefix) if "MaskedLM" in name else theirs
     model, prompts = load(tmp_path), rows()
@@ -167,7 +167,7 @@ def with_pairs(prompts, sizes):
 
 @pytest.mark.parametrize("case", CLASSIFIERS)
 def test_scores_are_those_of_transformers(tmp_path, case):
-    name, sizes, num_labels = CLASSIFIERS[case]
+    torch, (name, sizes, num_labels) = pytest.importorskip("torch"), CLASSIFIERS[case]
     theirs = save(tmp_path, name, sizes, num_labels=num_labels)
     options = {"overrides": {"sep_token_id": 3}} if case == "bert" else {}  # there is no tokenizer
     model, prompts, types = load(tmp_path, **options), rows(), None
@@ -184,11 +184,44 @@ def test_scores_are_those_of_transformers(tmp_path, case):
     close(scores, np.stack(want))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_scores_by_two_of_its_tokens(tmp_path, tied):
+    """As Qwen3-Reranker does."""
+    torch = pytest.importorskip("torch")
+    theirs = save(tmp_path, "Qwen3ForCausalLM", DECODER | {"tie_word_embeddings": tied})
+    vocab = {"no": 7, "yes": 9} | {f"t{i}": i for i in range(VOCAB) if i not in (7, 9)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "t0")).save(str(tmp_path / "tokenizer.json"))
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
+    model, prompts = load(tmp_path, overrides=overrides), rows()
+    assert (model.cfg.label_tokens, model.cfg.labels, model.cfg.pooling) == ((7, 9), ("LABEL_0",), "last")
+    with torch.no_grad():
+        logits = np.stack([theirs(torch.tensor([prompt])).logits[0, -1].numpy() for prompt in prompts])
+    pooled = np.stack([hidden[-1] for hidden in paged_hidden(model, prompts)])
+    scores = model.head(jnp.asarray(pooled), StepContext.of(jnp.zeros(1, jnp.int32)))
+    close(scores, logits[:, 9:10] - logits[:, 7:8])
+    for given in (["no", "maybe"], ["no"], "no"):
+        with pytest.raises(ModelFormatError, match="must be two tokens of the tokenizer"):
+            load(tmp_path, overrides=overrides | {"classifier_from_token": given})
+    with pytest.raises(ModelFormatError, match="classifier_from_token is for language models"):
+        load(tmp_path, overrides=overrides | {"architectures": ["RobertaForSequenceClassification"]})
+
+
 def test_kinds_of_attention_agree(tmp_path):
     """The reference and what the engine takes on a CPU, with windows to both sides."""
     save(tmp_path, "ModernBertModel", MODERN)
     model, prompts = load(tmp_path), rows(3)
     for got, want in zip(paged_hidden(model, prompts), paged_hidden(model, prompts, Placement()), strict=True):
+        close(got, want)
+
+
+@pytest.mark.parametrize("case", ["bert", "modernbert"])
+def test_two_devices_say_what_one_says(tmp_path, case):
+    name, sizes = MODELS[case]
+    save(tmp_path, name, sizes)
+    prompts, split = rows(4), load(tmp_path, "tensor=2")
+    assert len(split.layers[0].attn.qkv.weight[...].sharding.device_set) == 2
+    both = paged_hidden(split, prompts, Placement(make_mesh("tensor=2")))
+    for got, want in zip(both, paged_hidden(load(tmp_path), prompts), strict=True):
         close(got, want)
 
 

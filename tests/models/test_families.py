@@ -153,17 +153,18 @@ def test_gradients_reach_every_parameter(family):
         assert np.isfinite(grad).all() and np.abs(grad).max() > 0, jax.tree_util.keystr(path)
 
 
-def test_dense_soft_caps_and_windows_agree_with_a_plain_softmax():
+@pytest.mark.parametrize("mask", [{}, {"causal": False}], ids=["causal", "both_sides"])
+def test_dense_soft_caps_and_windows_agree_with_a_plain_softmax(mask):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 9, heads, 4)).astype(np.float32) for heads in (4, 2, 2))
-    capped, _ = Dense().attend(*map(jnp.asarray, (q, k, v)), scale=0.7, sliding_window=3, soft_cap=0.9)
+    capped, _ = Dense().attend(*map(jnp.asarray, (q, k, v)), scale=0.7, sliding_window=3, soft_cap=0.9, **mask)
     scores = np.einsum("bqhd,bshd->bhqs", q, np.repeat(k, 2, axis=2)) * 0.7
     age = np.arange(9)[:, None] - np.arange(9)
-    weights = np.exp(0.9 * np.tanh(scores / 0.9)) * ((age >= 0) & (age < 3))
+    weights = np.exp(0.9 * np.tanh(scores / 0.9)) * ((age >= (-2 if mask else 0)) & (age < 3))
     want = np.einsum("bhqs,bshd->bqhd", weights / weights.sum(-1, keepdims=True), np.repeat(v, 2, axis=2))
     np.testing.assert_allclose(capped, want, atol=1e-5)
-    plain, _ = Dense().attend(*map(jnp.asarray, (q, k, v)), scale=0.7, sliding_window=3)
-    loose, _ = Dense().attend(*map(jnp.asarray, (q, k, v)), scale=0.7, sliding_window=3, soft_cap=1e4)
+    plain, _ = Dense().attend(*map(jnp.asarray, (q, k, v)), scale=0.7, sliding_window=3, **mask)
+    loose, _ = Dense().attend(*map(jnp.asarray, (q, k, v)), scale=0.7, sliding_window=3, soft_cap=1e4, **mask)
     np.testing.assert_allclose(loose, plain, atol=1e-5)
 
 
