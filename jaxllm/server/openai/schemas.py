@@ -209,6 +209,11 @@ def decode(kind: type[Request], body: bytes) -> Request:
     return request
 
 
+def refused_fields() -> frozenset[str]:
+    """Fields that are known, and refused whatever they hold."""
+    return frozenset(_REFUSED)
+
+
 _decoders: dict[type, msgspec.json.Decoder] = {}
 
 
