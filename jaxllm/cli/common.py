@@ -20,6 +20,7 @@ from jaxllm.cli.vllm_flags import add_vllm_flags
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
 from jaxllm.errors import JaxLLMError
 from jaxllm.sampling_params import drawing_fields
+from jaxllm.stderr import say
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ def run_command(command: Callable[[], int]) -> int:
     """Runs `command` and returns its exit code; expected errors print one line instead of a traceback."""
     note = unused_note()
     if note is not None:
-        print(note, file=sys.stderr)
+        say(note)
     try:
         with _no_lost_interrupt():
             code = command()
@@ -155,7 +156,7 @@ def run_command(command: Callable[[], int]) -> int:
         return EXIT_INTERRUPTED
     except (ValueError, OSError, JaxLLMError) as error:
         log.debug("the command failed", exc_info=True)
-        print(f"error: {error_text(error)}", file=sys.stderr)
+        say(f"error: {error_text(error)}")
         return EXIT_USER_ERROR
 
 

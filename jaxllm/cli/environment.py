@@ -8,13 +8,13 @@ from collections.abc import Sequence
 KEY_VARIABLES = ("JAXLLM_API_KEY", "VLLM_API_KEY")
 LEVEL_VARIABLES = ("JAXLLM_LOGGING_LEVEL", "VLLM_LOGGING_LEVEL")  # the first that is set
 _NO_STATISTICS = ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK")  # what they ask for is so: nothing is sent anywhere
-USED = frozenset({*KEY_VARIABLES, *LEVEL_VARIABLES, *_NO_STATISTICS})
+KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+USED = frozenset({*KEY_VARIABLES, *LEVEL_VARIABLES, *_NO_STATISTICS, KEEP_ALIVE_VARIABLE})
 COUNTERPARTS = {
     "VLLM_CACHE_ROOT": "set JAX_COMPILATION_CACHE_DIR, or XDG_CACHE_HOME",
     "VLLM_ASSETS_CACHE": "set HF_HUB_CACHE, or give --download-dir",
     "VLLM_TARGET_DEVICE": "set JAX_PLATFORMS to cpu, cuda or tpu",
     "VLLM_CPU_KVCACHE_SPACE": "give --num-blocks",
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "idle connections are closed after 5 s",
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": "a server notices a hung engine by itself, and /health says so",
     "VLLM_LOGGING_CONFIG_PATH": "give --uvicorn-log-level, or set VLLM_LOGGING_LEVEL",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "set the rope scaling in the model's config.json",
@@ -42,6 +42,18 @@ def api_keys(given: Sequence[str] | None) -> tuple[str, ...]:
     if len(set(found.values())) > 1:
         raise ValueError(f"{' and '.join(found)} are both set, and differ; unset one, or give --api-key")
     return tuple(dict.fromkeys(found.values()))
+
+
+def keep_alive_timeout_s(given: float | None) -> float:
+    """Seconds that an idle connection stays open: the given ones, else the environment's, else 5. Raises `ValueError`
+    for a variable that is no number."""
+    if given is not None:
+        return given
+    text = os.environ.get(KEEP_ALIVE_VARIABLE, "5")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{KEEP_ALIVE_VARIABLE}={text!r:.50} must be a number of seconds") from None
 
 
 def logging_level() -> int:

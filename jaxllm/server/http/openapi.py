@@ -17,7 +17,7 @@ _JSON, _EVENTS = "application/json", "text/event-stream"
 _OTHER_TYPES = {"/": "text/html", "/metrics": "text/plain"}
 
 
-class ErrorDetails(Struct, kw_only=True, forbid_unknown_fields=True):
+class ErrorFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """What is wrong, with which parameter."""
 
     message: str
@@ -26,10 +26,10 @@ class ErrorDetails(Struct, kw_only=True, forbid_unknown_fields=True):
     code: str | None
 
 
-class Error(Struct, forbid_unknown_fields=True):
+class ErrorBody(Struct, forbid_unknown_fields=True):
     """The body of every error, and the data of a stream's last event if it fails."""
 
-    error: ErrorDetails
+    error: ErrorFields
 
 
 def describe(routes: Iterable[Route], config: ServerConfig, *, timeout_header: str) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def describe(routes: Iterable[Route], config: ServerConfig, *, timeout_header: s
     summary is its docstring."""
     routes = list(routes)
     kinds = [kind for route in routes if (kind := _kind(route)) is not None]
-    _, schemas = msgspec.json.schema_components([*kinds, Error], ref_template=_REF)
+    _, schemas = msgspec.json.schema_components([*kinds, ErrorBody], ref_template=_REF)
     for kind in kinds:
         _adapt(schemas[kind.__name__]["properties"], config.served_model_names)
     document: dict[str, Any] = {
@@ -72,7 +72,7 @@ def _operations(route: Route, timeout_header: str) -> dict[str, Any]:
     if kind is not None and "stream" in kind.__struct_fields__:
         types.append(_EVENTS)
     answer = {"description": "the answer", "content": {name: {} for name in types}}
-    error = {"description": "an error", "content": {_JSON: {"schema": _ref(Error)}}}
+    error = {"description": "an error", "content": {_JSON: {"schema": _ref(ErrorBody)}}}
     operation: dict[str, Any] = {"responses": {"200": answer, "default": error}}
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}

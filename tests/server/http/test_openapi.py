@@ -48,7 +48,7 @@ def test_every_route_is_there_and_answers(web, document):
             answer = web.send(method.upper(), path.replace("{name}", "org/alias"), {} if method == "post" else None)
             assert answer.status != 404 and answer.status != 405, path
             if method == "post":
-                validator(document, "Error").validate(answer.json)
+                validator(document, "ErrorBody").validate(answer.json)
                 continue
             assert answer.status == 200 and operation["summary"]
             assert answer.headers["content-type"].split(";")[0] in operation["responses"]["200"]["content"]
@@ -109,7 +109,7 @@ def test_what_is_sound_by_it_is_taken_and_the_rest_is_not(web, document):
 
 
 def test_errors_have_the_shape_that_it_says(document):
-    errors = validator(document, "Error")
+    errors = validator(document, "ErrorBody")
     for error in (invalid("wrong", "n"), internal("req_1")):
         errors.validate(error.body())
     with pytest.raises(jsonschema.ValidationError):
