@@ -44,16 +44,16 @@ def api_keys(given: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found.values()))
 
 
-def keep_alive_timeout_s(given: float | None) -> float:
+def keep_alive_timeout_s(given: int | None) -> int:
     """Seconds that an idle connection stays open: the given ones, else the environment's, else 5. Raises `ValueError`
-    for a variable that is no number."""
+    for a variable that is no whole number."""
     if given is not None:
         return given
     text = os.environ.get(KEEP_ALIVE_VARIABLE, "5")
     try:
-        return float(text)
+        return int(text)
     except ValueError:
-        raise ValueError(f"{KEEP_ALIVE_VARIABLE}={text!r:.50} must be a number of seconds") from None
+        raise ValueError(f"{KEEP_ALIVE_VARIABLE}={text!r:.50} must be a whole number of seconds") from None
 
 
 def logging_level() -> int:

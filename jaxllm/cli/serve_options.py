@@ -74,7 +74,7 @@ def _add_server(parser: CommandParser) -> None:
     )
     add(
         "--keep-alive-timeout",
-        type=float,
+        type=int,
         metavar="S",
         help="seconds that an idle connection stays open; give more than a load balancer's (default: "
         f"{KEEP_ALIVE_VARIABLE} of the environment, or 5)",
