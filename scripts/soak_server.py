@@ -55,7 +55,7 @@ def accepted(draw: random.Random) -> tuple[str, str, dict[str, Any]]:
         ("echo", completions, prompt | {"echo": True, "max_tokens": 1, "logprobs": 1, "temperature": 0}),
         ("salted", completions, prompt | most | {"cache_salt": f"{draw.random()}", "seed": draw.randint(0, 9)}),
         ("penalties", completions, prompt | most | {"repetition_penalty": 1.2, "logit_bias": {"7": -9}, "top_k": 9}),
-        ("regex", completions, prompt | most | {"structured_outputs": {"regex": f"[a-{draw.choice('cdefgh')}]{{3,9}}"}}),
+        ("regex", completions, prompt | most | {"guided_regex": f"[a-{draw.choice('cdefgh')}]{{3,9}}"}),
         ("schema", completions, prompt | {"max_tokens": 64, "structured_outputs": {"json": SCHEMA}}),
         ("chat", chats, chat | most),
         ("chat stream", chats, chat | most | stream),
@@ -148,13 +148,9 @@ async def run(server: ServerProcess, journal: Journal, *, minutes: float, stream
     async def watch(name: str) -> dict[str, Any]:
         now = await (settled if name == "pause" else sample)(server)
         first_s, soak.first_s = soak.first_s, []
-        latency = {"first_ms_p50": None, "first_ms_max": None}
+        now |= {"phase": name, "hours": journal.seconds / 3600, "first_ms": None}
         if first_s:
-            latency = {
-                "first_ms_p50": round(statistics.median(first_s) * 1e3),
-                "first_ms_max": round(max(first_s) * 1e3),
-            }
-        now |= {"phase": name, "hours": journal.seconds / 3600, **latency}
+            now["first_ms"] = {"p50": round(statistics.median(first_s) * 1e3), "max": round(max(first_s) * 1e3)}
         samples.append(now)
         journal.write(**now, requests=sum(soak.counts.values()))
         if now["health"] != 200:
@@ -163,9 +159,10 @@ async def run(server: ServerProcess, journal: Journal, *, minutes: float, stream
             soak.problems += [f"{held}, after {journal.seconds:.0f} s" for held in still_held(now)]
         return now
 
+    share = min(1.0, end / (MIXED_S + COUNTED_S + PAUSE_S))
+    await phase(soak, journal, "mixed", MIXED_S * share / 4, streams, watch)  # starts what is started once
     first = await watch("pause")
     while journal.seconds < end:
-        share = min(1.0, end / (MIXED_S + COUNTED_S + PAUSE_S))
         await phase(soak, journal, "mixed", MIXED_S * share, streams, watch)
         await watch("pause")
         before, soak.prompt_tokens, soak.generated_tokens = await metrics(server.port), 0, 0
