@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12")
 PLATFORM = "{}-manylinux_2_34"  # glibc 2.34: RHEL 9, Debian 12, Ubuntu 22.04
-MACHINES = {"cpu": ("x86_64", "aarch64"), "cuda12": ("x86_64", "aarch64"), "cuda13": ("x86_64", "aarch64"), "tpu": ("x86_64",)}
+BOTH = ("x86_64", "aarch64")
+MACHINES = {"cpu": BOTH, "cuda12": BOTH, "cuda13": BOTH, "tpu": ("x86_64",)}
 BESIDE = "setuptools>=77\n"  # which builds the package, without an isolated environment of unlocked things
 HEAD = """\
 # Made by scripts/lock.py for {devices} on Linux ({machines}) with Python {python}. To use it: deploy/README.md.
@@ -54,10 +55,10 @@ def resolve(devices: str, python: str, machine: str) -> list[tuple[str, str, set
 
 
 def text(locked: dict[str, tuple[str, set[str]]]) -> str:
-    lines = []
-    for name, (version, hashes) in sorted(locked.items()):
-        lines += [f"{name}=={version}", *(f"    --hash=sha256:{one}" for one in sorted(hashes))]
-    return "\n".join(f"{line} \\" if following.startswith(" ") else line for line, following in zip(lines, [*lines[1:], ""], strict=True)) + "\n"
+    return "".join(
+        " \\\n    --hash=sha256:".join([f"{name}=={version}", *sorted(hashes)]) + "\n"
+        for name, (version, hashes) in sorted(locked.items())
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def socket_folder() -> tempfile.TemporaryDirectory[str]:
     """A new folder for the socket: in TMPDIR, or in /tmp if TMPDIR is longer than the path of a socket may be."""
     place = tempfile.gettempdir()
     is_short = len(os.fsencode(f"{place}/jaxllm-12345678/engine")) <= _MAX_SOCKET_PATH
-    return tempfile.TemporaryDirectory(prefix="jaxllm-", dir=place if is_short else "/tmp")
+    return tempfile.TemporaryDirectory(prefix="jaxllm-", dir=place if is_short else "/tmp")  # noqa: S108 - a new folder, of this user alone
 
 
 class ProcessClient:

@@ -226,7 +226,7 @@ async def drain(server: Server, hurry: asyncio.Event) -> None:
 
 
 def address(config: ServerConfig, listener: socket.socket) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)  # noqa: S104 - what was bound is named
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return f"{config.scheme}://{host}:{listener.getsockname()[1]}"
 
