@@ -14,6 +14,7 @@ chat = ChatOpenAI(model=os.environ["MODEL"], max_tokens=120, temperature=0)
 class City(pydantic.BaseModel):
     """A city."""
 
+    model_config = pydantic.ConfigDict(extra="forbid")  # or a small model goes on with fields of its own
     size: int = pydantic.Field(le=99)
 
 
