@@ -33,7 +33,7 @@ for method in ("json_schema", "function_calling"):
 bound = chat.bind_tools([find_city], tool_choice="required", parallel_tool_calls=False)
 called = bound.invoke("Find a city")
 (call,) = called.tool_calls
-messages = [HumanMessage("Find a city"), called, ToolMessage(find_city.invoke(call["args"]), tool_call_id=call["id"])]
+messages = [HumanMessage("Find a city"), called, ToolMessage("a city of 7", tool_call_id=call["id"])]
 assert chat.bind_tools([find_city], tool_choice="none").invoke(messages).content
 try:
     chat.invoke("word " * 5000)
