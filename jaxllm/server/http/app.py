@@ -130,7 +130,7 @@ def create_app(server: Server) -> App:
 def _described(routes: list[Route], server: Server) -> Callable[[Request], Awaitable[Response]]:
     @functools.cache
     def document() -> bytes:
-        return schemas.msgspec.json.encode(openapi.describe(routes, server.config, timeout_header=TIMEOUT_HEADER))
+        return openapi.describe(routes, server.config, timeout_header=TIMEOUT_HEADER)
 
     async def endpoint(request: Request) -> Response:
         """This description of all routes, in the format of OpenAPI 3.1."""

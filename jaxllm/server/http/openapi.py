@@ -32,8 +32,8 @@ class ErrorBody(Struct, forbid_unknown_fields=True):
     error: ErrorFields
 
 
-def describe(routes: Iterable[Route], config: ServerConfig, *, timeout_header: str) -> dict[str, Any]:
-    """The document for these routes. An endpoint with an attribute `kind` takes a JSON body of that type; another's
+def describe(routes: Iterable[Route], config: ServerConfig, *, timeout_header: str) -> bytes:
+    """The document for these routes, in JSON. An endpoint with an attribute `kind` takes a JSON body of that type; another's
     summary is its docstring."""
     routes = list(routes)
     kinds = [kind for route in routes if (kind := _kind(route)) is not None]
@@ -50,7 +50,7 @@ def describe(routes: Iterable[Route], config: ServerConfig, *, timeout_header: s
     if config.api_keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
-    return document
+    return msgspec.json.encode(document)
 
 
 def _kind(route: Route) -> type[Struct] | None:
