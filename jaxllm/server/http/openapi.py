@@ -33,8 +33,8 @@ class ErrorBody(Struct, forbid_unknown_fields=True):
 
 
 def describe(routes: Iterable[Route], config: ServerConfig, *, timeout_header: str) -> bytes:
-    """The document for these routes, in JSON. An endpoint with an attribute `kind` takes a JSON body of that type; another's
-    summary is its docstring."""
+    """The document for these routes, in JSON. An endpoint with an attribute `kind` takes a JSON body of that type; the
+    summary of another is its docstring."""
     routes = list(routes)
     kinds = [kind for route in routes if (kind := _kind(route)) is not None]
     _, schemas = msgspec.json.schema_components([*kinds, ErrorBody], ref_template=_REF)
