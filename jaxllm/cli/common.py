@@ -21,6 +21,7 @@ from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES,
 from jaxllm.errors import JaxLLMError
 from jaxllm.models.tasks import TASKS
 from jaxllm.sampling_params import drawing_fields
+from jaxllm.stderr import say
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ def run_command(command: Callable[[], int]) -> int:
     """Runs `command` and returns its exit code; expected errors print one line instead of a traceback."""
     note = unused_note()
     if note is not None:
-        print(note, file=sys.stderr)
+        say(note)
     try:
         with _no_lost_interrupt():
             code = command()
@@ -158,7 +159,7 @@ def run_command(command: Callable[[], int]) -> int:
         return EXIT_INTERRUPTED
     except (ValueError, OSError, JaxLLMError) as error:
         log.debug("the command failed", exc_info=True)
-        print(f"error: {error_text(error)}", file=sys.stderr)
+        say(f"error: {error_text(error)}")
         return EXIT_USER_ERROR
 
 

@@ -9,13 +9,13 @@ KEY_VARIABLES = ("JAXLLM_API_KEY", "VLLM_API_KEY")
 ADMIN_KEY_VARIABLE = "JAXLLM_ADMIN_API_KEY"
 LEVEL_VARIABLES = ("JAXLLM_LOGGING_LEVEL", "VLLM_LOGGING_LEVEL")  # the first that is set
 _NO_STATISTICS = ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK")  # what they ask for is so: nothing is sent anywhere
-USED = frozenset({*KEY_VARIABLES, *LEVEL_VARIABLES, *_NO_STATISTICS})
+KEEP_ALIVE_VARIABLE = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+USED = frozenset({*KEY_VARIABLES, *LEVEL_VARIABLES, *_NO_STATISTICS, KEEP_ALIVE_VARIABLE})
 COUNTERPARTS = {
     "VLLM_CACHE_ROOT": "set JAX_COMPILATION_CACHE_DIR, or XDG_CACHE_HOME",
     "VLLM_ASSETS_CACHE": "set HF_HUB_CACHE, or give --download-dir",
     "VLLM_TARGET_DEVICE": "set JAX_PLATFORMS to cpu, cuda or tpu",
     "VLLM_CPU_KVCACHE_SPACE": "give --num-blocks",
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "idle connections are closed after 5 s",
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": "a server notices a hung engine by itself, and /health says so",
     "VLLM_LOGGING_CONFIG_PATH": "give --uvicorn-log-level, or set VLLM_LOGGING_LEVEL",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "set the rope scaling in the model's config.json",
@@ -53,6 +53,18 @@ def admin_api_key(is_enabled: bool, given: str | None) -> str | None:
     if given is not None and not is_enabled:
         raise ValueError("--admin-api-key is for the routes of --enable-admin; give both, or none")
     return key if is_enabled else None
+
+
+def keep_alive_timeout_s(given: int | None) -> int:
+    """Seconds that an idle connection stays open: the given ones, else the environment's, else 5. Raises `ValueError`
+    for a variable that is no whole number."""
+    if given is not None:
+        return given
+    text = os.environ.get(KEEP_ALIVE_VARIABLE, "5")
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{KEEP_ALIVE_VARIABLE}={text!r:.50} must be a whole number of seconds") from None
 
 
 def logging_level() -> int:

@@ -85,7 +85,7 @@ class Remote:
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, self._headers)
+        request = urllib.request.Request(self._url + path, data, self._headers)  # noqa: S310 - http or https, as checked above
         try:
             return closing(self._opener.open(request, timeout=_TIMEOUT_S))
         except urllib.error.HTTPError as error:

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import logging
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from jaxllm.cli.environment import logging_level
 from jaxllm.cli.parser import CommandParser
 from jaxllm.cli.serve_options import make_parser, server_config
 from jaxllm.cli.vllm_flags import log_notes
+from jaxllm.stderr import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,10 +47,9 @@ async def _serve(config: Any, options: dict[str, Any], traces: str | None) -> in
     from jaxllm.server.server import Server
 
     if not config.is_loopback and not config.api_keys:
-        print(
+        say(
             f"warning: {config.host} can be reached from other machines, and without --api-key anyone there can use "
-            "this server",
-            file=sys.stderr,
+            "this server"
         )
     tracing = None
     if traces is not None:

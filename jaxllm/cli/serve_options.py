@@ -6,7 +6,14 @@ import ssl
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.common import add_engine_arguments, add_model_argument, program
-from jaxllm.cli.environment import ADMIN_KEY_VARIABLE, KEY_VARIABLES, admin_api_key, api_keys
+from jaxllm.cli.environment import (
+    ADMIN_KEY_VARIABLE,
+    KEEP_ALIVE_VARIABLE,
+    KEY_VARIABLES,
+    admin_api_key,
+    api_keys,
+    keep_alive_timeout_s,
+)
 from jaxllm.cli.parser import CommandParser, Example, json_object
 
 if TYPE_CHECKING:
@@ -116,6 +123,13 @@ def _add_server(parser: CommandParser) -> None:
         help="seconds for requests to finish after SIGTERM; 0 ends them at once (default: 30)",
     )
     add(
+        "--keep-alive-timeout",
+        type=int,
+        metavar="S",
+        help="seconds that an idle connection stays open; give more than a load balancer's (default: "
+        f"{KEEP_ALIVE_VARIABLE} of the environment, or 5)",
+    )
+    add(
         "--otlp-traces-endpoint",
         metavar="URL",
         help="send OpenTelemetry spans to this URL, as in http://localhost:4318/v1/traces (extra: otel)",
@@ -214,6 +228,7 @@ def server_config(arguments: argparse.Namespace) -> "ServerConfig":
         isolates_keys=arguments.prefix_cache_isolation == "per-key",
         request_timeout_s=arguments.request_timeout,
         shutdown_timeout_s=arguments.shutdown_timeout,
+        keep_alive_timeout_s=keep_alive_timeout_s(arguments.keep_alive_timeout),
         **_given(arguments, _SERVER),
         **answer_settings(arguments),
     )

@@ -7,7 +7,7 @@ import regex
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 _WORDS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-DEFAULT_TOKEN = "<|endoftext|>"
+DEFAULT_TOKEN = "<|endoftext|>"  # noqa: S105 - of text
 
 
 class ByteLevelSource:

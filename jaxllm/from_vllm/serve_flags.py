@@ -10,7 +10,7 @@ _UNLOGGED = (
 )
 _ONE_SERVER = "one process answers for one engine; start a server for each part of the devices, behind a balancer"
 _NO_CODE = "no code is loaded by its name; leave it out"
-_NO_DOCS = "there are no generated pages of documentation; docs.vllm.ai describes the same API"
+_NO_DOCS = "/openapi.json describes the routes, behind the API key if there is one; there are no pages of it"
 
 
 _FRONTEND: dict[str, Rule] = {

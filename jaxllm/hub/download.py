@@ -16,7 +16,8 @@ from jaxllm.errors import DownloadError
 from jaxllm.hub.cache import snapshot_dir
 from jaxllm.hub.explain import explained
 from jaxllm.hub.names import HubName, is_commit
-from jaxllm.hub.progress import DownloadProgress, note, size
+from jaxllm.hub.progress import DownloadProgress, size
+from jaxllm.stderr import say
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def fetch(commit: Commit, files: Sequence[str], cache: Path, what: str) -> Path:
     num_bytes = sum(commit.sizes[file] or 0 for file in missing)
     check_disk(cache, num_bytes, str(commit.name))
     plural = "" if len(missing) == 1 else "s"
-    note(f"{commit.name} is commit {commit.hash}: {what}, {size(num_bytes)} in {len(missing)} file{plural}, to {cache}")
+    say(f"{commit.name} is commit {commit.hash}: {what}, {size(num_bytes)} in {len(missing)} file{plural}, to {cache}")
     with DownloadProgress(commit.name.repo, num_bytes) as progress, explained(commit.name):
         _fetch_all(missing, partial(_fetch_one, commit, cache, progress.bar_class()), progress)
     return snapshot

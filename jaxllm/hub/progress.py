@@ -90,11 +90,6 @@ class DownloadProgress:
         return FileBar
 
 
-def note(text: str) -> None:
-    """Tells the user something that is no error."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def size(num_bytes: int | float) -> str:
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:

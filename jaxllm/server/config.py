@@ -54,6 +54,7 @@ class ServerConfig:
     max_body_memory_bytes: int = 64 << 20  # of all bodies that requests hold at once
     max_header_bytes: int = 64 << 10
     max_connections: int = 4096
+    keep_alive_timeout_s: int = 5  # after an answer, for the connection's next request to begin
     header_timeout_s: float = 30.0  # for a connection to send a complete request head
     body_timeout_s: float = 60.0
 

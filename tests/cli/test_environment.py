@@ -7,7 +7,16 @@ import pytest
 
 from jaxllm.cli import serve
 from jaxllm.cli.common import run_command
-from jaxllm.cli.environment import COUNTERPARTS, KEY_VARIABLES, USED, api_keys, logging_level, unused_note
+from jaxllm.cli.environment import (
+    COUNTERPARTS,
+    KEY_VARIABLES,
+    USED,
+    api_keys,
+    keep_alive_timeout_s,
+    logging_level,
+    unused_note,
+)
+from jaxllm.cli.serve_options import make_parser, server_config
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +59,16 @@ def test_the_server_takes_vllms_key(monkeypatch):
     assert served == [("k",), ("a", "b")]
     monkeypatch.setenv("VLLM_API_KEY", "")
     assert serve.main([]) == 2 and len(served) == 2
+
+
+def test_how_long_idle_connections_stay(monkeypatch):
+    assert keep_alive_timeout_s(None) == 5 and keep_alive_timeout_s(75) == 75
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "65")
+    assert keep_alive_timeout_s(None) == 65 and keep_alive_timeout_s(0) == 0
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "long")
+    with pytest.raises(ValueError, match="VLLM_HTTP_TIMEOUT_KEEP_ALIVE='long' must be a whole number of seconds"):
+        keep_alive_timeout_s(None)
+    assert server_config(make_parser().parse_args(["--keep-alive-timeout", "9"])).keep_alive_timeout_s == 9
 
 
 def test_the_logging_level(monkeypatch):

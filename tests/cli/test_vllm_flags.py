@@ -90,6 +90,7 @@ COMMAND_TABLE = (
 VARIABLES = (
     ("VLLM_API_KEY", "used, as is `JAXLLM_API_KEY`; two that differ, and an empty one, are errors"),
     ("VLLM_LOGGING_LEVEL", "used"),
+    ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "used, as is `--keep-alive-timeout`"),
     ("VLLM_NO_USAGE_STATS", "it is so: nothing is sent anywhere"),
     ("VLLM_DO_NOT_TRACK", "it is so: nothing is sent anywhere"),
 )

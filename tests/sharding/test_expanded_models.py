@@ -50,7 +50,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "one head" else name for name in MODELS]
+)
 def test_greedy_tokens_of_every_family(name):
     make, count, kv_heads, width = MODELS[name]
     tiny = make()
@@ -81,7 +83,9 @@ class Sunk(qwen3.Model):
         return logits + jnp.broadcast_to(self.depth[...], logits.shape)
 
 
-@pytest.mark.parametrize(("vocab", "tied", "mesh"), [(259, True, "tensor=4"), (97, False, "tensor=8")])
+@pytest.mark.parametrize(
+    ("vocab", "tied", "mesh"), [(259, True, "tensor=4"), pytest.param(97, False, "tensor=8", marks=pytest.mark.slow)]
+)
 def test_everything_that_samples_knows_the_vocabulary_alone(vocab, tied, mesh):
     tiny = Tiny(kv_heads=2, heads=8, vocab=vocab, tie_embeddings=tied)
     tiny.model = Sunk(tiny.cfg, rngs=nnx.Rngs(params=0))

@@ -26,7 +26,9 @@ def drawn():
     return []
 
 
-@pytest.mark.parametrize("mesh", ["tensor=1", "tensor=2", "tensor=4", "data=1,tensor=2"])
+@pytest.mark.parametrize(
+    "mesh", ["tensor=1", "tensor=4", "data=1,tensor=2", pytest.param("tensor=2", marks=pytest.mark.slow)]
+)
 def test_the_same_tokens_on_every_mesh(wide, drawn, mesh):
     where = {"tensor_parallel_size": 4} if mesh == "tensor=4" else {"mesh": mesh}
     with make_llm(wide.model, **where, max_num_seqs=4, max_num_batched_tokens=8) as llm:

@@ -26,6 +26,14 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.2
 _LATE_S = 1.0  # that a heartbeat may be
 _CLOSE_S = 5.0
+_MAX_SOCKET_PATH = 107  # bytes, of Linux
+
+
+def socket_folder() -> tempfile.TemporaryDirectory[str]:
+    """A new folder for the socket: in TMPDIR, or in /tmp if TMPDIR is longer than the path of a socket may be."""
+    place = tempfile.gettempdir()
+    is_short = len(os.fsencode(f"{place}/jaxllm-12345678/engine")) <= _MAX_SOCKET_PATH
+    return tempfile.TemporaryDirectory(prefix="jaxllm-", dir=place if is_short else "/tmp")  # noqa: S108 - a new folder, of this user alone
 
 
 class ProcessClient:
@@ -64,7 +72,7 @@ class ProcessClient:
     async def _connect(self) -> asyncio.StreamReader:
         """Starts the process and waits for it to call. The socket has no name any more afterwards."""
         loop = asyncio.get_running_loop()
-        with tempfile.TemporaryDirectory(prefix="jaxllm-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        with socket_folder() as folder, socket.socket(socket.AF_UNIX) as listener:
             path = Path(folder, "engine")
             listener.bind(str(path))
             os.chmod(path, 0o600)

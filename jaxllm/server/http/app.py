@@ -1,6 +1,7 @@
 """The routes of the HTTP server."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import jaxllm
+from jaxllm.server.http import openapi
 from jaxllm.server.http.admin import admin_routes
 from jaxllm.server.http.body import Body, read_body
 from jaxllm.server.http.errors import APIError, as_api_error, deadline_exceeded, internal, invalid, unknown_model
@@ -33,7 +35,7 @@ from jaxllm.server.server import Server
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_HEADER = b"x-request-timeout"  # seconds that the client waits at most
+TIMEOUT_HEADER = "x-request-timeout"  # seconds that the client waits at most
 Handler = Callable[[Server, Any, Exchange], Awaitable[None]]
 
 
@@ -42,7 +44,7 @@ class Post:
     error, and the work is cancelled when the client disconnects."""
 
     def __init__(self, server: Server, kind: type, handler: Handler):
-        self._server, self._kind, self._handler = server, kind, handler
+        self._server, self.kind, self._handler = server, kind, handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         config = self._server.config
@@ -67,7 +69,7 @@ class Post:
             limit_s = _timeout_s(scope, self._server.config.request_timeout_s)
             try:
                 async with asyncio.timeout(limit_s) as timer:
-                    request = await self._server.decode(self._kind, body.take())
+                    request = await self._server.decode(self.kind, body.take())
                     await self._handler(self._server, request, exchange)
             except TimeoutError as error:
                 raise (deadline_exceeded(limit_s) if timer.expired() else error) from error
@@ -77,7 +79,7 @@ class Post:
 
 def _timeout_s(scope: Scope, most: float) -> float:
     for name, value in scope["headers"]:
-        if name == TIMEOUT_HEADER:
+        if name == TIMEOUT_HEADER.encode():
             try:
                 wanted = float(value)
             except ValueError:
@@ -95,6 +97,7 @@ def create_app(server: Server) -> App:
         async def endpoint(request: Request) -> Response:
             return handler(server, request)
 
+        endpoint.__doc__ = handler.__doc__
         return endpoint
 
     posts = {
@@ -129,6 +132,7 @@ def create_app(server: Server) -> App:
     ]
     if server.config.admin_api_key is not None:
         routes += admin_routes(server)
+    routes.append(Route("/openapi.json", _described(routes, server), methods=["GET"]))
     app = Starlette(routes=routes, exception_handlers=_HANDLERS)
     app.router.redirect_slashes = False
     config = server.config
@@ -152,6 +156,18 @@ def create_app(server: Server) -> App:
         expose_headers=["x-request-id", "retry-after"],
     )
     return outer
+
+
+def _described(routes: list[Route], server: Server) -> Callable[[Request], Awaitable[Response]]:
+    @functools.cache
+    def document() -> bytes:
+        return openapi.describe(routes, server.config, timeout_header=TIMEOUT_HEADER)
+
+    async def endpoint(request: Request) -> Response:
+        """This description of all routes, in the format of OpenAPI 3.1."""
+        return _json(document())
+
+    return endpoint
 
 
 async def _completions(server: Server, request: CompletionRequest, exchange: Exchange) -> None:

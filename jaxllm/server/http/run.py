@@ -6,7 +6,6 @@ import json
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,12 +18,12 @@ from jaxllm.server.config import ServerConfig
 from jaxllm.server.http.app import create_app
 from jaxllm.server.http.errors import invalid
 from jaxllm.server.server import Server
+from jaxllm.stderr import say
 
 log = logging.getLogger(__name__)
 
 _LAST_ANSWERS_S = 3  # for error events to be sent when a drain is cut short
 _DEAD_S = 2.0  # during which a server with a dead engine still answers with errors
-_KEEP_ALIVE_S = 5
 
 
 def protocol_of(config: ServerConfig) -> type[H11Protocol]:
@@ -41,11 +40,14 @@ def protocol_of(config: ServerConfig) -> type[H11Protocol]:
 
         def _look(self) -> None:
             """Drops a client that has made no progress since the last check, neither sending the rest of a head nor
-            reading the rest of an answer."""
+            reading the rest of an answer. One that has done both, uvicorn drops after the keep-alive
+            timeout."""
             is_answered = self.cycle is None or self.cycle.response_complete
+            unsent = self.transport.get_write_buffer_size()
+            is_idle = self.cycle is not None and not unsent and not self.conn.trailing_data[0]
             seen = None
-            if is_answered or self.transport.is_closing():
-                seen = (self.cycle, self.transport.get_write_buffer_size())
+            if is_answered and not is_idle or self.transport.is_closing():
+                seen = (self.cycle, unsent)
                 if seen == self._seen:
                     self.transport.abort()
                     return
@@ -56,8 +58,13 @@ def protocol_of(config: ServerConfig) -> type[H11Protocol]:
             self._timer.cancel()
             super().connection_lost(exc)
 
+        def _should_upgrade(self) -> bool:
+            """An Upgrade header is for the server to ignore, and no reason to write to the log."""
+            return False
+
         def send_400_response(self, msg: str) -> None:
             """Sends the error in the same format as all others."""
+            log.debug("%s sent what is no HTTP/1.1 request, or too long a head", self.client)
             if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of an answer
                 self.transport.abort()
                 return
@@ -72,6 +79,18 @@ def protocol_of(config: ServerConfig) -> type[H11Protocol]:
             self.transport.close()
 
     return Protocol
+
+
+class _Unlogged(logging.Filter):
+    """Drops the warnings that any client can cause as often as it likes, and that name neither it nor a cause."""
+
+    lines = frozenset({"Invalid HTTP request received.", "socket.send() raised exception."})
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.msg not in self.lines
+
+
+_UNLOGGED = _Unlogged()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -97,6 +116,8 @@ def make_web(server: Server) -> uvicorn.Server:
     """The web server; `serve(sockets=[...])` runs until `should_exit` is set. Raises `ValueError` for certificates that
     can't be used."""
     config = server.config
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(_UNLOGGED)
     web = uvicorn.Config(
         create_app(server),
         http=protocol_of(config),
@@ -105,7 +126,7 @@ def make_web(server: Server) -> uvicorn.Server:
         log_level=config.uvicorn_log_level,
         log_config=None,
         h11_max_incomplete_event_size=config.max_header_bytes,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=config.keep_alive_timeout_s,
         ws="none",
         timeout_graceful_shutdown=_LAST_ANSWERS_S,
         server_header=False,
@@ -137,7 +158,7 @@ async def serve(server: Server, listener: socket.socket) -> int:
         start = time.monotonic()
         if not await _first(server.start(), serving, stop.first.wait()):
             return 0
-        print(banner(server, listener, time.monotonic() - start), file=sys.stderr, flush=True)
+        say(banner(server, listener, time.monotonic() - start))
         died = asyncio.create_task(_death(server))
         await _first(serving, stop.first.wait(), died)
         if died.done():
@@ -206,7 +227,7 @@ async def drain(server: Server, hurry: asyncio.Event) -> None:
 
 
 def address(config: ServerConfig, listener: socket.socket) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)  # noqa: S104 - what was bound is named
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return f"{config.scheme}://{host}:{listener.getsockname()[1]}"
 

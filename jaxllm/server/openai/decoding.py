@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +19,13 @@ UNBOUNDED = frozenset(
     {"prompt", "messages", "input", "instructions", "tokens", "suffix"}
     | {"query", "queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"}
 )
-NULL = Raw(b"null")  # a field of type `Raw` that was not given
+
+
+def null() -> Raw:
+    """A field of type `Raw` that was not given."""
+    return Raw(b"null")
+
+
 _ABSENT = Raw(b"")
 _UNSOUND = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _WHOLE = re.compile(rb"(-?\d{1,19})\.0{1,19}")
@@ -51,7 +58,7 @@ class _Field(NamedTuple):
     is_required: bool
 
 
-class _Plan(NamedTuple):
+class _Fields(NamedTuple):
     """How the fields of a request are decoded."""
 
     slicer: msgspec.json.Decoder  # of the body, into the JSON of each field
@@ -83,7 +90,7 @@ def decode(kind: type[Request], body: bytes | bytearray) -> Request:
 
 
 @cache
-def _plan(kind: type[Struct]) -> _Plan:
+def _plan(kind: type[Struct]) -> _Fields:
     annotations = msgspec.structs.fields(kind)
     kinds = msgspec.inspect.multi_type_info([field.type for field in annotations])
     slices = [(field.name, Raw, _ABSENT) for field in annotations]
@@ -93,7 +100,7 @@ def _plan(kind: type[Struct]) -> _Plan:
         )
         for field, one in zip(annotations, kinds, strict=True)
     ]
-    return _Plan(msgspec.json.Decoder(msgspec.defstruct(kind.__name__, slices)), tuple(fields))
+    return _Fields(msgspec.json.Decoder(msgspec.defstruct(kind.__name__, slices)), tuple(fields))
 
 
 def _is_whole(kind: Any) -> bool:
@@ -155,9 +162,18 @@ def _missing(param: str) -> APIError:
     return invalid(f"the required parameter {param} is missing", param, "missing_required_parameter")
 
 
+def refused_fields(kind: type[Struct]) -> frozenset[str]:
+    """Fields that requests of this kind may not have, though they are known."""
+    return frozenset(_refused(kind))
+
+
+def _refused(kind: type[Struct]) -> Mapping[str, str]:
+    return getattr(kind, "REFUSED", _REFUSED)
+
+
 def refuse_unsupported(request: Struct) -> None:
     """Raises `APIError` 400 for fields that are refused rather than ignored."""
-    for name, message in getattr(request, "REFUSED", _REFUSED).items():
+    for name, message in _refused(type(request)).items():
         value = getattr(request, name, None)
         is_empty = bytes(value) in _EMPTY_JSON if isinstance(value, Raw) else value in _EMPTY
         if not is_empty:

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 
 from jaxllm.sampling_params import MAX_LOGPROBS
 from jaxllm.server.http.errors import invalid, unsupported
-from jaxllm.server.openai.decoding import NULL, decode_field, is_given
+from jaxllm.server.openai.decoding import decode_field, is_given, null
 from jaxllm.server.openai.schemas import (
     MAX_ENTRIES,
     MAX_MESSAGES,
@@ -35,7 +35,7 @@ class FlatTool(Struct, kw_only=True):
     type: str
     name: FunctionName | None = None
     description: str | None = None
-    parameters: Raw = NULL
+    parameters: Raw = field(default_factory=null)
     strict: bool | None = None
 
 
@@ -56,11 +56,11 @@ class TextFormat(Struct, kw_only=True):
 
     type: str
     name: str | None = None
-    schema: Raw = NULL
+    schema: Raw = field(default_factory=null)
 
 
 class Text(Struct, kw_only=True):
-    format: Raw = NULL  # a `TextFormat`; the answer repeats all of it
+    format: Raw = field(default_factory=null)  # a `TextFormat`; the answer repeats all of it
 
 
 class ReasoningOptions(Struct, kw_only=True):
@@ -85,8 +85,8 @@ class ResponsesRequest(Struct, kw_only=True):
     truncation: str | None = None
     background: bool | None = None
     previous_response_id: str | None = None
-    conversation: Raw = NULL
-    prompt: Raw = NULL
+    conversation: Raw = field(default_factory=null)
+    prompt: Raw = field(default_factory=null)
     include: Annotated[list[str], Meta(max_length=MAX_ENTRIES)] | None = None
     cache_salt: Name | None = None
 
@@ -192,7 +192,7 @@ def _add_item(messages: list[Message], item: InputItem, param: str) -> None:
 
 def echo(request: ResponsesRequest) -> dict[str, Any]:
     """The fields of the request that a response repeats."""
-    text_format = NULL if request.text is None else request.text.format
+    text_format = null() if request.text is None else request.text.format
     return {
         "instructions": request.instructions,
         "metadata": request.metadata or {},

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 
 from jaxllm.argument_checks import nests_deeper
 from jaxllm.sampling_params import MAX_BEAM_WIDTH, MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, MAX_N, MAX_SALT_LEN
 from jaxllm.server.http.errors import invalid
-from jaxllm.server.openai.decoding import NULL, untyped
+from jaxllm.server.openai.decoding import null, untyped
 from jaxllm.structured_outputs import MAX_CHOICES
 
 MAX_DEPTH = 64  # of JSON inside JSON
@@ -43,7 +43,7 @@ class StreamOptions(Struct, kw_only=True):
 
 class NamedSchema(Struct, kw_only=True):
     name: str | None = None
-    schema: Raw = NULL
+    schema: Raw = field(default_factory=null)
 
 
 class ResponseFormatOption(Struct, kw_only=True):
@@ -54,7 +54,7 @@ class ResponseFormatOption(Struct, kw_only=True):
 class StructuredOutputsOption(Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of `StructuredOutputs`, whose schema stays JSON."""
 
-    json: Raw = NULL
+    json: Raw = field(default_factory=null)
     regex: str | None = None
     choice: Annotated[list[str], Meta(max_length=MAX_CHOICES)] | None = None
     grammar: str | None = None
@@ -62,7 +62,7 @@ class StructuredOutputsOption(Struct, kw_only=True, forbid_unknown_fields=True):
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
-    structural_tag: Raw = NULL
+    structural_tag: Raw = field(default_factory=null)
 
 
 class Sampling(Struct, kw_only=True):
@@ -105,7 +105,7 @@ class Sampling(Struct, kw_only=True):
     # Response formats; see response_format.py.
     response_format: ResponseFormatOption | None = None
     structured_outputs: StructuredOutputsOption | None = None
-    guided_json: Raw = NULL
+    guided_json: Raw = field(default_factory=null)
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(max_length=MAX_CHOICES)] | None = None
     guided_grammar: str | None = None
@@ -114,14 +114,14 @@ class Sampling(Struct, kw_only=True):
     grammar: str | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_LEN)] | None = None
     # Refused rather than ignored.
-    kv_transfer_params: Raw = NULL
-    thinking_token_budget: Raw = NULL
-    repetition_detection: Raw = NULL
-    logits_processors: Raw = NULL
-    use_beam_search: Raw = NULL
-    prompt_embeds: Raw = NULL
-    vllm_xargs: Raw = NULL
-    request_id: Raw = NULL
+    kv_transfer_params: Raw = field(default_factory=null)
+    thinking_token_budget: Raw = field(default_factory=null)
+    repetition_detection: Raw = field(default_factory=null)
+    logits_processors: Raw = field(default_factory=null)
+    use_beam_search: Raw = field(default_factory=null)
+    prompt_embeds: Raw = field(default_factory=null)
+    vllm_xargs: Raw = field(default_factory=null)
+    request_id: Raw = field(default_factory=null)
     detokenize: bool | None = None
 
 
@@ -175,7 +175,7 @@ def check_parts(contents: Iterable[str | Parts | None]) -> None:
 class Function(Struct, kw_only=True):
     name: FunctionName
     description: str | None = None
-    parameters: Raw = NULL
+    parameters: Raw = field(default_factory=null)
     strict: bool | None = None
 
 
@@ -241,13 +241,13 @@ class ChatRequest(Sampling, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
-    chat_template: Raw = NULL
-    documents: Raw = NULL
-    functions: Raw = NULL
-    function_call: Raw = NULL
-    web_search_options: Raw = NULL
-    mm_processor_kwargs: Raw = NULL
-    audio: Raw = NULL
+    chat_template: Raw = field(default_factory=null)
+    documents: Raw = field(default_factory=null)
+    functions: Raw = field(default_factory=null)
+    function_call: Raw = field(default_factory=null)
+    web_search_options: Raw = field(default_factory=null)
+    mm_processor_kwargs: Raw = field(default_factory=null)
+    audio: Raw = field(default_factory=null)
 
     def __post_init__(self) -> None:
         check_parts(message.content for message in self.messages)

@@ -178,7 +178,7 @@ def test_a_tokenizer_that_breaks_on_the_prompt_refuses_the_request(llm, monkeypa
     assert not llm.engine.has_work()
 
 
-@pytest.mark.parametrize("mesh", ["tensor=2", "tensor=4"])
+@pytest.mark.parametrize("mesh", [pytest.param("tensor=2", marks=pytest.mark.slow), "tensor=4"])
 def test_the_same_beams_on_several_devices(mesh):
     wide = Tiny(kv_heads=4)
     sizes = dict(max_num_seqs=4, max_num_batched_tokens=8, num_blocks=20)

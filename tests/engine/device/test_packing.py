@@ -228,17 +228,24 @@ slot_rows = st.fixed_dictionaries(
 )
 
 
+@pytest.fixture(scope="module")
+def compiled_admit():
+    """Compiled once for all that is made up."""
+    layout = AdmitLayout(4, MAX_NUM_SEQS, TABLES)
+    return layout, jax.jit(partial(admit, layout=layout))
+
+
 @quick
 @given(given_rows=st.lists(st.tuples(slot_rows, st.integers(0, 20)), max_size=4))
-def test_admit_round_trip(given_rows):
+def test_admit_round_trip(compiled_admit, given_rows):
     """From requests through the packed array into the slot table, of which other rows stay as they were."""
     rows = [(make_request(MAX_NUM_SEQS - 1 - i, **fields), n) for i, (fields, n) in enumerate(given_rows)]
-    layout = AdmitLayout(4, MAX_NUM_SEQS, TABLES)
+    layout, compiled = compiled_admit
     packed = layout.pack(rows)
     assert packed.dtype == np.int32 and packed.shape == (4, layout.size)
     assert layout.unpack(packed).slot[len(rows) :].tolist() == [MAX_NUM_SEQS] * (4 - len(rows))
     before = empty_slots(MAX_NUM_SEQS, TABLES), SAMPLING_LAYOUT.empty(MAX_NUM_SEQS)
-    slots, sampling = jax.tree.map(np.asarray, jax.jit(partial(admit, layout=layout))(*before, packed))
+    slots, sampling = jax.tree.map(np.asarray, compiled(*before, packed))
     untouched = np.arange(MAX_NUM_SEQS - len(rows))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves((slots, sampling)), strict=True):
         assert old.dtype == new.dtype

@@ -117,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(1200)  # a minute on a quiet machine, and compiles run beside it
-@pytest.mark.parametrize("max_examples", [25, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [15, pytest.param(100, marks=pytest.mark.slow)])
 def test_random_events(max_examples):
     sizes = settings(
         max_examples=max_examples, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -117,6 +118,17 @@ def test_only_this_user_can_reach_the_socket(tmp_path):
     async def test(client):
         assert (tmp_path / "told").read_text() == "0o700 0o600"
 
+    run(test, told=str(tmp_path / "told"))
+
+
+def test_a_folder_for_temporary_files_that_is_too_long_for_a_socket(tmp_path, monkeypatch):
+    async def test(client):
+        assert await collect(client)
+        assert (tmp_path / "told").read_text() == "0o700 0o600"
+
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     run(test, told=str(tmp_path / "told"))
 
 

@@ -1,6 +1,7 @@
 """Every row of the table of errors over a raw socket, and the limits that hold before any work is done."""
 
 import json
+import logging
 import re
 import time
 
@@ -290,6 +291,42 @@ def test_the_second_head_of_a_connection_is_given_up_too():
                 pass
         except ConnectionResetError:
             pass
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def until(connection, end: bytes) -> None:
+    data = b""
+    while not data.endswith(end):
+        part = connection.recv(1000)
+        assert part, data
+        data += part
+
+
+def test_idle_connections_stay_as_long_as_they_may():
+    """Longer than a head may take, and not longer than the keep-alive timeout."""
+    with running(header_timeout_s=0.1, keep_alive_timeout_s=30) as web, web.connect() as connection:
+        for _ in range(2):
+            connection.sendall(HEALTH)
+            until(connection, b'"ok"}')
+            time.sleep(0.5)
+    with running(keep_alive_timeout_s=1) as web, web.connect() as connection:
+        connection.sendall(HEALTH)
+        until(connection, b'"ok"}')
+        assert connection.recv(1000) == b""
+
+
+def test_the_log_is_not_anyones_to_fill(caplog):
+    upgrade = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    with running() as web:
+        assert web.raw(b"\x16\x03 nonsense\r\n\r\n").status == 400
+        with web.connect() as connection:
+            connection.sendall(upgrade)
+            until(connection, b'"ok"}')
+        logging.getLogger("asyncio").warning("socket.send() raised exception.")
+        logging.getLogger("asyncio").warning("something else")
+    assert caplog.messages == ["something else"]
 
 
 def test_slow_bodies_and_heads_are_given_up():

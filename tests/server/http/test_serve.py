@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -53,8 +54,6 @@ class Command:
         return next(pid for pid, command in commands.items() if "engine" in command)
 
     def open(self, *args, **options):
-        import socket
-
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
         connection.sendall(request(*args, **options))
         return connection
@@ -220,6 +219,33 @@ def test_bad_models_and_options(tmp_path):
     assert done.returncode == 2 and "no-such" in done.stderr
     done = run("--port", "70000")
     assert done.returncode == 2 and "port=70000" in done.stderr
+
+
+@pytest.mark.parametrize("stderr", ["full", "gone"])
+def test_nothing_can_be_said(stderr):
+    """The disk is full, or the reader has gone: the server serves."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", CODE, "--port", str(port), "--host", "0.0.0.0"]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, stderr=full if stderr == "full" else subprocess.PIPE, cwd=ROOT)
+    if process.stderr is not None:
+        process.stderr.close()
+    try:
+        end, status = time.monotonic() + 60, 0
+        while status != 200:
+            assert time.monotonic() < end and process.poll() is None
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+                connection.sendall(request("GET", "/ready"))
+                status = read_answer(connection).status
+            time.sleep(0.05)
+        time.sleep(0.5)  # in which the banner is lost
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_taken_port():
