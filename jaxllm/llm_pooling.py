@@ -121,12 +121,25 @@ class LLMPooling(LLMControl):
     def _pair(self, first: str, second: str) -> dict[str, Any]:
         if self.tokenizer is None:
             raise ValueError("texts need a tokenizer; pass tokenizer=...")
+        first, second = self._lowercased([first, second])
         return {"prompt_token_ids": self.tokenizer.encode_pair(first, second, self.engine.config.max_model_len)}
+
+    def _lowercased(self, prompts: Any) -> Any:
+        """Texts as the model's tokenizer wants them; other prompts as they are."""
+        if not self.engine.intake.pooler.config.lowercase:
+            return prompts
+        if isinstance(prompts, str):
+            return prompts.lower()
+        if isinstance(prompts, Mapping):
+            return (
+                {**prompts, "prompt": prompts["prompt"].lower()} if isinstance(prompts.get("prompt"), str) else prompts
+            )
+        return [self._lowercased(one) for one in prompts] if isinstance(prompts, list | tuple) else prompts
 
     def _pooling_requests(
         self, prompts: Any, params: PoolingParamsLike, task: str | None, priority: Any
     ) -> list[tuple[PreparedRequest, int]]:
-        parsed = parse_prompts(prompts, self.tokenizer)
+        parsed = parse_prompts(self._lowercased(prompts), self.tokenizer)
         given = PoolingParams(task=task) if params is None else params
         each = parse_each("pooling_params", given, PoolingParams, len(parsed))
         priorities = parse_each("priority", priority, int, len(parsed))

@@ -34,7 +34,8 @@ class FakeEngine:
         self.pool = types.SimpleNamespace(num_forgotten=0, forget_keys=self.forget_keys)
         self.scheduler = types.SimpleNamespace(check=lambda: None, pool=self.pool)
         grammars = types.SimpleNamespace(warm_up=self.warm_up)
-        pooler = types.SimpleNamespace(task="embed", width=1, labels=())
+        pooling = types.SimpleNamespace(lowercase=False)
+        pooler = types.SimpleNamespace(task="embed", width=1, labels=(), config=pooling)
         self.intake = types.SimpleNamespace(grammars=grammars, pooler=pooler)
 
     def forget_keys(self):

@@ -47,7 +47,7 @@ class FakeClient:
     says: dict = field(default_factory=dict)
     step: int = 1
     finish_reason: str = "stop"
-    info: EngineInfo | None = field(default_factory=lambda: EngineInfo(CONFIG, VOCAB))
+    info: EngineInfo | None = field(default_factory=lambda: EngineInfo(CONFIG, VOCAB, width=4))
     silent_s: float = 0.0
 
     def __post_init__(self):

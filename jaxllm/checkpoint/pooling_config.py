@@ -284,6 +284,11 @@ def _activation(hf: dict[str, Any], prompts: dict[str, Any], cfg: Config) -> str
     for name in given:
         if name is not None:
             return _torch_name(name, "the classifier")
+    return default_activation(cfg)
+
+
+def default_activation(cfg: Any) -> str:
+    """Of a classifier's scores, by its labels and what they mean."""
     if cfg.problem_type == "regression":
         return "identity"
     return "sigmoid" if cfg.problem_type == "multi_label_classification" or len(cfg.labels) == 1 else "softmax"

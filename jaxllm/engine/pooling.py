@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxllm.checkpoint.pooling_config import PoolingConfig
+from jaxllm.checkpoint.pooling_config import PoolingConfig, default_activation
 from jaxllm.engine.schedule.sequence import Sequence as ScheduledSequence
 from jaxllm.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
@@ -28,7 +28,8 @@ class Pooler:
         else takes the last token's hidden state, of length 1."""
         if config is None:
             pooling = getattr(cfg, "pooling", "last")
-            config = PoolingConfig(pooling=pooling, normalize=True, max_length=cfg.max_len)
+            activation = default_activation(cfg) if task_of(cfg) == "classify" else "identity"
+            config = PoolingConfig(pooling=pooling, normalize=True, max_length=cfg.max_len, activation=activation)
         if task_of(cfg) == "classify":
             return cls(config=config, width=len(cfg.labels), task="classify", labels=tuple(cfg.labels))
         return cls(config=config, width=config.dim(cfg.embed))

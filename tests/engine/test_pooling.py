@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, PoolingParams
-from jaxllm.checkpoint.pooling_config import Dense
+from jaxllm.checkpoint.pooling_config import DenseLayer
 from jaxllm.models.context import StepContext
 from tests.pooler import pooler
 from tests.tiny import Tiny, clean, dense_caches, drain, greedy, ids, make_llm, prompts_of
@@ -143,8 +143,8 @@ def test_what_is_not_finite_fails_alone(tiny):
 def test_dense_layers_then_a_cut_then_unit_length(tiny, llm, pools):
     rng = np.random.default_rng(0)
     bias = rng.normal(size=48).astype(np.float32)
-    first = Dense(rng.normal(size=(32, 48)).astype(np.float32), bias, "tanh")
-    second = Dense(rng.normal(size=(48, 16)).astype(np.float32), None, "identity")
+    first = DenseLayer(rng.normal(size=(32, 48)).astype(np.float32), bias, "tanh")
+    second = DenseLayer(rng.normal(size=(48, 16)).astype(np.float32), None, "identity")
     pools(pooling="mean", dense=(first, second), is_matryoshka=True)
     (prompt,) = prompts_of((9,))
     vector = expected(tiny, prompt, "mean", normalize=False)
@@ -169,6 +169,16 @@ def test_cut_prompts_and_salts(tiny, llm):
     for salt, cached in (("a", 0), ("a", 16), ("b", 0)):
         params = PoolingParams(truncate_prompt_tokens=20, cache_salt=salt)
         assert llm.embed(ids(prompt), pooling_params=params, use_tqdm=False)[0].num_cached_tokens == cached
+
+
+def test_texts_are_lowercased_where_the_model_says_so(tiny, llm, pools):
+    pools(lowercase=True)
+    llm.engine.intake.tokenizer = Letters()
+    try:
+        outputs = llm.embed(["ABC", {"prompt": "aBc"}, "abc"], use_tqdm=False)
+    finally:
+        llm.engine.intake.tokenizer = None
+    assert [output.prompt_token_ids for output in outputs] == [[1, 2, 3]] * 3
 
 
 def test_scores_are_cosines(tiny, llm, pools):

@@ -76,6 +76,7 @@ FIELDS = {
     "messages": {"type": "array", "items": MESSAGE, "minItems": 1, "maxItems": 4},
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), SIZE),
     "min_tokens": {"const": 1},
+    "truncate_prompt_tokens": {"enum": [None, -1, 4]},
     **dict.fromkeys(
         ("stop_token_ids", "allowed_token_ids", "tokens"),
         {"type": "array", "items": TOKEN, "minItems": 1, "maxItems": 5},
@@ -102,7 +103,23 @@ FIELDS = {
     **dict.fromkeys(("previous_response_id", "conversation"), {"const": None}),
     "include": {"enum": [None, []]},
 }
+INPUT = {
+    "anyOf": [
+        TEXT,
+        {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3},
+        {"type": "array", "items": TOKEN, "minItems": 1, "maxItems": 9},
+    ]
+}
+TEXTS = {"anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 1}]}
+PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 FIELDS_OF = {  # where a name means something else
+    **dict.fromkeys(("EmbeddingRequest", "PoolRequest", "ClassifyRequest"), {"input": INPUT}),
+    "ScoreRequest": dict.fromkeys({name for pair in PAIRS for name in pair}, TEXTS),
+    "RerankRequest": {
+        "query": TEXT,
+        "documents": {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3},
+        **dict.fromkeys(("top_n", "max_tokens_per_doc"), SIZE),
+    },
     "ChatRequest": {
         "logprobs": {"const": True},
         "tools": {"type": "array", "minItems": 1, "maxItems": 2, "items": {
@@ -156,4 +173,11 @@ def fit(body: dict) -> dict:
         body = {name: value for name, value in body.items() if name not in ("length_penalty", "early_stopping")}
     if body.get("prompt") and body.get("messages"):
         del body["messages" if body.get("add_special_tokens") else "prompt"]
-    return body if {"prompt", "messages", "input", "tokens"} & body.keys() else body | {"prompt": "Hi"}
+    if any(name in body for pair in PAIRS for name in pair) and "query" not in body:
+        pair = next(pair for pair in PAIRS if body.keys() & set(pair))
+        others = {name for names in PAIRS for name in names} - set(pair)
+        return {name: value for name, value in body.items() if name not in others} | {
+            name: body.get(name) or "Hi" for name in pair
+        }
+    known = {"prompt", "messages", "input", "tokens", "query"}
+    return body if known & body.keys() else body | {"prompt": "Hi"}

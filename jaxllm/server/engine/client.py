@@ -25,10 +25,11 @@ class EngineInfo:
     task: str = "embed"  # what it makes of prompts that are pooled: embed or classify
     width: int = 0  # elements of an embedding, or classes
     labels: tuple[str, ...] = ()  # of the classes
+    lowercases: bool = False  # whether texts are lowercased before they are pooled
 
     @classmethod
     def of(cls, config: EngineConfig, vocab: int, pooler: "Pooler") -> "EngineInfo":
-        return cls(config, vocab, pooler.task, pooler.width, pooler.labels)
+        return cls(config, vocab, pooler.task, pooler.width, pooler.labels, pooler.config.lowercase)
 
 
 class Health(NamedTuple):

@@ -83,6 +83,7 @@ def text_job(
     most: int | None = None,
 ) -> PoolingJob:
     """Of a text, of which at most the first `most` tokens count."""
+    text = text.lower() if info.lowercases else text
     ids = encode(model, info, text, param, add_special_tokens=add_special_tokens)
     return PoolingJob(_checked(info, ids[:most], params, param), params)
 
@@ -100,6 +101,8 @@ def pair_job(
     """Of two texts that the model reads at once. A second one that is too long, or has more than `most` tokens, is
     cut."""
     tokenizer, limit = model.need_tokenizer(param), info.config.max_model_len
+    if info.lowercases:
+        first, second = first.lower(), second.lower()
     with refusing(param):
         if most is not None:
             limit = min(limit, len(tokenizer.encode_pair(first, "", limit)) + most)
@@ -137,6 +140,7 @@ async def run(
     what is unfinished, and an error of one job ends all. Raises `APIError`, `EngineDeadError`."""
     if server.config.isolates_keys and exchange.tenant is not None:
         jobs = [job.salted(exchange.tenant) for job in jobs]
+    exchange.record.num_prompt_tokens = sum(len(job.token_ids) for job in jobs)
     outputs: dict[int, PoolingRequestOutput] = {}
     left = iter(enumerate(jobs))
 

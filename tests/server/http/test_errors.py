@@ -162,7 +162,8 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize("value", [None, False, "", [], {}])
 def test_what_asks_for_nothing_is_no_reason_to_refuse(web, value):
-    assert web.complete(suffix=value, logits_processors=value, request_id=value).status == 200
+    suffix = value if isinstance(value, str) else None
+    assert web.complete(suffix=suffix, logits_processors=value, request_id=value).status == 200
     assert web.chat(documents=value, functions=value, audio=value).status == 200
 
 

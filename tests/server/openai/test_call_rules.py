@@ -6,6 +6,7 @@ import random
 import jsonschema
 import numpy as np
 import pytest
+from msgspec import Raw
 
 from jaxllm.grammar.compiler import GrammarCompiler
 from jaxllm.grammar.matcher import mask_words
@@ -13,7 +14,15 @@ from jaxllm.server.http.errors import APIError
 from jaxllm.server.openai.parsing.choose import make_parser
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Reasoning
 from jaxllm.server.openai.response_format import chat_response_format
-from jaxllm.server.openai.schemas import ChatRequest, Function, Message, Tool
+from jaxllm.server.openai.schemas import (
+    ChatRequest,
+    Function,
+    FunctionRef,
+    Message,
+    NamedTool,
+    ResponseFormatOption,
+    Tool,
+)
 from jaxllm.text.tokenizer import Tokenizer
 from tests.chat_model import backend
 
@@ -30,7 +39,13 @@ SCHEMA = {
                  "properties": {"on": {"type": "boolean"}}, "additionalProperties": False}},
     },
 }  # fmt: skip
-FORECAST, CLOCK = Function(name="forecast", parameters=SCHEMA), Function(name="clock")
+
+
+def function_of(name: str, parameters: dict, **fields) -> Function:
+    return Function(name=name, parameters=Raw(json.dumps(parameters).encode()), **fields)
+
+
+FORECAST, CLOCK = function_of("forecast", SCHEMA), Function(name="clock")
 MARKS = {
     "hermes": [],
     "llama": [],
@@ -95,7 +110,7 @@ def test_what_the_grammar_allows_is_read_as_calls(name):
     schema = SCHEMA
     if calls == "qwen3_coder":  # whose strings are any text, unless they are of an enum
         schema = SCHEMA | {"properties": SCHEMA["properties"] | {"city": {"enum": ["Bern"]}}}
-    tools = [Function(name="forecast", parameters=schema)]
+    tools = [function_of("forecast", schema)]
     grammar = grammar_of(calls, tools, tokenizer, tool_choice="required")
     for _ in range(6):
         text = drawn(grammar, tokenizer, rng)
@@ -137,14 +152,14 @@ def test_the_models_own_syntax_is_allowed(name):
         assert not accepts(grammar, tokenizer, wrong), wrong
     one = grammar_of(calls, [FORECAST, CLOCK], tokenizer, tool_choice="required", parallel_tool_calls=False)
     assert accepts(one, tokenizer, text) == (calls == "openai")
-    named = {"type": "function", "function": {"name": "clock"}}
+    named = NamedTool(type="function", function=FunctionRef(name="clock"))
     assert not accepts(grammar_of(calls, [FORECAST, CLOCK], tokenizer, tool_choice=named), tokenizer, text)
     assert len(read(text, calls, {"forecast": SCHEMA})) == (1 if calls == "openai" else 2)
 
 
 def test_a_format_of_gpt_oss_answers_is_for_its_final_channel():
     tokenizer = make_tokenizer(MARKS["openai"])
-    grammar = grammar_of("openai", [CLOCK], tokenizer, response_format={"type": "json_object"})
+    grammar = grammar_of("openai", [CLOCK], tokenizer, response_format=ResponseFormatOption(type="json_object"))
     thought = "<|channel|>analysis<|message|>{Hm<|end|><|start|>assistant"
     assert accepts(grammar, tokenizer, thought + '<|channel|>final<|message|>{"a": 1}')
     assert accepts(grammar, tokenizer, "<|channel|>commentary to=functions.clock <|constrain|>json<|message|>{}")
@@ -157,7 +172,7 @@ ODD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": Tr
 @pytest.mark.parametrize("calls", ["hermes", "pythonic", "qwen3_coder"])
 def test_one_tool_with_unsupported_keywords_does_not_keep_the_others_from_being_called(calls):
     tokenizer = make_tokenizer()
-    odd = Function(name="odd", parameters=ODD)
+    odd = function_of("odd", ODD)
     grammar = grammar_of(calls, [odd, FORECAST], tokenizer, tool_choice="required")
     texts = {
         "hermes": '<tool_call>\n{"name": "odd", "arguments": {"a": [%s]}}\n</tool_call>',
@@ -180,7 +195,7 @@ def test_one_tool_with_unsupported_keywords_does_not_keep_the_others_from_being_
     ],
 )
 def test_what_a_format_can_not_require_is_said_with_the_tools_name(calls, parameters, why):
-    tools = [Function(name="odd", parameters=parameters | {"type": "object"})]
+    tools = [function_of("odd", parameters | {"type": "object"})]
     with pytest.raises(APIError, match=why) as error:
         grammar_of(calls, tools, make_tokenizer(), tool_choice="required")
     assert "odd" in str(error.value)

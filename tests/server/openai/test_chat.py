@@ -257,7 +257,7 @@ def test_some_of_the_tools(tools):
 )
 def test_wrong_choices_of_tools(tools, choice):
     answer = tools.chat(tools=[WEATHER, CLOCK], tool_choice=choice)
-    assert answer.status == 400 and answer.error["param"] == "tool_choice"
+    assert answer.status == 400 and answer.error["param"].startswith("tool_choice")
 
 
 FORMATS = {
