@@ -29,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_memory(commands)
     _add_tokenizers(commands)
     _add_compiling(commands)
+    _add_embeddings(commands)
     return parser
 
 
@@ -83,6 +84,14 @@ def _add_compiling(commands: Any) -> None:
     what = "for which a lone request is repeated (default: 12)"
     parser.add_argument("--seconds", type=int, default=12, metavar="N", help=what)
     add_model_arguments(parser)
+
+
+def _add_embeddings(commands: Any) -> None:
+    text = "embeddings of texts of mixed length, beside transformers (extra: test)"
+    parser = commands.add_parser("embeddings", help=text, description=text, allow_abbrev=False)
+    for name, default, what in (("--texts", 256, "to embed"), ("--repeats", 3, "of each"), ("--seed", 0, "of them")):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def _add_requests(parser: argparse.ArgumentParser, *, requests: int, output_len: int) -> None:
@@ -155,6 +164,15 @@ def _tokenizers(arguments: argparse.Namespace) -> int:
     return _print(tokenizers.run(arguments.directories, arguments.repeats), tokenizers.table, arguments)
 
 
+def _embeddings(arguments: argparse.Namespace) -> int:
+    check_at_least(1, texts=arguments.texts, repeats=arguments.repeats)
+    setup_compilation_cache()
+    from benchmarks import embeddings
+
+    report = embeddings.run(texts=arguments.texts, repeats=arguments.repeats, seed=arguments.seed)
+    return _print(report, embeddings.table, arguments)
+
+
 def _print(report: dict[str, Any], table: Callable[[dict[str, Any]], str], arguments: argparse.Namespace) -> int:
     print(json.dumps(report) if arguments.json else table(report))
     return 0
@@ -167,6 +185,7 @@ _COMMANDS = {
     "memory": _memory,
     "tokenizers": _tokenizers,
     "compiling": _compiling,
+    "embeddings": _embeddings,
 }
 
 
