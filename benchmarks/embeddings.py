@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.runs import table_lines
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 30522,
     "hidden_size": 384,
     "num_hidden_layers": 12,
@@ -35,7 +35,7 @@ def run(*, texts: int, repeats: int, seed: int) -> dict[str, Any]:
     lens = [min(400, max(3, int(rng.lognormvariate(3.7, 0.9)))) for _ in range(texts)]
     prompts = [[rng.randrange(1000, _SIZES["vocab_size"]) for _ in range(n)] for n in lens]
     torch.manual_seed(seed)
-    model = transformers.BertModel(transformers.BertConfig(**_SIZES), add_pooling_layer=False).eval()
+    model: Any = transformers.BertModel(transformers.BertConfig(**_SIZES), add_pooling_layer=False).eval()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         with LLM(folder, skip_tokenizer_init=True) as llm:
@@ -43,7 +43,7 @@ def run(*, texts: int, repeats: int, seed: int) -> dict[str, Any]:
 
             def ours() -> np.ndarray:
                 outputs = llm.embed([{"prompt_token_ids": ids} for ids in prompts], use_tqdm=False)
-                return np.stack([output.outputs.data for output in outputs])
+                return np.stack([output.made.data for output in outputs])
 
             ways: dict[str, Callable[[], np.ndarray]] = {
                 "ours": ours,

@@ -297,7 +297,7 @@ class LLM(LLMPooling):
             for prompt, sampling, one in each
         ]
 
-    def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, RequestOutput]]:
+    def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, Any]]:
         running: dict[str, int] = {}  # request id -> index
         inbox = Inbox()
         try:

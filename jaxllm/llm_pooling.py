@@ -7,7 +7,6 @@ from typing import Any, Unpack
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.from_vllm.request_arguments import POOLING_ARGUMENTS, VllmPoolingArguments, check_request_arguments
 from jaxllm.llm_control import LLMControl
-from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -30,9 +29,7 @@ PoolingParamsLike = PoolingParams | Sequence[PoolingParams] | None
 class LLMPooling(LLMControl):
     """An engine that makes more of prompts than text."""
 
-    def _run(
-        self, requests: list[tuple[PreparedRequest, int]], *, stream: bool
-    ) -> Iterator[tuple[int, RequestOutput | PoolingRequestOutput]]:
+    def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, Any]]:
         """Runs requests, each with its priority; yields outputs with the index of theirs."""
         raise NotImplementedError
 

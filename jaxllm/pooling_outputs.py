@@ -5,6 +5,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from jaxllm.errors import EngineError
+
 
 @dataclass(kw_only=True)
 class PoolingOutput:
@@ -66,6 +68,13 @@ class PoolingRequestOutput(Generic[Output]):
     prompt: str | None = None
     queued_s: float = 0.0  # seconds from arrival in the engine to the first step
 
+    @property
+    def made(self) -> Output:
+        """`outputs`. Raises `EngineError` with the cause if there are none."""
+        if self.outputs is None:
+            raise EngineError(f"request {self.request_id} failed: {self.error}")
+        return self.outputs
+
 
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
 ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
@@ -77,7 +86,7 @@ def cosine(first: PoolingRequestOutput[Any], second: PoolingRequestOutput[Any]) 
     error = first.error or second.error
     made = None
     if error is None:
-        a, b = first.outputs.data, second.outputs.data
+        a, b = first.made.data, second.made.data
         made = ScoringOutput(score=float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)))
     return ScoringRequestOutput(
         request_id=f"{first.request_id}-{second.request_id}",

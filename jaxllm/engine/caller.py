@@ -36,8 +36,9 @@ class Inbox:
         with self._lock:
             self._unread[object() if request_id in self._of_deltas else request_id] = news
 
-    def take(self) -> Output | None:
-        """The output that has waited longest; None if there is none. Raises the exception if it is one."""
+    def take(self) -> Any:
+        """The output that has waited longest, of the kind that was asked for; None if there is none. Raises the
+        exception if it is one."""
         with self._lock:
             if not self._unread:
                 return None
@@ -64,7 +65,7 @@ class CallerLoop:
             inbox.expect_deltas(options["request_id"])
         self._loop.submit(prepared, receiver=inbox, **options)
 
-    def wait(self, inbox: Inbox) -> Iterator[Output]:
+    def wait(self, inbox: Inbox) -> Iterator[Any]:
         """Makes a step, unless another thread's has brought something meanwhile; then what there is to read, possibly
         nothing. Raises what tore the step, or another caller's."""
         with self._turning:

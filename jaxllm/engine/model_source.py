@@ -222,7 +222,7 @@ def _check_interface(model: nnx.Module, name: str) -> None:
         raise TypeError(
             f"{name}.cfg must be a dataclass with {', '.join(missing)}, as jaxllm.models.transformer.Config is"
         )
-    methods = {"__call__": ("tokens", "ctx", "caches")}
+    methods: dict[str, tuple[str, ...]] = {"__call__": ("tokens", "ctx", "caches")}
     if task_of(cfg) != "embed":
         methods["logits" if task_of(cfg) == "generate" else "head"] = ("hidden", "ctx")
     for method, arguments in methods.items():

@@ -3,11 +3,12 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from jaxllm.checkpoint.pooling_config import PoolingConfig, default_activation
+from jaxllm.engine.schedule.sequence import Pooling
 from jaxllm.engine.schedule.sequence import Sequence as ScheduledSequence
 from jaxllm.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
@@ -33,6 +34,11 @@ class Pooler:
         if task_of(cfg) == "classify":
             return cls(config=config, width=len(cfg.labels), task="classify", labels=tuple(cfg.labels))
         return cls(config=config, width=config.dim(cfg.embed))
+
+    @property
+    def pooling(self) -> Pooling:
+        """Which hidden states are wanted."""
+        return cast(Pooling, self.config.pooling)
 
     def check(self, params: PoolingParams) -> None:
         """Raises `ValueError` for what this model can't make."""

@@ -109,7 +109,7 @@ class Intake:
             max_total_len=len(prepared.token_ids) + 1,  # it has computed all, and its output is still to come
             priority=priority,
             reports_tokens=False,
-            pooling=self.pooler.config.pooling,
+            pooling=self.pooler.pooling,
         )
         sequence.request = request
         return Samples([sequence])

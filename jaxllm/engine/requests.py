@@ -75,7 +75,7 @@ class OpenRequests:
                     self._requests.pop(request.request_id, None)
         return updates
 
-    def _watch_text(self, request: Request, sequence: Sequence) -> None:
+    def _watch_text(self, request: TextRequest, sequence: Sequence) -> None:
         try:
             stop = request.find_stop(sequence)
         except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything

@@ -4,7 +4,7 @@ import enum
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.outputs import FinishReason
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jaxllm.engine.logprobs import PackedLogprobs
-    from jaxllm.engine.output import Request
     from jaxllm.engine.schedule.decode_batch import DecodeBatch
     from jaxllm.engine.schedule.sequence_group import SequenceGroup
     from jaxllm.grammar.matcher import Matcher
@@ -77,7 +76,7 @@ class Sequence(HasEnd):
     pooling: Pooling | None = None  # what of its prompt's hidden states is wanted, in the place of tokens
     matcher: "Matcher | None" = None  # where its text is in a grammar, if it has to follow one
     group: "SequenceGroup" = field(init=False, repr=False)  # which sets it
-    request: "Request" = field(init=False, repr=False)  # of the layer above, which sets it
+    request: Any = field(init=False, repr=False)  # of the layer above, which sets it: with a text, or pooled
 
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: "list[PackedLogprobs]" = field(default_factory=list)  # one an output token, if wanted

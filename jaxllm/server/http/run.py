@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.server.config import ServerConfig
+from jaxllm.server.engine.client import EngineInfo
 from jaxllm.server.http.app import create_app
 from jaxllm.server.http.errors import invalid
 from jaxllm.server.server import Server
@@ -232,9 +233,8 @@ def address(config: ServerConfig, listener: socket.socket) -> str:
     return f"{config.scheme}://{host}:{listener.getsockname()[1]}"
 
 
-def first_request(server: Server) -> tuple[str, dict[str, Any]]:
+def first_request(info: EngineInfo) -> tuple[str, dict[str, Any]]:
     """A route, and the body of a request for it to try, without the model's name."""
-    info = server.client.info
     if info.config.generates:
         return "/v1/completions", {"prompt": "def read_lines(path", "max_tokens": 32}
     return "/v1/embeddings" if info.task == "embed" else "/classify", {"input": "def read_lines(path"}
@@ -242,11 +242,13 @@ def first_request(server: Server) -> tuple[str, dict[str, Any]]:
 
 def banner(server: Server, listener: socket.socket, seconds: float) -> str:
     """The start message: address, capacity, and a first request to try."""
-    config, engine = server.config, server.client.info.config
+    config, info = server.config, server.client.info
+    assert info is not None, "it serves"
+    engine = info.config
     url = address(config, listener)
     key = ' -H "Authorization: Bearer $KEY"' if config.api_keys else ""
     tokens, most = engine.num_blocks * engine.block_size, engine.max_model_len
-    path, body = first_request(server)
+    path, body = first_request(info)
     lines = [
         f"jaxllm serves {server.model.name} at {url}, ready in {seconds:.1f} s",
         f"Chat page: {url}/",

@@ -48,7 +48,7 @@ async def _embed(
     def prepare(info: EngineInfo) -> Work:
         def answer(outputs: Outputs) -> dict[str, Any]:
             encode = _base64 if request.encoding_format == "base64" else _floats
-            rows = [{"object": kind, "index": i, key: encode(output.outputs.data)} for i, output in enumerate(outputs)]
+            rows = [{"object": kind, "index": i, key: encode(output.made.data)} for i, output in enumerate(outputs)]
             return _listed(request, exchange, rows)
 
         return Work(jobs.input_jobs(server.model, info, request, jobs.params_of(request, task)), answer)
@@ -61,7 +61,7 @@ async def classify(server: Server, request: ClassifyRequest, exchange: Exchange)
         def answer(outputs: Outputs) -> dict[str, Any]:
             rows = []
             for i, output in enumerate(outputs):
-                probs = output.outputs.data
+                probs = output.made.data
                 label = info.labels[int(probs.argmax())] if info.labels else None
                 rows.append({"index": i, "label": label, "probs": probs.tolist(), "num_classes": len(probs)})
             return _listed(request, exchange, rows)
@@ -125,7 +125,7 @@ def _scoring(
 
         def cosines(outputs: Outputs) -> list[float]:
             of = dict(zip(keys, outputs, strict=True))
-            return [cosine(of[a, None], of[b, most]).outputs.score for a, b in zip(first, second, strict=True)]
+            return [cosine(of[a, None], of[b, most]).made.score for a, b in zip(first, second, strict=True)]
 
         return made, cosines
     if info.width != 1:
@@ -134,7 +134,7 @@ def _scoring(
         )
     params = jobs.params_of(request, "classify")
     pairs = [jobs.pair_job(model, info, a, b, params, "text_1", most=most) for a, b in zip(first, second, strict=True)]
-    return pairs, lambda outputs: [float(output.outputs.data[0]) for output in outputs]
+    return pairs, lambda outputs: [float(output.made.data[0]) for output in outputs]
 
 
 async def _answer(
