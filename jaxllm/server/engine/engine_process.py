@@ -217,7 +217,8 @@ def _load(options: dict[str, Any]) -> "Engine":
     from jaxllm.engine.build import build_engine  # imports jax, while heartbeats are sent already
 
     engine = build_engine(**options)
-    threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
+    if engine.config.generates:
+        threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
     return engine
 
 

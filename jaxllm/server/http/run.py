@@ -251,7 +251,7 @@ def banner(server: Server, listener: socket.socket, seconds: float) -> str:
     path, body = first_request(info)
     lines = [
         f"jaxllm serves {server.model.name} at {url}, ready in {seconds:.1f} s",
-        f"Chat page: {url}/",
+        *[f"Chat page: {url}/"] * engine.generates,
         f"KV cache: {tokens:,} tokens, or {tokens // most:,} requests of {most:,}; {engine.max_num_seqs:,} at once",
         "",
         f"curl {url}{path}{key} -H 'Content-Type: application/json' \\",
