@@ -7,7 +7,7 @@ import openai
 import pydantic
 
 
-class City(pydantic.BaseModel):
+class City(pydantic.BaseModel, extra="forbid"):  # a small model would add keys until it is cut
     size: int = pydantic.Field(le=99)
     is_large: bool
 
