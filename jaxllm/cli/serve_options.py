@@ -125,7 +125,7 @@ def _add_server(parser: CommandParser) -> None:
     add(
         "--keep-alive-timeout",
         type=int,
-        metavar="S",
+        metavar="N",
         help="seconds that an idle connection stays open; give more than a load balancer's (default: "
         f"{KEEP_ALIVE_VARIABLE} of the environment, or 5)",
     )

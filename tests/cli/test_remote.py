@@ -99,7 +99,7 @@ def test_what_the_server_refuses_is_told(web, monkeypatch, capsys):
 def test_keys(monkeypatch, capsys):
     with running(api_keys=("k",)) as web:
         assert complete.main(["x", "--url", url(web)]) == 2
-        assert "answers 401: the API key is missing or wrong" in capsys.readouterr().err
+        assert "answers 401: Incorrect API key provided" in capsys.readouterr().err
         assert complete.main(["x", "--url", url(web), "--api-key", "k"]) == 0
         monkeypatch.setenv("VLLM_API_KEY", "k")
         assert complete.main(["x", "--url", url(web)]) == 0

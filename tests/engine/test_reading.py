@@ -42,7 +42,7 @@ def test_overrides_are_in_the_place_of_keys(model_dir):
 
 def test_what_is_for_checkpoints_alone(tiny, model_dir):
     for reading in (Reading(load_format="dummy"), Reading(hf_overrides={"vocab_size": 1})):
-        with pytest.raises(ValueError, match="load_format and hf_overrides are for checkpoints"):
+        with pytest.raises(ValueError, match="load_format, hf_overrides and task are for checkpoints"):
             model_source(tiny.model, "auto", "cpu", None, reading)
     with pytest.raises(ValueError, match="tokenizer and skip_tokenizer_init=True exclude each other"):
         model_source(model_dir, "float32", "cpu", model_dir, Reading(skip_tokenizer_init=True))

@@ -7,7 +7,7 @@ import pytest
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine import build
-from jaxllm.engine.device.packing import StepLayout, token_ladder
+from jaxllm.engine.device.packing import StepLayout, pool_ladder, token_ladder
 from jaxllm.errors import EngineDeadError
 from tests.tiny import greedy, ids, make_llm, prompts_of, tokens
 
@@ -52,6 +52,7 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
         assert ladder == (1, 8, 16, 24)
         seqs = {min(t, 6) for t in ladder}
         others = ["init", "admit", "admit", "rules", "prompt_logprobs", *["copy"] * 2, *["swap_out", "swap_in"] * 2]
+        others += ["pool"] * len(pool_ladder(24))
         assert llm.stats().num_executables == len(ladder) + 4 * len(seqs) + len(others)
         assert llm.stats().num_compiled == llm.stats().num_executables
         compiled.clear()

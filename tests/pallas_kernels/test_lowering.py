@@ -17,13 +17,14 @@ from jaxllm.engine.device.executables import (
     admit,
     alter_step,
     install_rules,
+    pool_step,
     prompt_logprobs,
     sample_full_step,
     sample_step,
     step,
 )
 from jaxllm.engine.device.lowering import Lowering
-from jaxllm.engine.device.packing import AdmitLayout, SampleLayout, StepLayout, table_shapes
+from jaxllm.engine.device.packing import AdmitLayout, PoolLayout, SampleLayout, StepLayout, table_shapes
 from jaxllm.engine.device.state import rules_layout
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels import native
@@ -42,7 +43,7 @@ def test_executables_lower(tiny, monkeypatch, platform):
     shape = model_shape(tiny.cfg, *nnx.split(tiny.model), mesh)
     state = Lowering(shape, CONFIG, mesh).state()
     place_free = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
-    pools, history, slots, sampling, rules, hidden = map(place_free, state)
+    pools, history, slots, sampling, rules, hidden, sums = map(place_free, state)
     leaves, head = place_free((list(shape.leaves), shape.head))
     logits = jax.ShapeDtypeStruct((4, tiny.cfg.vocab), jnp.float32)
 
@@ -71,3 +72,5 @@ def test_executables_lower(tiny, monkeypatch, platform):
     masks = ints(4, mask_words(tiny.cfg.vocab))
     lower(partial(alter_step, layout=samples), logits, masks, packed, slots, sampling, rules, history)
     lower(partial(prompt_logprobs, model_shape=shape), head, hidden, ints(2, 4))
+    pooled = PoolLayout(8, 4)
+    lower(partial(pool_step, model_shape=shape, layout=pooled), [], sums, hidden, ints(pooled.size))

@@ -52,7 +52,7 @@ class ExecutableStore:
         # more: the runtime drops functions of an executable that it has loaded itself.
         if "callback" in text or _jax_has_cache():
             return lowered.compile()
-        digest = hashlib.sha256(self._target + text.encode())
+        digest = hashlib.sha256(self._target + _interface(lowered) + text.encode())
         file = self._folder / f"{digest.hexdigest()}{_SUFFIX}"
         compiled = self._load(file, lowered)
         if compiled is None:
@@ -167,6 +167,12 @@ def _target(devices: list[Any]) -> tuple[Any, ...]:
     flags = [os.environ.get(name, "") for name in _FLAGS]
     version = jax.__version__, jaxlib.version.__version__, first.client.platform_version
     return version, first.device_kind, [device.id for device in devices], _processor(), flags, options
+
+
+def _interface(lowered: Any) -> bytes:
+    """The arguments and results, of which the text lacks those that are not used: an executable checks them all."""
+    given = [(one.shape, str(one.dtype), one.donated) for one in jax.tree.leaves(lowered.args_info)]
+    return hashlib.sha256(repr((given, lowered.in_tree, lowered.out_tree)).encode()).digest()
 
 
 def _processor() -> str:

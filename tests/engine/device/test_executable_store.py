@@ -48,6 +48,14 @@ def test_what_is_compiled_once_is_loaded_later(tmp_path):
         compiled[1](jnp.arange(5.0), jnp.ones(5))
 
 
+def test_arguments_that_are_not_used_count(tmp_path):
+    """The text of the program lacks them, and the executable takes no others."""
+    for size in (2, 3):
+        unused = jax.ShapeDtypeStruct((size,), jnp.float32)
+        first = ExecutableStore(tmp_path, make_mesh(None)).compile(Lowering(lambda x, y: x + 1, VECTOR, unused))
+        np.testing.assert_array_equal(first(jnp.zeros(4), jnp.zeros(size)), np.ones(4))
+
+
 def test_donated_arguments_stay_donated(tmp_path):
     where = NamedSharding(make_mesh(None), P())
     shape = jax.ShapeDtypeStruct((1 << 16,), jnp.float32, sharding=where)
