@@ -16,10 +16,8 @@ class PoolingOutput:
 
 
 @dataclass(kw_only=True)
-class EmbeddingOutput:
-    """An embedding; `data` is the same as an array, which takes a fraction of the memory."""
-
-    data: np.ndarray  # float32 [hidden_size]
+class EmbeddingOutput(PoolingOutput):
+    """An embedding; `data` is the same as `embedding`, in a fraction of the memory."""
 
     @property
     def embedding(self) -> list[float]:
@@ -31,10 +29,8 @@ class EmbeddingOutput:
 
 
 @dataclass(kw_only=True)
-class ClassificationOutput:
+class ClassificationOutput(PoolingOutput):
     """The probabilities of the classes, or their logits if `use_activation` is False."""
-
-    data: np.ndarray  # float32 [num_classes]
 
     @property
     def probs(self) -> list[float]:
