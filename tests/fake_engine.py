@@ -443,6 +443,9 @@ class FakeEngine(Engine):
         spans = [(r, r.num_computed - 1, r.num_computed) for r in plan.decodes]
         spans += [(chunk.sequence, chunk.start, chunk.start + chunk.num_tokens) for chunk in plan.chunks]
         assert plan.rows == [request for request, _, _ in spans], "decode rows first"
+        if self.config.whole_prompts:
+            assert all(start == 0 and stop == len(r.prompt_token_ids) for r, start, stop in spans), "a prompt was cut"
+        assert not any(request.pooling for request in plan.decodes), "a decode has a sample"
         assert plan.num_tokens == sum(stop - start for _, start, stop in spans) <= max_tokens
         assert plan.num_tokens or plan.admitted or plan.swap_outs
         assert len(plan.samples) == plan.num_samples <= max_tokens
