@@ -130,9 +130,10 @@ class Server:
             return decode(kind, body)
         return await asyncio.get_running_loop().run_in_executor(self._big_bodies, decode, kind, body)
 
-    async def in_thread(self, exchange: Exchange, work: Callable[..., Result], *args: Any) -> Result:
-        """Runs template and tokenizer work for a request outside the event loop, a few at a time."""
-        pool = self._texts if exchange.num_body_bytes <= SMALL_BODY_BYTES else self._big_texts
+    async def in_thread(self, exchange: Exchange, work: Callable[..., Result], *args: Any, size: int = 0) -> Result:
+        """Runs template and tokenizer work for a request outside the event loop, a few at a time. `size` is that of its
+        texts, in characters, where it is more than the body's: big ones don't hold up small ones."""
+        pool = self._texts if max(size, exchange.num_body_bytes) <= SMALL_BODY_BYTES else self._big_texts
         return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
 
     async def run(

@@ -12,6 +12,8 @@ from jaxllm import AsyncLLM, PoolingParams
 from jaxllm.server.engine.client import EngineInfo
 from jaxllm.server.engine.in_process import InProcessClient
 from jaxllm.server.engine.process_client import ProcessClient
+from jaxllm.server.pooling import jobs
+from jaxllm.text.tokenizer import Tokenizer
 from tests.chat_model import TEMPLATE, write_model
 from tests.fake_server import CONFIG, VOCAB, FakeClient, running
 
@@ -160,6 +162,19 @@ def test_classes(web):
     np.testing.assert_allclose(rows[0]["probs"], [0.1, 0.2, 0.7], atol=1e-6)
     answer = post(web, "/score", text_1="a", text_2="b")
     assert answer.status == 400 and "knows 3 classes" in answer.error["message"]
+
+
+def test_pairs_are_read_at_once_and_bounded_together(web, monkeypatch):
+    """One text may be in all pairs of a small body."""
+    web.client.info = RERANKS
+    monkeypatch.setattr(jobs, "MAX_PAIR_TOKENS", 100)
+    monkeypatch.setattr(Tokenizer, "encode_pair", lambda self, first, second, most=None: [5] * len(first + second))
+    body = post(web, "/v1/rerank", query="q" * 20, documents=["ab", "abcd"]).json
+    assert [one["relevance_score"] for one in body["results"]] == [120.0, 110.0]
+    answer = post(web, "/v1/rerank", query="q" * 20, documents=["ab"] * 9)
+    assert answer.status == 400 and "the first 5 of 9 pairs have 110 tokens" in answer.error["message"]
+    long = post(web, "/v1/rerank", query="q" * (256 * 32 + 1), documents=["ab"])
+    assert long.error["code"] == "context_length_exceeded"
 
 
 def test_an_unknown_model_and_a_full_server(web):

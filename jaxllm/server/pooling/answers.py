@@ -83,7 +83,7 @@ async def score(server: Server, request: ScoreRequest, exchange: Exchange) -> No
 
         return Work(scored, answer)
 
-    await _answer(server, request, exchange, len(first), prepare)
+    await _answer(server, request, exchange, len(first), prepare, num_chars=sum(map(len, (*first, *second))))
 
 
 async def rerank(server: Server, request: RerankRequest, exchange: Exchange) -> None:
@@ -103,7 +103,8 @@ async def rerank(server: Server, request: RerankRequest, exchange: Exchange) -> 
 
         return Work(scored, answer)
 
-    await _answer(server, request, exchange, len(texts), prepare)
+    num_chars = len(texts) * len(request.query) + sum(map(len, texts))
+    await _answer(server, request, exchange, len(texts), prepare, num_chars=num_chars)
 
 
 def _scoring(
@@ -133,22 +134,29 @@ def _scoring(
             f"this model knows {info.width} classes, and a score is of one; send the texts to /classify", None
         )
     params = jobs.params_of(request, "classify")
-    pairs = [jobs.pair_job(model, info, a, b, params, "text_1", most=most) for a, b in zip(first, second, strict=True)]
+    pairs = jobs.pair_jobs(model, info, list(zip(first, second, strict=True)), params, most=most)
     return pairs, lambda outputs: [float(output.made.data[0]) for output in outputs]
 
 
 async def _answer(
-    server: Server, request: PoolingFields, exchange: Exchange, count: int, prepare: Callable[[EngineInfo], Work]
+    server: Server,
+    request: PoolingFields,
+    exchange: Exchange,
+    count: int,
+    prepare: Callable[[EngineInfo], Work],
+    *,
+    num_chars: int = 0,
 ) -> None:
-    """Has the prompts of a request pooled, and sends the answer with the tokens they had."""
+    """Has the prompts of a request pooled, and sends the answer with the tokens they had. `num_chars` are of texts that
+    are in several prompts, as often as they are there."""
     info = server.check_ready(exchange.request_id)
     server.model.check_name(request.model)
     server.check_priority(request.priority)
     with server.admit(jobs.num_places(server, count)):
-        work = await server.in_thread(exchange, prepare, info)
+        work = await server.in_thread(exchange, prepare, info, size=num_chars)
         answer_id = f"pool-{exchange.request_id}"
         outputs = await jobs.run(server, work.jobs, exchange, request_id=answer_id, priority=request.priority)
-        await exchange.json(await server.in_thread(exchange, _encode, work, outputs))
+        await exchange.json(await server.in_thread(exchange, _encode, work, outputs, size=num_chars))
 
 
 def _encode(work: Work, outputs: Outputs) -> bytes:
@@ -165,8 +173,9 @@ def _listed(request: PoolingFields, exchange: Exchange, rows: list[dict[str, Any
     return base | {"model": request.model, "data": rows}
 
 
-def _floats(vector: np.ndarray) -> list[float]:
-    return vector.tolist()
+def _floats(vector: np.ndarray) -> msgspec.Raw:
+    """JSON, which takes less memory than the objects."""
+    return msgspec.Raw(msgspec.json.encode(vector.tolist()))
 
 
 def _base64(vector: np.ndarray) -> str:

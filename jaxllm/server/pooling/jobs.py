@@ -14,7 +14,7 @@ from jaxllm.pooling_params import PoolingParams
 from jaxllm.server.engine.client import EngineInfo
 from jaxllm.server.http.errors import internal, invalid, refusing, too_long
 from jaxllm.server.http.exchange import Exchange
-from jaxllm.server.openai.prepare import encode, salt_of
+from jaxllm.server.openai.prepare import check_chars, encode, salt_of
 from jaxllm.server.openai.schemas import MAX_PROMPTS
 from jaxllm.server.pooling.schemas import PoolingFields, ScoreRequest
 from jaxllm.server.served_model import ServedModel
@@ -23,6 +23,7 @@ from jaxllm.text.prompts import pair_texts
 
 log = logging.getLogger(__name__)
 
+MAX_PAIR_TOKENS = 1 << 20  # of one request
 _SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
@@ -88,26 +89,38 @@ def text_job(
     return PoolingJob(_checked(info, ids[:most], params, param), params)
 
 
-def pair_job(
-    model: ServedModel,
-    info: EngineInfo,
-    first: str,
-    second: str,
-    params: PoolingParams,
-    param: str,
-    *,
-    most: int | None = None,
+def pair_jobs(
+    model: ServedModel, info: EngineInfo, pairs: Sequence[tuple[str, str]], params: PoolingParams, *, most: int | None
+) -> list[PoolingJob]:
+    """Of pairs of texts, each of which the model reads at once. A second one that is too long, or has more than `most`
+    tokens, is cut. One text may be in many pairs, so that their tokens are bounded together. Raises `APIError`."""
+    made: list[PoolingJob] = []
+    num_tokens = 0
+    for first, second in pairs:
+        made.append(_pair_job(model, info, first, second, params, most))
+        num_tokens += len(made[-1].token_ids)
+        if num_tokens > MAX_PAIR_TOKENS:
+            raise invalid(
+                f"the first {len(made)} of {len(pairs)} pairs have {num_tokens} tokens; at most {MAX_PAIR_TOKENS} are "
+                "allowed in a request; split it",
+                "documents",
+            )
+    return made
+
+
+def _pair_job(
+    model: ServedModel, info: EngineInfo, first: str, second: str, params: PoolingParams, most: int | None
 ) -> PoolingJob:
-    """Of two texts that the model reads at once. A second one that is too long, or has more than `most` tokens, is
-    cut."""
-    tokenizer, limit = model.need_tokenizer(param), info.config.max_model_len
+    tokenizer, limit = model.need_tokenizer("text_1"), info.config.max_model_len
+    for text in (first, second):
+        check_chars(info, text, "text_1")
     if info.lowercases:
         first, second = first.lower(), second.lower()
-    with refusing(param):
+    with refusing("text_1"):
         if most is not None:
             limit = min(limit, len(tokenizer.encode_pair(first, "", limit)) + most)
         ids = tokenizer.encode_pair(first, second, limit)
-    return PoolingJob(_checked(info, ids, params, param), params)
+    return PoolingJob(_checked(info, ids, params, "text_1"), params)
 
 
 def _checked(info: EngineInfo, ids: Sequence[int], params: PoolingParams, param: str) -> list[int]:
