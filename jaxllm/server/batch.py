@@ -10,7 +10,7 @@ from jaxllm.server.http.errors import APIError, invalid
 from jaxllm.server.http.exchange import Scope
 from jaxllm.server.http.middleware import App
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
 
 
 class BatchRequest(msgspec.Struct):

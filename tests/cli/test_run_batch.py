@@ -72,23 +72,24 @@ def test_answers_are_those_of_the_server(client, batch, capsys):
         b"",
         line("b", "/v1/chat/completions", messages=hi, temperature=0.5),
         line("c", "/v1/responses", input="Hi", max_tokens=None, max_output_tokens=16),
+        line("d", "/v1/embeddings", input="Hi", max_tokens=None),
     )
     assert batch.run() == 0
     found = {answer["custom_id"]: answer for answer in batch.answers()}
-    assert set(found) == set("abc")
+    assert set(found) == set("abcd")
     for answer in found.values():
         assert set(answer) == {"id", "custom_id", "response", "error"} and answer["error"] is None
         assert answer["response"]["status_code"] == 200 and answer["response"]["request_id"]
     bodies = {name: answer["response"]["body"] for name, answer in found.items()}
     assert bodies["a"]["choices"][0]["text"] == "Hell" and bodies["a"]["usage"]["completion_tokens"] == 4
     assert bodies["b"]["choices"][0]["message"]["content"] == "Hell" and bodies["b"]["object"] == "chat.completion"
-    assert bodies["c"]["object"] == "response"
-    assert len({answer["id"] for answer in found.values()}) == 3
+    assert bodies["c"]["object"] == "response" and bodies["d"]["data"][0]["object"] == "embedding"
+    assert len({answer["id"] for answer in found.values()}) == 4
     assert capsys.readouterr() == ("", "") and not client.is_alive
 
 
 REFUSED = {
-    "url": (line("u", "/v1/embeddings", input="x"), 400, "there is no '/v1/embeddings' for batches; there are /v1/"),
+    "url": (line("u", "/v1/files", input="x"), 400, "there is no '/v1/files' for batches; there are /v1/"),
     "method": (line("m") | {"method": "GET"}, 400, "method='GET' must be POST"),
     "stream": (line("s", stream=True), 400, "a batch has whole answers; leave stream out"),
     "model": (line("n", model="other"), 404, "the model 'other' does not exist here"),

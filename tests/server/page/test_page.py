@@ -316,7 +316,7 @@ def test_errors_are_told_in_words(visit):
     with running(client) as web:
         v = visit(web)
         v.ask("x" * 300)
-        v.page.get_by_text("this model's context is 256 tokens").wait_for()
+        v.page.get_by_text("This model's maximum context length is 256 tokens").wait_for()
         v.page.get_by_role("button", name="New chat", exact=True).first.click()
         v.ask("break")
         v.page.get_by_text("An internal error ended the request").wait_for()
