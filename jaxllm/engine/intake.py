@@ -31,23 +31,29 @@ def check_request(
     return ids, _bad_word_ids(params, tokenizer)
 
 
-def check_prompt(token_ids: Sequence[Any], vocab: int, max_model_len: int, keep: int | None) -> list[int]:
-    """The prompt as a list, of less than `max_model_len` tokens; the last `keep` of them, if that is given."""
+def check_prompt(
+    token_ids: Sequence[Any], vocab: int, max_model_len: int, keep: int | None, num_generated: int = 1
+) -> list[int]:
+    """The prompt as a list, which with `num_generated` tokens (0 or 1) fits `max_model_len`; its last `keep` tokens, if
+    that is given."""
+    most = max_model_len - num_generated
     ids = list(token_ids)
     if not ids:
         raise ValueError("the prompt has no tokens; give at least one")
     if keep is not None:
-        ids = ids[1 - max_model_len if keep == -1 else -keep :]
+        ids = ids[-most if keep == -1 else -keep :]
     if set(map(type, ids)) != {int}:
         ids = [plain_number(i) for i in ids]
     if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
         bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocab)
         raise ValueError(f"prompt token id {bad!r} is not an integer in [0, {vocab - 1}]")
-    if len(ids) >= max_model_len:
-        raise ValueError(
-            f"the prompt has {len(ids)} tokens, but max_model_len={max_model_len} leaves room for "
-            f"{max_model_len - 1} and one to generate; shorten it or raise max_model_len"
+    if len(ids) > most:
+        way = (
+            f" leaves room for {most} and one to generate; shorten it or raise max_model_len"
+            if num_generated
+            else "; shorten it, keep its end with truncate_prompt_tokens=-1, or raise max_model_len"
         )
+        raise ValueError(f"the prompt has {len(ids)} tokens, but max_model_len={max_model_len}{way}")
     return ids
 
 

@@ -77,8 +77,7 @@ class Intake:
         params = params.snapshot()
         self.pooler.check(params)
         keep = params.truncate_prompt_tokens
-        keep = self.config.max_model_len if keep == -1 else keep
-        ids = check_prompt(token_ids, self.vocab, self.config.max_model_len + 1, keep)
+        ids = check_prompt(token_ids, self.vocab, self.config.max_model_len, keep, num_generated=0)
         plain = SamplingParams(
             max_tokens=1, cache_salt=params.cache_salt, skip_reading_prefix_cache=params.skip_reading_prefix_cache
         )

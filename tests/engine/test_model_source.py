@@ -169,7 +169,9 @@ class Ends(Slow):
 
 
 @pytest.mark.parametrize(
-    "tokenizer", [words(4096), words(4096, "<image>", "<audio>"), words(2100), Slow(4096)], ids=repr
+    "tokenizer",
+    [words(4096), words(4096, "<image>", "<audio>"), words(2100), Slow(4096)],
+    ids=["as many", "added ones", "fewer", "slow"],
 )
 def test_a_tokenizer_that_fits(tokenizer, caplog):
     """The embedded model has 4096 tokens; more may be padding, and added ones may be others'."""
@@ -185,7 +187,7 @@ def test_a_tokenizer_that_fits(tokenizer, caplog):
         (Slow(lambda: 5000), "has 5000 tokens"),
         (Ends(4000), "ends texts by token 4096, but the model has 4096 only, 0 to 4095"),
     ],
-    ids=repr,
+    ids=["one more", "slow", "slow with a function", "ends outside"],
 )
 def test_a_tokenizer_of_another_model(tokenizer, message):
     with pytest.raises(ValueError, match=message):

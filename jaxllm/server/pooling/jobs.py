@@ -132,7 +132,7 @@ def _checked(info: EngineInfo, ids: Sequence[int], params: PoolingParams, param:
             param,
         )
     with refusing(param):
-        return check_prompt(ids, info.vocab, len(ids) + 1, None)
+        return check_prompt(ids, info.vocab, len(ids), None, num_generated=0)
 
 
 def sides(request: ScoreRequest) -> tuple[list[str], list[str]]:
