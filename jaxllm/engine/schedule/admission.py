@@ -90,7 +90,7 @@ class Admission:
             return False, self._resume(plan, group, max_tokens)
         if group in self.running_set.stems:
             return False, self._continue(plan, group, max_tokens)
-        hit = self.prefix_cache.find(group.waiting[0])
+        hit = self.prefix_cache.find(group.waiting[0], group.waiting[1:])
         if hit is None:
             return True, False
         return False, self._start(plan, group, hit, max_tokens)

@@ -56,10 +56,10 @@ class Preemption:
         one, or until a victim has to drain first."""
         while not self._draining:
             num_wanted, prefills = self._look_at_running()
-            num_left, num_growing = self.pool.num_free - num_wanted, len(self.running_set) - len(prefills)
+            num_left, num_growing = self.pool.num_free - num_wanted, self.running_set.count_growing(len(prefills))
             if num_left >= 0 and (not prefills or num_affordable(prefills[0], num_left, num_growing, max_tokens)):
                 return
-            if self._drop_stem():
+            if self._release_behind_all() or self._drop_stem():
                 continue
             victims = self._last_of_all() if num_left < 0 else self._last_behind(prefills)
             if not victims:
@@ -77,6 +77,15 @@ class Preemption:
                 self.running_set.leave_batch(sequence)
             sequence.status = Status.DRAINING
         self._draining = victims
+
+    def _release_behind_all(self) -> bool:
+        """Gives up what nobody reads any more: beams that wait for others, and those with room in their last block, may
+        still hold all of a chunk. False if that is nothing."""
+        num_free = self.pool.num_free
+        for sequence in self.running_set.individuals:
+            if sequence.status in (Status.RUNNING, Status.HELD):
+                self.running_set.release_behind(sequence)
+        return self.pool.num_free > num_free
 
     def _drop_stem(self) -> bool:
         """Takes the blocks of sequences that wait while no other group, or none of theirs, is on the device: they

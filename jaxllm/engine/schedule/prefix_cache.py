@@ -5,6 +5,7 @@ from collections.abc import Collection
 from jaxllm.engine.schedule.block_pool import BlockPool, Key
 from jaxllm.engine.schedule.block_table import BlockTable, GroupBlocks, Hit
 from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.schedule.sequence_group import fork_len
 
 
 class PrefixCache:
@@ -18,8 +19,9 @@ class PrefixCache:
         self.pool, self.enabled = pool, enabled
         self._writing: dict[Key, Sequence] = {}  # blocks that a running prefill has yet to write
 
-    def find(self, sequence: Sequence) -> Hit | None:
-        """The cached blocks that a waiting sequence begins with. None: a running prefill is about to write the next."""
+    def find(self, sequence: Sequence, siblings: Collection[Sequence] = ()) -> Hit | None:
+        """The cached blocks that a waiting sequence begins with. None: a running prefill is about to write the next.
+        Where layers have windows, `siblings` that go on from it must find there what they read."""
         table = sequence.table
         if not (self.enabled and sequence.reads_prefix_cache):
             return Hit(0, [()] * len(table.groups))
@@ -27,7 +29,10 @@ class PrefixCache:
             table.keys.clear()
             table.key_generation = self.pool.generation
         self._extend(sequence, sequence.num_tokens)
-        num_usable = (sequence.num_tokens - 1) // self.pool.block_size  # the last token is computed, for its logits
+        num_tokens = sequence.num_tokens
+        if siblings and any(each.group.window is not None for each in table.groups):
+            num_tokens = min(num_tokens, fork_len([sequence, *siblings]))
+        num_usable = (num_tokens - 1) // self.pool.block_size  # the last token is computed, for its logits
         keys = table.keys[:num_usable]
         found = [self.pool.lookup(keys, each.index) for each in table.groups if each.group.window is None]
         num_blocks = num_known = min(map(len, found), default=num_usable)

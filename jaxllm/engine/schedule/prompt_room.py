@@ -30,7 +30,7 @@ class PromptRoom:
         self._max_tokens = max_tokens
         self._num_lacking = sum(map(self._count_lacking, prefills))
         self._num_promised = 0  # of these, to those that have had their turn
-        self._num_growing = len(self.running_set) - len(prefills)
+        self._num_growing = self.running_set.count_growing(len(prefills))
 
     def _count_lacking(self, sequence: Sequence) -> int:
         return num_lacking(sequence, self._max_tokens)

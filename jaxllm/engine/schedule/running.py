@@ -54,6 +54,11 @@ class RunningSet:
         """Over all, as they are now: any of them may leave meanwhile."""
         return iter(self.batch.sequences + list(self.individuals))
 
+    def count_growing(self, num_prefills: int) -> int:
+        """Those beside so many prompts that are being computed which take blocks before that is done: held ones wait
+        for a prompt themselves. O(individuals)."""
+        return len(self) - num_prefills - sum(each.status is Status.HELD for each in self.individuals)
+
     def add(self, sequence: Sequence, status: Status) -> None:
         """Gives the sequence a slot; it has its blocks already."""
         sequence.slot, sequence.status = self.free_slots.pop(), status
@@ -77,9 +82,11 @@ class RunningSet:
         self.num_chosen += by * sequence.group.chooses_tokens
 
     def release_behind(self, sequence: Sequence) -> None:
-        """Gives up the blocks that the sequence's next token does not read, which others may still hit."""
+        """Gives up the blocks that neither the sequence's next token reads nor siblings that wait to go on from it,
+        which others may still hit."""
         self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))
-        sequence.table.release_behind(sequence.num_computed)
+        kept = sequence.fork_len - 1 if sequence.fork_len else sequence.num_computed
+        sequence.table.release_behind(min(sequence.num_computed, kept))
 
     def drop_stem(self, group: SequenceGroup) -> None:
         """Those of the group that wait for a slot hold no blocks any more."""

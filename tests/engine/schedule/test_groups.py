@@ -1,5 +1,8 @@
 """Samples and beams on the scheduler: what they share, and how they leave the device and come back."""
 
+import pytest
+
+from jaxllm.engine.config import CacheGroup
 from jaxllm.engine.schedule.sequence import Status
 from tests.fake_engine import FakeEngine, rows
 
@@ -195,3 +198,18 @@ def test_beams_with_few_candidates_left():
     group = engine.add_beams([1, 2, 1], 1, width=6)
     engine.run()
     assert len(group.results) == 4, "the vocabulary"
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "beams"),
+    [
+        (6, [(8, 8, 1), (5, 8, 2)]),  # recomputed beams held all of a chunk behind the window, and shared no prompt
+        (9, [(6, 9, 1), (7, 7, 3)]),  # the last one left room for others, which were waiting for it
+    ],
+)
+def test_beams_that_come_back_fit_as_before(num_blocks, beams):
+    groups = (CacheGroup(), CacheGroup(window=3, num_pages=2))
+    engine = FakeEngine(num_blocks=num_blocks, block_size=2, groups=groups, max_num_seqs=4, swap_blocks=0)
+    found = [engine.add_beams([1] * prompt, most, width=width) for prompt, most, width in beams]
+    engine.run()
+    assert all(group.results for group in found) and engine.scheduler.preemption.num_recomputed
