@@ -1,4 +1,5 @@
-"""Native CPU kernels against XLA's: milliseconds of each op and their ratio, both measured in turns in one run.
+"""Native CPU kernels against XLA's: milliseconds of each op and their ratio, both measured in turns in one run. What
+products with quantised weights are compared with is XLA's with a dense one.
 
 PYTHONPATH=. python benchmarks/native.py
 """
@@ -12,11 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels import native, quantized_matmul
 from jaxllm.pallas_kernels.matmul import einsum
 from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape, ragged_paged_attention
 
 LAYERS, EMBED, MLP, VOCAB, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 512, 1536, 8192, 8, 4, 64, 32
+DEPTH, COLUMNS = 2048, 8192
+QUANTIZED = {  # dtype of codes, inputs of a group
+    "int8 by output": ("int8", None),
+    "int8 by group": ("int8", 128),
+    "int4 by output": ("int4", None),
+    "int4 by group": ("int4", 32),
+    "float8 by output": ("float8_e4m3fn", None),
+    "float8 by group": ("float8_e4m3fn", 128),
+    "float4 by group": ("float4_e2m1fn", 32),
+}
 ATTENTION = {  # tokens of each row, tokens that it has then
     "16 decodes of 30-90": ([1] * 16, range(30, 94, 4)),
     "64 decodes of 100-856": ([1] * 64, range(100, 868, 12)),
@@ -55,6 +66,22 @@ def head(dtype: jnp.dtype, rows: int, implementation: str) -> Callable[[], objec
     return partial(jax.jit(partial(einsum, "...d,vd->...v", implementation=implementation)), x, table)
 
 
+def quantized(dtype: jnp.dtype, rows: int, form: str | None) -> Callable[[], object]:
+    """One large product; with a dense weight if `form` is None."""
+    rng = np.random.default_rng(0)
+    x, dense = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((rows, DEPTH), (DEPTH, COLUMNS)))
+    if form is None:
+        return partial(jax.jit(partial(einsum, "...d,dn->...n", implementation="reference")), x, dense)
+    codes, group = QUANTIZED[form]
+    if group is None:
+        values, scales = dense.T, (COLUMNS,)
+    else:
+        values, scales = dense.reshape(-1, group, COLUMNS), (DEPTH // group, 1, COLUMNS)
+    weight = quantized_matmul.QuantizedWeight(values.astype(codes), jnp.ones(scales, jnp.float32))
+    product = partial(quantized_matmul.product, num_inputs=1, implementation="native")
+    return partial(jax.jit(product), x, weight)
+
+
 def attention(dtype: jnp.dtype, case: str, implementation: str) -> Callable[[], object]:
     q_lens, kv_lens = (list(x) for x in ATTENTION[case])
     rng, tokens, per_seq = np.random.default_rng(0), sum(q_lens), -(-max(kv_lens) // BLOCK_SIZE)
@@ -91,19 +118,27 @@ def compare(name: str, ours: Callable[[], object], theirs: Callable[[], object],
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--only", default="products quantized attention", help="which of these kinds")
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     if not native.is_built():
         raise SystemExit("the native kernels are not built: python -m jaxllm.pallas_kernels.native.build")
     print(f"JAX {jax.__version__}, {args.dtype}, {native.instruction_set()}")
     print(f"{'median ms':45} {'native':>8} {'XLA':>8} {'ratio':>7} {'of best':>7}")
-    for rows in (1, 2, 4, 8, 16, 32, 64):
-        for op in (products, head):
-            ours, theirs = (op(args.dtype, rows, name) for name in ("native", "reference"))
-            compare(f"{op.__name__}, {rows} rows", ours, theirs, args.repeats)
-    for case in ATTENTION:
-        ours, theirs = (attention(args.dtype, case, name) for name in ("native", "cpu"))
-        compare(f"attention of a layer, {case}", ours, theirs, args.repeats)
+    if "products" in args.only:
+        for rows in (1, 2, 4, 8, 16, 32, 64):
+            for op in (products, head):
+                ours, theirs = (op(args.dtype, rows, name) for name in ("native", "reference"))
+                compare(f"{op.__name__}, {rows} rows", ours, theirs, args.repeats)
+    if "quantized" in args.only:
+        for rows in (1, 4, 16, 64):
+            for form in QUANTIZED:
+                ours, theirs = (quantized(args.dtype, rows, name) for name in (form, None))
+                compare(f"{form}, {rows} rows", ours, theirs, args.repeats)
+    if "attention" in args.only:
+        for case in ATTENTION:
+            ours, theirs = (attention(args.dtype, case, name) for name in ("native", "cpu"))
+            compare(f"attention of a layer, {case}", ours, theirs, args.repeats)
 
 
 if __name__ == "__main__":

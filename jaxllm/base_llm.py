@@ -7,7 +7,6 @@ from typing import Any, Unpack
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.checkpoint.formats import open_checkpoint
@@ -30,7 +29,7 @@ class BaseLLM(MissingMethods):
 
     def __init__(
         self,
-        model: str | Path | nnx.Module | tuple[Any, Any] | None = None,
+        model: Any = None,
         *,
         revision: str | None = None,
         download_dir: str | Path | None = None,
@@ -38,6 +37,7 @@ class BaseLLM(MissingMethods):
         skip_tokenizer_init: bool = False,
         dtype: Any = "auto",
         load_format: str = "auto",
+        quantization: str | None = None,
         hf_overrides: dict[str, Any] | None = None,
         task: str | None = None,
         generation_config: str | Path = "auto",
@@ -64,6 +64,7 @@ class BaseLLM(MissingMethods):
             skip_tokenizer_init=skip_tokenizer_init,
             dtype=dtype_name(dtype),
             load_format=load_format,
+            quantization=quantization,
             hf_overrides=hf_overrides,
             task=task_name(task),
             max_model_len=max_model_len,

@@ -46,7 +46,8 @@ class LLM(LLMPooling):
 
     The model:
       model: a local directory in Hugging Face format (None: the small model in the package); a GGUF file, or a
-        directory with one; a name of the hub as "org/name", "org/name@revision" or "org/name:FILE.gguf"; a Flax module
+        directory with one; a name of the hub as "org/name", "org/name@revision" or "org/name:FILE.gguf"; a model of
+        transformers that is in memory (with its tokenizer as `tokenizer`); a Flax module
         with the interface of `jaxllm.models`, served as it is, its class and attributes included; or a pair
         (configuration, parameter pytree). Parameters on the device are used where they lie.
       revision, download_dir: of a name of the hub, which is fetched into huggingface_hub's cache otherwise.
@@ -54,6 +55,9 @@ class LLM(LLMPooling):
         any object with `encode` and `decode`. `skip_tokenizer_init=True` is for prompts and outputs of ids alone.
       dtype: "auto" is float32 on a CPU and bfloat16 elsewhere.
       load_format: "dummy" for random weights; "auto", "safetensors" and "gguf" read them.
+      quantization: "int8", "int4" or "fp8": dense weights of the layers' products become that while they load, one
+        scale an output or, of int4, a group of 128 inputs. "gguf": the blocks of a GGUF file stay as they are, instead
+        of being dequantised. Other checkpoints that are quantised need no argument.
       hf_overrides: keys of config.json, and what they shall be.
       task: "embed" for a model that generates, so that it makes embeddings alone; None: what its files say it is for.
       generation_config, override_generation_config: what `get_default_sampling_params` returns: of the model's files

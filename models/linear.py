@@ -176,6 +176,14 @@ class Joined(Linear):
         return jnp.concatenate([members[name] for name, _ in self.shape.members], axis=self.shape.member_dim)
 
 
+def joined(linear: Linear, parts: Sequence[Linear]) -> Linear:
+    """`parts`, which have all members of `linear` together, in its place: one of all members is the product itself."""
+    if len(parts) == 1:
+        parts[0].bias = linear.bias
+        return parts[0]
+    return Joined(linear.shape, parts, linear.bias)
+
+
 def with_forms(linear: Linear, forms: Mapping[str, Callable[[Linear], Linear]]) -> Linear:
     """`linear` with each member in its form, which makes one of a dense one: members of equal forms stay one
     product."""

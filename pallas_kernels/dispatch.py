@@ -40,6 +40,25 @@ class Placement:
 UNPLACED = Placement()
 
 
+def device_kind() -> str | None:
+    """Of the devices that is compiled for: those of the mesh in this context, else JAX's; None for a mesh that doesn't
+    say."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.local_devices()[0].device_kind
+    return getattr(getattr(mesh, "abstract_device", None), "device_kind", None)
+
+
+def compute_capability() -> int:
+    """Compute capability times ten of the target GPU, which may be known from the mesh alone."""
+    target = device_kind()
+    if jax.default_backend() == "gpu":
+        here = jax.local_devices()[0]
+        if target in (None, here.device_kind):
+            return int(here.compute_capability.replace(".", ""))
+    return 80 if target is not None and "A100" in target else 90
+
+
 @dataclass(frozen=True, kw_only=True)
 class Op:
     """An operation: function `name` in modules of `package`, which are called as the implementations are.

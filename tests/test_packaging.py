@@ -172,7 +172,7 @@ for name in {modules!r}:
 @pytest.mark.parametrize(
     "command",
     [
-        *("jaxllm", "jaxllm.generate", "jaxllm.bench", "jaxllm.chat", "jaxllm.convert", "jaxllm.serve"),
+        *("jaxllm", "jaxllm.generate", "jaxllm.bench", "jaxllm.chat", "jaxllm.convert", "jaxllm.serve", "jaxllm.eval"),
         *(f"jaxllm {command}" for command in COMMANDS),
     ],
 )

@@ -1,7 +1,6 @@
 """Static efficiency of a decode step: the bytes that its executables move, over the least that they must."""
 
 import importlib
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxllm.aot import hlo, traffic
 from jaxllm.aot.prepare import Prepared
+from jaxllm.pallas_kernels.quantized_matmul import stored_bytes
 from jaxllm.sharding.rules import num_shards
 
 WEIGHTS, POOL, INPUTS, KERNELS = "weights", "KV pool, outside of our kernels", "other arguments", "attention kernels"
@@ -115,7 +115,7 @@ def fewest_bytes(prepared: Prepared, batch: int, context: int) -> tuple[int, int
         shape = leaf.sharding.shard_shape(leaf.shape)
         is_table = path.startswith(_TABLES) and not (path.startswith(_TABLES[0]) and cfg.tie_embeddings)
         rows = min(batch, shape[0]) if is_table else shape[0]
-        weights += rows * math.prod(shape[1:]) * leaf.dtype.itemsize
+        weights += stored_bytes((rows, *shape[1:]), leaf.dtype)
     row = 2 * _kv_heads(prepared) * cfg.head_dim * jnp.dtype(prepared.shape.dtype).itemsize
     windows = [layer.window for layer in cfg.layers]
     seen = sum(min(context, window or context) for window in windows)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxllm.argument_checks import check_float, check_int
 from jaxllm.checkpoint import unsupported
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
+from jaxllm.checkpoint.quantized.detect import scheme_of
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import registry, tasks, transformer
 from jaxllm.models.layers import ACTIVATIONS
@@ -105,7 +106,7 @@ def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None, task: s
     try:
         name = _architecture(hf)
         module = registry.find(name)
-        _check_quantization(hf)
+        scheme_of(checkpoint, hf)  # refuses what can't be read
         _check_sizes(hf)
         _check_ropes(hf)
         cfg = module.Config.from_hf(hf, dtype=dtype, **tasks.task_fields(name, hf, task))
@@ -164,18 +165,6 @@ def _architecture(hf: dict) -> str:
             "jaxllm.models.registry.register is given"
         )
     return known[0]
-
-
-def _check_quantization(hf: dict) -> None:
-    """The key `quantization` is that of MLX."""
-    for key in ("quantization_config", "quantization"):
-        if (given := hf.get(key)) is not None:
-            method = given.get("quant_method") if isinstance(given, dict) else None
-            method = "MLX" if key == "quantization" else method
-            raise ValueError(
-                f"its weights are quantised by {method or 'an unnamed method'!s:.50} ({key}), which is not supported; "
-                "take the original weights, or a GGUF file of the model, whose quantised weights are read"
-            )
 
 
 def _check_sizes(hf: dict) -> None:

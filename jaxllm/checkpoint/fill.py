@@ -13,6 +13,7 @@ from einops import rearrange
 from jaxllm.checkpoint import native_read
 from jaxllm.checkpoint.gguf.blocks import dequantize
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, read
+from jaxllm.models.weights import Weight
 
 _TILE = 2**18  # elements; source and target of a transposed copy stay in the L2 cache
 
@@ -25,6 +26,17 @@ class WeightPart(NamedTuple):
     sizes: dict[str, int]  # of the pattern's axes
     place: tuple[slice, ...]
     first_row: int  # where the tensor stacks several parts
+
+    @classmethod
+    def at(cls, name: str, weight: Weight, shape: Sequence[int], first_row: int) -> "WeightPart":
+        """Of the tensor `name`, from `first_row` on, in a parameter of this shape."""
+        place = [slice(None)] * len(shape)
+        if weight.part is not None:
+            dim, start, stop = weight.part
+            place[dim] = slice(start, stop)
+        dims = [len(range(size)[piece]) for size, piece in zip(shape, place, strict=True)]
+        sizes = dict(zip(weight.axes.split("->")[1].split(), dims, strict=True))
+        return cls(name, weight.axes, sizes, tuple(place), first_row)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,10 +5,11 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from os import cpu_count
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,10 +20,17 @@ from tqdm import tqdm
 from jaxllm.checkpoint.config import ModelSpec
 from jaxllm.checkpoint.fill import Filler, Filling, WeightPart
 from jaxllm.checkpoint.formats import Checkpoint
+from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
+from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import canonical, check_mesh, expansion_of, named, some_of
+from jaxllm.checkpoint.quantized import gguf
+from jaxllm.checkpoint.quantized.make import quantized_leaves
+from jaxllm.checkpoint.quantized.module import QuantizedModule
+from jaxllm.checkpoint.quantized.plan import QuantizedPlan
 from jaxllm.checkpoint.tensors import DTYPES, FLOATS, StoredTensor
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
+from jaxllm.models.linear import Linear
 from jaxllm.models.transformer import Params
 from jaxllm.models.weights import Weight
 from jaxllm.pallas_kernels.native import huge_pages
@@ -43,8 +51,37 @@ def abstract_params(spec: ModelSpec) -> Params:
     return nnx.state(transformer.abstract(spec.module.Model, spec.cfg), nnx.Param)
 
 
-def load_params(checkpoint: Checkpoint, spec: ModelSpec, params: Params, mesh: Mesh) -> Params:
-    """Reads a checkpoint into arrays like the abstract `params`, split over `mesh` (see `expand_model`).
+def load_quantized(checkpoint: Checkpoint, spec: ModelSpec, params: Params, mesh: Mesh) -> Params:
+    """Reads a checkpoint of dense weights, each of which is quantised on the devices before the next ones are there,
+    where the abstract `params` of `quantize_model` say so."""
+    dense = transformer.abstract(spec.module.Model, spec.cfg)
+    expand_model(dense, mesh)
+    params = jax.tree.map(lambda leaf: leaf, params)
+    variables = named(params)
+
+    def take(name: str, array: jax.Array) -> None:
+        leaves = {name: array}
+        if name not in variables:
+            leaves = quantized_leaves(name.removesuffix(".weight"), array, variables, mesh)
+        for leaf, value in leaves.items():
+            variables[leaf].set_value(value)
+
+    load_params(checkpoint, spec, nnx.state(dense, nnx.Param), mesh, take=take)
+    return params
+
+
+def load_params(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    params: Params,
+    mesh: Mesh,
+    *,
+    quantized: QuantizedPlan | None = None,
+    take: Callable[[str, jax.Array], None] | None = None,
+) -> Params:
+    """Reads a checkpoint into arrays like the abstract `params`, split over `mesh` (see `expand_model`). `quantized` is
+    what gave the model its forms, if some weights stay quantised. `take` gets each array with the parameter's name, if
+    it is given; else the parameters that are returned hold them.
 
     The host holds two groups at most, each of 32 MB of the files or of one larger parameter, besides those that live
     there; quantised values become those of the model's dtype, some rows at a time. A mesh (`MeshError`) and tensors
@@ -52,29 +89,28 @@ def load_params(checkpoint: Checkpoint, spec: ModelSpec, params: Params, mesh: M
     """
     params = jax.tree.map(lambda leaf: leaf, params)
     check_mesh(params, mesh)
-    stored = _stored(checkpoint, spec)
-    plan = _plan(spec, params)
-    _check(checkpoint, spec, plan, stored)
+    quantized = quantized or QuantizedPlan({}, {}, weights_table(spec), _stored(checkpoint, spec))
+    plan = _plan(quantized, params)
+    _check(checkpoint, spec, plan, quantized)
 
     start = time.perf_counter()
-    total = sum(part.of(stored[part.name]).num_bytes for parts in plan.values() for part in parts)
+    units = _units(params, plan, quantized)
+    total = sum(unit.num_bytes for unit in units)
     bar = tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=None, leave=False)
     with bar, ThreadPoolExecutor(min(16, cpu_count() or 1)) as pool:
         arena, filler, previous = huge_pages.Arena(), Filler(pool), []
-        for group in _groups(params, plan, stored):
-            hosts = [_empty(canonical(var), arena) for _, var in group]
-            fillings = [
-                Filling(host, part, part.of(stored[part.name]))
-                for host, (name, _) in zip(hosts, group, strict=True)
-                for part in plan[name]
-            ]
-            filler.fill(fillings)
-            bar.update(sum(filling.tensor.num_bytes for filling in fillings))
-            arrays = [_shard(host, var, mesh) for host, (_, var) in zip(hosts, group, strict=True)]
+        for group in _groups(units):
+            variables = {name: var for unit in group for name, var in unit.variables.items()}
+            hosts = {name: _empty(canonical(var), arena) for name, var in variables.items()}
+            filler.fill([Filling(hosts[name], part, tensor) for unit in group for name, part, tensor in unit.plain])
+            for read in [pool.submit(fill, hosts) for unit in group for fill in unit.quantized]:
+                read.result()
+            bar.update(sum(unit.num_bytes for unit in group))
+            arrays = [_shard(hosts[name], var, mesh) for name, var in variables.items()]
             jax.block_until_ready(previous)  # one transfer runs while the next group is read, and no more
             previous = arrays
-            for array, (_, var) in zip(arrays, group, strict=True):
-                var.set_value(array)
+            for array, (name, var) in zip(arrays, variables.items(), strict=True):
+                var.set_value(array) if take is None else take(name, array)
         jax.block_until_ready(previous)
     seconds = time.perf_counter() - start
     gigabytes = total / 1e9
@@ -84,20 +120,44 @@ def load_params(checkpoint: Checkpoint, spec: ModelSpec, params: Params, mesh: M
 
 def _stored(checkpoint: Checkpoint, spec: ModelSpec) -> Mapping[str, StoredTensor]:
     """The tensors by the names of `WEIGHTS`, where a model saved without a head lacks their prefix."""
-    stored, table, prefix = checkpoint.tensors(), _table(spec), getattr(spec.module, "PREFIX", _PREFIX)
+    stored, table, prefix = checkpoint.tensors(), weights_table(spec), getattr(spec.module, "PREFIX", _PREFIX)
     if any(name.startswith(prefix) for name in stored):
         return stored
     return {prefix + name if prefix + name in table else name: tensor for name, tensor in stored.items()}
 
 
-def _groups(
-    params: Params, plan: FillPlan, stored: Mapping[str, StoredTensor]
-) -> Iterator[list[tuple[str, nnx.Variable]]]:
-    """The parameters, with their names, as they are read together."""
-    group, num_bytes = [], 0
+class _Unit(NamedTuple):
+    """Parameters that are filled together: one, or those of a quantised product."""
+
+    variables: dict[str, nnx.Variable]
+    num_bytes: int  # in the files
+    plain: list[tuple[str, WeightPart, StoredTensor]] = []  # what fills which of them
+    quantized: list[Callable[[Mapping[str, np.ndarray]], None]] = []  # they fill all, given by their names
+
+
+def _units(params: Params, plan: FillPlan, quantized: QuantizedPlan) -> list[_Unit]:
+    units, products = [], {}
     for name, var in named(params).items():
-        group.append((name, var))
-        num_bytes += sum(part.of(stored[part.name]).num_bytes for part in plan[name])
+        path = quantized.of_product(name)
+        if path is not None:
+            products.setdefault(path, {})[name] = var
+            continue
+        plain = [(name, part, part.of(quantized.stored[part.name])) for part in plan[name]]
+        units.append(_Unit({name: var}, sum(tensor.num_bytes for _, _, tensor in plain), plain))
+    for path, variables in products.items():
+        sources = quantized.sources[path]
+        tensors = {tensor for source in sources for tensor in source.module.tensors}
+        fills = [partial(quantized.fill, path, source) for source in sources]
+        units.append(_Unit(variables, sum(tensor.num_bytes for tensor in tensors), quantized=fills))
+    return units
+
+
+def _groups(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:
+    """Those that are read together."""
+    group, num_bytes = [], 0
+    for unit in units:
+        group.append(unit)
+        num_bytes += unit.num_bytes
         if num_bytes >= _GROUP_BYTES:
             yield group
             group, num_bytes = [], 0
@@ -105,14 +165,16 @@ def _groups(
         yield group
 
 
-def _plan(spec: ModelSpec, params: Params) -> FillPlan:
-    shapes = {name: canonical(var).shape for name, var in named(params).items()}
+def _plan(quantized: QuantizedPlan, params: Params) -> FillPlan:
+    """Of the parameters that no quantised product has."""
+    variables = named(params).items()
+    shapes = {name: canonical(var).shape for name, var in variables if quantized.of_product(name) is None}
     plan: dict[str, list[WeightPart]] = {name: [] for name in shapes}
-    for name, weights in _table(spec).items():
+    for name, weights in quantized.table.items():
         first_row = 0
         for weight in weights:
             if weight.path in plan:
-                part = _part(name, weight, shapes[weight.path], first_row)
+                part = WeightPart.at(name, weight, shapes[weight.path], first_row)
                 plan[weight.path].append(part)
                 first_row += part.shape[0]
     for name, parts in plan.items():
@@ -121,7 +183,7 @@ def _plan(spec: ModelSpec, params: Params) -> FillPlan:
     return plan
 
 
-def _table(spec: ModelSpec, *, optional: bool = True) -> dict[str, tuple[Weight, ...]]:
+def weights_table(spec: ModelSpec, *, optional: bool = True) -> dict[str, tuple[Weight, ...]]:
     """`WEIGHTS` and, if wanted, `OPTIONAL_WEIGHTS` with their layers spelled out."""
     module, table = spec.module, {}
     weights = {**module.WEIGHTS, **(getattr(module, "OPTIONAL_WEIGHTS", {}) if optional else {})}
@@ -134,24 +196,41 @@ def _table(spec: ModelSpec, *, optional: bool = True) -> dict[str, tuple[Weight,
     return table
 
 
-def _part(name: str, weight: Weight, shape: tuple[int, ...], first_row: int) -> WeightPart:
-    place = [slice(None)] * len(shape)
-    if weight.part is not None:
-        dim, start, stop = weight.part
-        place[dim] = slice(start, stop)
-    dims = [len(range(size)[piece]) for size, piece in zip(shape, place, strict=True)]
-    sizes = dict(zip(weight.axes.split("->")[1].split(), dims, strict=True))
-    return WeightPart(name, weight.axes, sizes, tuple(place), first_row)
+def plan_quantized(
+    checkpoint: Checkpoint, spec: ModelSpec, model: nnx.Module, modules_of: Callable[[Mapping[str, StoredTensor]], Any]
+) -> QuantizedPlan:
+    """Gives the abstract `model` the forms that the checkpoint's weights have. `modules_of` is `Scheme.modules`."""
+    modules, rest = modules_of(_stored(checkpoint, spec))
+    return QuantizedPlan.of(model, weights_table(spec), modules, rest)
 
 
-def _check(checkpoint: Checkpoint, spec: ModelSpec, plan: FillPlan, stored: Mapping[str, StoredTensor]) -> None:
+def plan_blocks(checkpoint: GgufCheckpoint, spec: ModelSpec, model: nnx.Module) -> QuantizedPlan:
+    """Gives the abstract `model` the forms of a GGUF file's blocks. ValueError if no product has some that are kept."""
+    stored, table = _stored(checkpoint, spec), weights_table(spec)
+    products = {f"{'.'.join(map(str, path))}.weight" for path, node in nnx.iter_graph(model) if type(node) is Linear}
+    modules: dict[str, QuantizedModule] = {}
+    for name, tensor in stored.items():
+        if name in table and all(piece.path in products for piece in table[name]):
+            module = gguf.module(name.removesuffix(".weight"), tensor, spec.cfg.head_dim)
+            if module is not None:
+                modules[module.name] = module
+    if not modules:
+        raise ValueError(f"{checkpoint.path} holds no blocks that are kept quantised; leave quantization out")
+    rest = {name: tensor for name, tensor in stored.items() if name.removesuffix(".weight") not in modules}
+    return QuantizedPlan.of(model, table, modules, rest)
+
+
+def _check(checkpoint: Checkpoint, spec: ModelSpec, plan: FillPlan, quantized: QuantizedPlan) -> None:
     """Raises `ModelFormatError` unless the checkpoint holds what the model needs, and nothing else."""
+    stored = quantized.stored
     shapes: dict[str, tuple[int, ...]] = {}
     for part in (part for parts in plan.values() for part in parts):
         rows = max(shapes.get(part.name, (0,))[0], part.first_row + part.shape[0])
         shapes[part.name] = (rows, *part.shape[1:])
     missing = sorted(shapes.keys() - stored.keys())
-    unused = stored.keys() - shapes.keys() - _table(spec, optional=False).keys()  # a tied lm_head is in the table
+    unused = (
+        stored.keys() - shapes.keys() - weights_table(spec, optional=False).keys()
+    )  # a tied lm_head is in the table
     ignored = re.compile(f"{_COMPUTED}|{getattr(spec.module, 'IGNORED', '')}")
     unexpected = sorted(name for name in unused if not ignored.fullmatch(name))
     if missing or unexpected:

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxllm.errors import MeshError
 from jaxllm.models.linear import LinearShape
+from jaxllm.models.quantized import QuantizedLinear
 from jaxllm.sharding.expand import Leaf, Repeated, check_splits, expansion
-from jaxllm.sharding.rules import AnyMesh
+from jaxllm.sharding.rules import AnyMesh, num_shards
 
 Path = tuple[Any, ...]  # of names and indices
 
@@ -20,6 +22,9 @@ def expand_model(model: nnx.Module, mesh: AnyMesh) -> bool:
     A parameter that is expanded has its `Expansion` in its metadata, from which those who place, load, update and
     return parameters know its canonical shape. Raises `MeshError` naming a parameter that can't be split.
     """
+    for path, node in list(nnx.iter_graph(model)):
+        if isinstance(node, QuantizedLinear):
+            _fit(path, node, mesh)
     nodes = dict(nnx.iter_graph(model))
     variables = {path: node for path, node in nodes.items() if isinstance(node, nnx.Variable)}
     products = {path: _linear_shapes(node) for path, node in nodes.items() if isinstance(node, nnx.Module)}
@@ -35,6 +40,23 @@ def expand_model(model: nnx.Module, mesh: AnyMesh) -> bool:
         for name, shape in shapes.items():
             setattr(nodes[path], name, _expanded(shape, mesh))
     return any(how is not None for how in found.values())
+
+
+def _fit(path: Path, linear: QuantizedLinear, mesh: AnyMesh) -> None:
+    """Makes the groups of a quantised weight such as each device has whole ones of. MeshError if that can't be."""
+    name = ".".join(map(str, path))
+    if linear.order is not None and any(num_shards(axis, mesh) > 1 for axis, _ in linear.shape.inputs):
+        raise MeshError(
+            f"{name} takes its inputs in an order of its own (act-order), and the mesh {dict(mesh.shape)} splits them; "
+            "take one device, or a checkpoint without act-order (desc_act or actorder)"
+        )
+    axis, size = linear.shape.inputs[-1]
+    count = num_shards(axis, mesh)
+    if size % count == 0:
+        try:
+            linear.fit(size // count)
+        except ValueError as error:
+            raise MeshError(f"{name} on {dict(mesh.shape)}: {error}; take fewer devices") from error
 
 
 def _linear_shapes(module: nnx.Module) -> dict[str, LinearShape]:

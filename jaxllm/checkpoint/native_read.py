@@ -45,7 +45,7 @@ class _Job(ctypes.Structure):  # as in native/load_ops.cc
 
 def supports(tensor: StoredTensor, target: np.ndarray) -> bool:
     """Whether the kernel is built and knows how; numpy reads the rest."""
-    if tensor.dtype not in _SOURCES or target.dtype.name not in _TARGETS or not target.size:
+    if tensor.data is not None or tensor.dtype not in _SOURCES or target.dtype.name not in _TARGETS or not target.size:
         return False
     if tensor.dtype in _BLOCKS and len(tensor.shape) < 2:  # it divides the first axis, and no block
         return False

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jaxllm.argument_checks import a_type
+from jaxllm.checkpoint.quantized.make import quantized_leaves
 from jaxllm.models.transformer import Params
 from jaxllm.sharding import rules
 from jaxllm.sharding.expand import Expansion, canonical_sharding
@@ -31,11 +32,13 @@ def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
 
     `params` is an `nnx.State`, or nested dicts and lists with the same paths; where the model has a floating dtype any
     other is kept. An array that lies as wanted already is shared, not copied, so donating it elsewhere ends both. Those
-    that the mesh can't split as they are it expands, one after the other. Raises `ValueError` naming the leaves that
+    that the mesh can't split as they are it expands, one after the other; dense weights of products that are quantised
+    it quantises. Raises `ValueError` naming the leaves that
     don't fit, and `MeshError`.
     """
     check_mesh(abstract, mesh)
     want, got = named(abstract), named(params)
+    got = _quantized(got, want)
     missing, unexpected = sorted(want.keys() - got.keys()), sorted(got.keys() - want.keys())
     if missing or unexpected:
         raise ValueError(
@@ -52,6 +55,31 @@ def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
         how = expansion_of(var)
         var.set_value(arrays[name] if how is None else _expand(_value(got[name]), var, how, mesh))
     return placed
+
+
+def _quantized(got: dict[str, Any], want: dict[str, nnx.Variable]) -> dict[str, Any]:
+    """With dense weights of products that are quantised in the form of those."""
+    found: dict[str, Any] = {}
+    for name, leaf in got.items():
+        path = name.removesuffix(".weight")
+        if name in want or f"{path}.codes" not in want:
+            found[name] = leaf
+            continue
+        _check_leaf(name, leaf, dense_shape(want[f"{path}.codes"]))
+        found |= quantized_leaves(path, jnp.asarray(_value(leaf)), want)
+    return found
+
+
+def dense_shape(codes: nnx.Variable) -> jax.ShapeDtypeStruct:
+    """The canonical shape of the dense weight of a product that has these codes."""
+    shape, num_inputs = canonical(codes).shape, codes.get_metadata("num_inputs")
+    if codes.get_metadata("form").group is None:
+        first = len(shape) - num_inputs
+        shape = shape[first:] + shape[:first]
+    else:
+        inner = shape[num_inputs - 1] * shape[num_inputs]
+        shape = (*shape[: num_inputs - 1], inner, *shape[num_inputs + 1 :])
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def canonical_params(placed: Params, mesh: Mesh) -> Params:

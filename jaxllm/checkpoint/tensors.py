@@ -8,7 +8,7 @@ import math
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +21,17 @@ from jaxllm.errors import ModelFormatError
 
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 DTYPES = (*FLOATS, *(name for name in BLOCKS if name not in FLOATS))  # of which tensors can be loaded
+# What else the tensors of quantised modules are made of.
+CODES = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype("<i4"),
+    "U32": np.dtype("<u4"),
+    "I64": np.dtype("<i8"),
+}
 _READ_BYTES = 2**24
 
 
@@ -34,6 +45,7 @@ class StoredTensor(NamedTuple):
     offset: int  # bytes from the file's start
     is_interleaved: bool = False  # whether the rows of a head that rope turns as a pair lie beside each other
     shift: float = 0.0  # to be added to each value
+    data: Any = None  # what reads it where it lies in memory, by `read(start, num_bytes)`; None: it lies in the file
 
     @property
     def is_plain(self) -> bool:
@@ -42,7 +54,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file of a tensor whose dtype is in `DTYPES`."""
+        """Size in the file of a tensor whose dtype is in `DTYPES` or `CODES`."""
         return _num_bytes(self.dtype, math.prod(self.shape))
 
     @property
@@ -66,6 +78,8 @@ class StoredTensor(NamedTuple):
 
 
 def _num_bytes(dtype: str, num_values: int) -> int:
+    if dtype in CODES:
+        return num_values * CODES[dtype].itemsize
     return num_values // BLOCKS[dtype].num_values * BLOCKS[dtype].num_bytes
 
 
@@ -119,6 +133,9 @@ def read(tensor: StoredTensor, memory: np.ndarray, pool: Executor) -> np.ndarray
     The file is not mapped, because mapped pages count as this process's memory.
     """
     data = memory[: tensor.num_bytes]
+    if tensor.data is not None:
+        data[:] = tensor.data.read(tensor.offset, tensor.num_bytes)
+        return data
     starts = range(0, len(data), _READ_BYTES)
     parts = [data[start : start + _READ_BYTES] for start in starts]
     try:
@@ -128,6 +145,25 @@ def read(tensor: StoredTensor, memory: np.ndarray, pool: Executor) -> np.ndarray
     if not complete:
         raise tensor.shorter()
     return data
+
+
+def read_bytes(tensor: StoredTensor) -> np.ndarray:
+    """The tensor's bytes, uint8 `[num_bytes]`, read by this thread."""
+    if tensor.data is not None:
+        return tensor.data.read(tensor.offset, tensor.num_bytes)
+    data = np.empty(tensor.num_bytes, np.uint8)
+    try:
+        complete = _read_into(tensor, 0, data)
+    except OSError as error:
+        raise tensor.unreadable(str(error)) from error
+    if not complete:
+        raise tensor.shorter()
+    return data
+
+
+def read_array(tensor: StoredTensor) -> np.ndarray:
+    """The tensor, whose dtype is in `FLOATS` or `CODES`, as an array of that dtype."""
+    return read_bytes(tensor).view((FLOATS | CODES)[tensor.dtype]).reshape(tensor.shape)
 
 
 def _read_into(tensor: StoredTensor, start: int, part: np.ndarray) -> bool:

@@ -43,6 +43,7 @@ _ENGINE_OPTIONS = (
     "swap_space",
     "record",
     "load_format",
+    "quantization",
     "hf_overrides",
     "task",
     "max_logprobs",
@@ -66,9 +67,8 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the engine's options. An option that is not given leaves the engine's default."""
-    group = parser.add_argument_group("engine")
+def add_loading_arguments(group: Any) -> None:
+    """Adds to a parser, or a group of it, which model is loaded, and onto which devices."""
     add = group.add_argument
     model = add(
         "--model",
@@ -83,12 +83,26 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", metavar="DIR", help="a directory or .gguf file with another tokenizer (default: the model's)")
     add("--dtype", help="of weights and KV cache: bfloat16, float16, float32 or auto (default: auto)")
     add("--mesh", metavar="SPEC", help="devices per axis, e.g. tensor=4 (default: one device)")
+    add("--tensor-parallel-size", type=int, metavar="N", help="same as --mesh tensor=N")
+    add(
+        "--quantization",
+        metavar="KIND",
+        help="int8, int4 or fp8: dense weights become that while they load; gguf: a file's blocks stay as they are",
+    )
+    hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
+    add("-tp", type=int, dest="tensor_parallel_size", **hidden)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the engine's options. An option that is not given leaves the engine's default."""
+    group = parser.add_argument_group("engine")
+    add_loading_arguments(group)
+    add = group.add_argument
     add("--max-model-len", type=int, metavar="N", help="maximum tokens of a sequence, prompt included")
     add("--max-num-seqs", type=int, metavar="N", help="maximum number of sequences that run at once")
     add("--max-num-batched-tokens", type=int, metavar="N", help="maximum tokens of a step")
     add("--block-size", type=int, metavar="N", help="tokens of a KV block")
     add("--num-blocks", type=int, metavar="N", help="KV blocks (default: as many as fit)")
-    add("--tensor-parallel-size", type=int, metavar="N", help="same as --mesh tensor=N")
     add("--gpu-memory-utilization", type=float, metavar="X", help="share of each device's memory (default: 0.92)")
     add("--preemption", choices=PREEMPTIONS, help="how sequences are preempted when KV blocks run out (default: auto)")
     add("--swap-space", type=float, metavar="GIB", help="host memory for swapped KV blocks (default: 4)")
@@ -99,7 +113,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--task", choices=TASKS, help="embed: of a model that generates, only embeddings (default: as its files say)")
     add("--max-logprobs", type=int, metavar="N", help="most log-probabilities of a token that requests may ask for")
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
-    add("-tp", type=int, dest="tensor_parallel_size", **hidden)
     add("--num-gpu-blocks-override", type=int, dest="num_blocks", **hidden)
     add("--preemption-mode", choices=PREEMPTIONS, dest="preemption", **hidden)
     add("--no-enable-prefix-caching", action="store_true", dest="no_prefix_caching", **hidden)

@@ -9,6 +9,7 @@ from jaxllm.cli.common import program, run_command
 from jaxllm.cli.parser import CommandParser, Example
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
+_KINDS = ("int8", "int4", "fp8")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -22,14 +23,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         program("convert"),
         description="Writes SRC, a Hugging Face directory with pytorch_model*.bin or a slow tokenizer, to OUT with "
-        "safetensors and tokenizer.json. Files are read in a separate process, and no code in them runs.",
-        examples=[Example("convert vicuna-7b vicuna-7b-safetensors", "the way to serve what has pytorch_model*.bin")],
-        epilog="Needs the extra: pip install 'jaxllm[convert]'",
+        "safetensors and tokenizer.json. Pickles are read in a separate process, and no code in them runs. Or it "
+        "quantises weights, for jaxllm and other engines.",
+        examples=[
+            Example("convert vicuna-7b vicuna-7b-safetensors", "the way to serve what has pytorch_model*.bin"),
+            Example("convert Qwen3-8B Qwen3-8B-int4 --quantization int4", "a fourth of the memory"),
+        ],
+        epilog="All but --quantization needs the extra: pip install 'jaxllm[convert]'",
     )
     add = parser.add_argument
     add("src", type=Path, metavar="SRC", help="the directory to read")
     add("out", type=Path, metavar="OUT", help="the directory to create; it appears when it is complete")
     add("--dtype", choices=_DTYPES, default="auto", help="of floating-point weights (default: auto, as stored)")
+    add("--quantization", choices=_KINDS, help="of the products in the layers, as compressed-tensors; needs no extra")
     add("--max-shard-size", type=_num_bytes, default="5GB", metavar="SIZE", help="largest file (default: 5GB)")
     return parser
 
@@ -44,5 +50,6 @@ def _num_bytes(text: str) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     from jaxllm.convert.directory import convert  # imports tokenizers and numpy, which --help does not need
 
-    print(convert(arguments.src, arguments.out, dtype=arguments.dtype, max_shard_bytes=arguments.max_shard_size))
+    options = {"dtype": arguments.dtype, "max_shard_bytes": arguments.max_shard_size}
+    print(convert(arguments.src, arguments.out, **options, quantization=arguments.quantization))
     return 0

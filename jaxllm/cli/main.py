@@ -20,6 +20,7 @@ COMMANDS = {  # modules of this folder
     "complete": "completes a prompt with the model of a server that runs",
     "models": "lists, fetches and removes models of the hub",
     "bench": "measures the engine",
+    "eval": "measures a model: perplexity, divergence from another, choices",
     "replay": "repeats on the device what an engine has recorded, for bug reports",
     "convert": "converts pickled weights and slow tokenizers",
     "aot": "compiles for TPUs and GPUs without having one, and reports what a model needs there",

@@ -24,10 +24,13 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _MAX_INDEX_BYTES = 100_000_000
 
 
-def convert(src: Path, out: Path, *, dtype: str = "auto", max_shard_bytes: int = 5 * 10**9) -> str:
+def convert(
+    src: Path, out: Path, *, dtype: str = "auto", max_shard_bytes: int = 5 * 10**9, quantization: str | None = None
+) -> str:
     """Writes the model directory `src` to `out`: safetensors, `tokenizer.json`, configuration. Returns a summary.
 
-    `out` appears when it is complete. `dtype` is the weights' new dtype, "auto" keeps it. Raises `ValueError`
+    `out` appears when it is complete. `dtype` is the weights' new dtype, "auto" keeps it; `quantization` ("int8",
+    "int4" or "fp8") what the products of its layers become, in the format of compressed-tensors. Raises `ValueError`
     for unusable directories, `ModelFormatError` for damaged or hostile files, and `JaxLLMError` if a package is
     missing or the worker died.
     """
@@ -36,12 +39,14 @@ def convert(src: Path, out: Path, *, dtype: str = "auto", max_shard_bytes: int =
     weights, index = _find_weights(src)
     with _whole(out) as folder:
         tokenizer = write_tokenizer(src, folder, hf)
-        if _is_ready(src, hf, weights, dtype):
+        if quantization is not None:
+            written = _quantize(src, folder, weights, quantization, dtype, max_shard_bytes)
+        elif _is_ready(src, hf, weights, dtype):
             written = _link(src, folder, weights)
         else:
             written = _rewrite(folder, hf, weights, index, dtype, max_shard_bytes)
         find_tensors(folder)  # raises if they are not sound
-        _copy_config(src, folder, hf, dtype)
+        _copy_config(src, folder, hf, dtype, has_config=quantization is not None)
     return f"wrote {out}: {written}, {tokenizer}"
 
 
@@ -136,9 +141,19 @@ def _rewrite(
     )
 
 
-def _copy_config(src: Path, folder: Path, hf: Mapping[str, Any], dtype: str) -> None:
+def _quantize(src: Path, folder: Path, weights: list[Path], name: str, dtype: str, max_shard_bytes: int) -> str:
+    if weights[0].suffix == ".bin":
+        raise ValueError(f"{src} has pickled weights; convert it without quantization first, and then what comes out")
+    from jaxllm.checkpoint.quantized.write import write_quantized  # imports jax, which nothing else here needs
+
+    return write_quantized(src, folder, name, dtype=dtype, max_shard_bytes=max_shard_bytes)
+
+
+def _copy_config(src: Path, folder: Path, hf: Mapping[str, Any], dtype: str, *, has_config: bool) -> None:
     if (src / _GENERATION).is_file():
         shutil.copyfile(src / _GENERATION, folder / _GENERATION)
+    if has_config:
+        return
     if dtype == "auto":
         shutil.copyfile(src / _CONFIG, folder / _CONFIG)
         return

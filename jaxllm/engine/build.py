@@ -55,22 +55,19 @@ def build_engine(
     compilation_cache: bool | str | Path | None = None,
     skip_tokenizer_init: bool = False,
     load_format: str = "auto",
+    quantization: str | None = None,
     hf_overrides: dict[str, Any] | None = None,
     task: str | None = None,
     max_logprobs: int | None = None,
 ) -> Engine:
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments."""
-    if tensor_parallel_size is not None:
-        if mesh is not None:
-            raise ValueError(f"mesh and tensor_parallel_size={tensor_parallel_size} exclude each other; give one")
-        check_int("tensor_parallel_size", tensor_parallel_size, 1, 2**16)
-        mesh = make_mesh(f"tensor={tensor_parallel_size}", f"tensor_parallel_size={tensor_parallel_size}")
-    mesh = make_mesh(mesh)
+    mesh = choose_mesh(mesh, tensor_parallel_size)
     platform = platform_of(mesh)
-    reading = Reading(load_format, hf_overrides, skip_tokenizer_init, task)
-    if record is not None and (load_format == "dummy" or hf_overrides or task):
+    reading = Reading(load_format, hf_overrides, skip_tokenizer_init, task, quantization)
+    if record is not None and (load_format == "dummy" or hf_overrides or task or quantization):
         raise ValueError(
-            "record notes neither load_format='dummy' nor hf_overrides nor task; write a checkpoint that is so"
+            "record notes neither load_format='dummy' nor hf_overrides, task or quantization; write a checkpoint that "
+            "is so"
         )
     source = model_source(model, dtype, platform, tokenizer, reading)
     source.expand(mesh)
@@ -128,6 +125,16 @@ def build_engine(
         executor.close()
         raise
     return Engine(runner, vocab=source.cfg.vocab, eos_ids=source.eos_ids, tokenizer=source.tokenizer, pooler=pooler)
+
+
+def choose_mesh(mesh: str | Mesh | None, tensor_parallel_size: int | None) -> Mesh:
+    """As `LLM` takes them."""
+    if tensor_parallel_size is None:
+        return make_mesh(mesh)
+    if mesh is not None:
+        raise ValueError(f"mesh and tensor_parallel_size={tensor_parallel_size} exclude each other; give one")
+    check_int("tensor_parallel_size", tensor_parallel_size, 1, 2**16)
+    return make_mesh(f"tensor={tensor_parallel_size}", f"tensor_parallel_size={tensor_parallel_size}")
 
 
 def _default(value: int | None, default: int) -> int:

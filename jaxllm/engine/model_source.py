@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,10 +19,13 @@ from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.config import ModelSpec, read_spec, resolve_dtype
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
-from jaxllm.checkpoint.loader import load_params
+from jaxllm.checkpoint.loader import load_params, load_quantized, plan_blocks, plan_quantized
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.checkpoint.pooling_config import PoolingConfig, read_pooling
+from jaxllm.checkpoint.quantized.detect import scheme_of
+from jaxllm.checkpoint.quantized.make import quantize_model
+from jaxllm.checkpoint.torch_model import TorchModel, is_torch_model
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.dummy import random_params
 from jaxllm.engine.pooling import task_of
@@ -89,6 +93,7 @@ class Reading(NamedTuple):
     hf_overrides: Any = None  # a dict
     skip_tokenizer_init: bool = False
     task: str | None = None
+    quantization: str | None = None
 
 
 AS_IT_IS = Reading()
@@ -110,6 +115,8 @@ def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, 
         return _of_checkpoint(
             open_checkpoint(DEFAULT_MODEL if model is None else model), dtype, platform, tokenizer, reading
         )
+    if is_torch_model(model):
+        return _of_checkpoint(TorchModel(model), dtype, platform, tokenizer, reading)._replace(checkpoint=None)
     if reading.load_format != "auto" or reading.hf_overrides or reading.task:
         raise ValueError(
             "load_format, hf_overrides and task are for checkpoints; the model is an object, so leave them out"
@@ -118,13 +125,17 @@ def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, 
         raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
     eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     if isinstance(model, nnx.Module):
-        return ModelSource(*_of_module(model), eos_ids, tokenizer)
-    if isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
-        return ModelSource(*_of_pair(*model), eos_ids, tokenizer)
-    raise TypeError(
-        f"model is {a_type(model)}; give a directory in Hugging Face format, a GGUF file, a Flax "
-        "module with the interface of jaxllm.models, or a pair (configuration, parameter pytree)"
-    )
+        source = ModelSource(*_of_module(model), eos_ids, tokenizer)
+    elif isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
+        source = ModelSource(*_of_pair(*model), eos_ids, tokenizer)
+    else:
+        raise TypeError(
+            f"model is {a_type(model)}; give a directory in Hugging Face format, a GGUF file, a model of transformers, "
+            "a Flax module with the interface of jaxllm.models, or a pair (configuration, parameter pytree)"
+        )
+    if reading.quantization is not None:
+        quantize_model(source.model, reading.quantization)  # and the caller's weights are, as they are placed
+    return source
 
 
 def _of_checkpoint(
@@ -135,11 +146,31 @@ def _of_checkpoint(
     abstract = transformer.abstract(spec.module.Model, spec.cfg)
     if tokenizer is None and not reading.skip_tokenizer_init:
         tokenizer = checkpoint.tokenizer()
-    load = partial(load_params, checkpoint, spec)
+    load = _loader(checkpoint, spec, abstract, reading)
     if reading.load_format == "dummy":
         load = partial(_random_params, spec)
     pooling = read_pooling(checkpoint, spec, reading.hf_overrides)
     return ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint, pooling)
+
+
+def _loader(
+    checkpoint: Checkpoint, spec: ModelSpec, model: nnx.Module, reading: Reading
+) -> Callable[[Params, Mesh], Params]:
+    """What loads the abstract `model`, which gets the forms of weights that are quantised, or shall be."""
+    scheme, wanted = scheme_of(checkpoint, checkpoint.config() | (reading.hf_overrides or {})), reading.quantization
+    if scheme is not None:
+        if wanted not in (None, scheme.name):
+            raise ValueError(
+                f"quantization={wanted!r:.100}, but the weights of {checkpoint.path} are quantised by {scheme.name} "
+                "already; leave it out, or give the original checkpoint"
+            )
+        return partial(load_params, checkpoint, spec, quantized=plan_quantized(checkpoint, spec, model, scheme.modules))
+    if wanted is None:
+        return partial(load_params, checkpoint, spec)
+    if wanted == "gguf" and isinstance(checkpoint, GgufCheckpoint):
+        return partial(load_params, checkpoint, spec, quantized=plan_blocks(checkpoint, spec, model))
+    quantize_model(model, wanted)
+    return partial(load_quantized, checkpoint, spec)
 
 
 def _random_params(spec: ModelSpec, abstract: Params, mesh: Mesh) -> Params:

@@ -21,7 +21,8 @@ NO_LORA = "there are no LoRA adapters yet; merge the adapter into the weights (p
 NO_MEDIA = "only text is served: there are no images, sounds or videos yet; leave it out"
 _BY_FILES = "what a model does is what its files say, and any that generates makes embeddings too; leave it out"
 _NO_QUANTIZATION = (
-    "weights are not quantized yet; give the original checkpoint, or a GGUF file (its blocks are read into dtype)"
+    "how weights are quantized is what the checkpoint's files say; for dense ones give quantization='int8', 'int4' or "
+    "'fp8'"
 )
 _NO_KV_DTYPE = "keys and values are kept in the model's dtype; leave it 'auto', and lower max_model_len to save memory"
 _NO_SPECULATION = "there is no speculative decoding yet; leave it out, the text is the same"
@@ -166,7 +167,6 @@ _ONLY: dict[str, Only] = {
     "enable_elastic_ep": Only(_OFF, _NO_EXPERTS),
     "enable_dbo": Only(_OFF, _NO_EXPERTS),
     "num_redundant_experts": Only(_is_zero, _NO_EXPERTS),
-    "quantization": Only((None,), _NO_QUANTIZATION),
     "quantization_config": Only((None,), _NO_QUANTIZATION),
     "kv_cache_dtype": Only((None, "auto"), _NO_KV_DTYPE),
     "calculate_kv_scales": Only(_OFF, _NO_KV_DTYPE),

@@ -68,7 +68,6 @@ SHORT = {  # name of the argument -> what else vLLM calls its flag
     "decode_context_parallel_size": "-dcp",
     "prefill_context_parallel_size": "-pcp",
     "enable_expert_parallel": "-ep",
-    "quantization": "-q",
     "compilation_config": "-cc",
     "attention_config": "-ac",
     "speculative_config": "-sc",

@@ -171,7 +171,6 @@ class VllmEngineArguments(TypedDict, total=False):
     prefix_caching_hash_algo: Any
     profiler_config: Any
     pt_load_map_location: Any
-    quantization: Any
     quantization_config: Any
     ray_workers_use_nsight: Any
     reasoning_config: Any

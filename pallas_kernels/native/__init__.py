@@ -12,6 +12,7 @@ TARGETS = (
     "jaxllm_copy_blocks",
     "jaxllm_matmul",
     "jaxllm_paged_attention",
+    "jaxllm_quantized_matmul",
     "jaxllm_normalize",
     "jaxllm_draw",
     "jaxllm_best",

@@ -24,6 +24,24 @@ struct Gemm {
   int64_t first_row(int64_t group) const { return rows * group / groups; }
 };
 
+enum class Code { kInt8, kF8, kInt4, kUint4, kF4 };
+enum class Scale { kF32, kBf16, kF16, kF8, kPower };
+
+constexpr int64_t kDirectRows = 4;  // of a QuantizedGemm by output: up to here x is [rows, k]
+
+// A Gemm whose w is (codes * scales + offsets) * outer. By group, codes are [k, n], scales and offsets [k / group, n]. By
+// output, codes are [n, k], scales [n], and there are no offsets.
+struct QuantizedGemm {
+  Gemm gemm;             // its w and dtype say nothing; transposed says how x is read
+  bool by_output;
+  const uint8_t* codes;  // of 4 bits: two a byte, the low bits first
+  const void* scales;
+  const float *offsets, *outer;  // or null; outer is [n]
+  int64_t group;           // by output: k
+  Code code;
+  Scale scale;
+};
+
 // Attention of a ragged batch over paged keys and values; reference.py says what the arrays mean.
 struct Attention {
   const void *q, *k, *v;  // [tokens, heads or kv_heads, head_dim]
@@ -82,6 +100,7 @@ struct Kernels {
   int64_t tile_rows;  // query rows of a tile of attention, at most
   // Columns begin to end of y.
   void (*gemm)(const Gemm&, int64_t begin, int64_t end);
+  void (*quantized_gemm)(const QuantizedGemm&, int64_t begin, int64_t end);
   // Writes K and V of tokens begin to end of sequence `seq`, counted from its first in the batch, into the pool.
   void (*write_kv)(const Attention&, int64_t seq, int64_t begin, int64_t end);
   // `scratch` holds `scratch_floats`.
@@ -99,5 +118,7 @@ extern const Kernels kPortable;
 #if defined(__x86_64__)
 extern const Kernels kAvx2, kAvx512;
 #endif
+
+const Kernels& kernels();  // of the best instruction set that this CPU has
 
 }  // namespace jaxllm

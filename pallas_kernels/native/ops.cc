@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "parallel.h"
+#include "products.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -16,7 +17,6 @@ using Ints2D = ffi::Buffer<ffi::S32, 2>;
 using Floats1D = ffi::Buffer<ffi::F32, 1>;
 
 namespace jaxllm {
-namespace {
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
@@ -31,68 +31,7 @@ const Kernels& kernels() {
 #endif
 }
 
-constexpr int64_t kPartBytes = 64 << 10;  // of w in a part of a GEMM, at least: some microseconds
-constexpr int64_t kAlonePacked = 64 << 10;  // elements of x that one thread packs before another would have begun
-constexpr int64_t kWidePart = 512;        // columns that a part has at least if there are more parts than threads
-
-float widen(Bf16 b) {
-  const uint32_t word = (uint32_t)b.bits << 16;
-  float f;
-  std::memcpy(&f, &word, sizeof f);
-  return f;
-}
-
-float widen(float f) { return f; }
-
-Bf16 narrow(float f) {
-  uint32_t word;
-  std::memcpy(&word, &f, sizeof word);
-  return {f != f ? (uint16_t)0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16)};
-}
-
-// Group `i` of the rows of x in float32, as the kernel reads it (see Gemm): transposed by 8 columns, so that what is
-// written stays in the cache until it is whole.
-template <class T>
-void pack(const Gemm& gemm, const T* x, float* to, int64_t i) {
-  constexpr int64_t kColumns = 8;
-  const int64_t first = gemm.first_row(i), height = gemm.first_row(i + 1) - first, k = gemm.k;
-  x += first * k, to += first * k;
-  for (int64_t column = 0; column < k; column += kColumns)
-    for (int64_t row = 0; row < height; row++) {
-      const T* from = x + row * k + column;
-      float* at = to + column * height + row;
-      if (column + kColumns <= k)
-        for (int64_t j = 0; j < kColumns; j++) at[j * height] = widen(from[j]);  // unrolled
-      else
-        for (int64_t j = 0; j < k - column; j++) at[j * height] = widen(from[j]);
-    }
-}
-
-// All of x in float32, as the kernel reads it.
-template <class T>
-void prepare(ffi::ThreadPool& pool, const Gemm& gemm, const T* x, float* to) {
-  if (gemm.transposed)
-    std::transform(x, x + gemm.rows * gemm.k, to, [](T value) { return widen(value); });
-  else if (gemm.rows * gemm.k < kAlonePacked)
-    for (int64_t i = 0; i < gemm.groups; i++) pack(gemm, x, to, i);
-  else
-    parallel(pool, gemm.groups, [&](int64_t i) { pack(gemm, x, to, i); });
-}
-
-// Into how many parts to divide `size` columns or rows of w, which has `bytes`.
-int64_t num_parts(const ffi::ThreadPool& pool, int64_t size, int64_t bytes) {
-  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
-  const int64_t wanted = size >= threads * kWidePart ? 2 * threads : threads;  // twice: a thread may start late
-  return std::clamp<int64_t>(bytes / kPartBytes, 1, wanted);
-}
-
-void multiply(ffi::ThreadPool& pool, const Gemm& gemm, int64_t w_bytes) {
-  const int64_t step = kernels().columns, parts = num_parts(pool, gemm.n, w_bytes);
-  const int64_t columns = ((gemm.n + parts - 1) / parts + step - 1) / step * step;
-  parallel(pool, (gemm.n + columns - 1) / columns, [&](int64_t part) {
-    kernels().gemm(gemm, part * columns, std::min((part + 1) * columns, gemm.n));
-  });
-}
+namespace {
 
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
                   bool transposed) {
@@ -104,23 +43,15 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
     return ffi::Error::InvalidArgument("jaxllm_matmul: shapes or dtypes don't go together");
   const int64_t rows = xs[0], k = xs[1], n = ys[1];
   const int64_t groups = transposed ? 1 : (rows + kernels().group_rows - 1) / kernels().group_rows;
-  Gemm gemm{static_cast<const float*>(x.untyped_data()), w.untyped_data(), static_cast<float*>(y->untyped_data()),
-            rows, k, n, groups, is_f32 ? DType::kF32 : DType::kBf16, transposed};
-  std::unique_ptr<float[]> copy, sums;  // not vectors, which would write zeros first
-  if (!is_f32 || (!transposed && rows > 1)) {
-    copy.reset(new float[rows * k]);
-    gemm.x = copy.get();
-    if (is_f32)
-      prepare(pool, gemm, static_cast<const float*>(x.untyped_data()), copy.get());
-    else
-      prepare(pool, gemm, static_cast<const Bf16*>(x.untyped_data()), copy.get());
-  }
+  Gemm gemm{nullptr, w.untyped_data(), static_cast<float*>(y->untyped_data()), rows, k, n, groups,
+            is_f32 ? DType::kF32 : DType::kBf16, transposed};
+  const std::unique_ptr<float[]> copy = pack_rows(pool, gemm, x);
+  std::unique_ptr<float[]> sums;
   if (rounds) {
     sums.reset(new float[rows * n]);
     gemm.y = sums.get();
   }
-  const int64_t w_bytes = k * n * (is_f32 ? 4 : 2);
-  multiply(pool, gemm, w_bytes);
+  each_part(pool, gemm, k * n * (is_f32 ? 4 : 2), [&](int64_t begin, int64_t end) { kernels().gemm(gemm, begin, end); });
   if (rounds) std::transform(sums.get(), sums.get() + rows * n, static_cast<Bf16*>(y->untyped_data()), narrow);
   return ffi::Error::Success();
 }

@@ -15,21 +15,8 @@ using Ints1D = ffi::Buffer<ffi::S32, 1>;
 using Ints2D = ffi::Buffer<ffi::S32, 2>;
 using Words2D = ffi::Buffer<ffi::U32, 2>;
 
-extern "C" const char* jaxllm_instruction_set();
-
 namespace jaxllm {
 namespace {
-
-const Kernels& kernels() {
-#if defined(__x86_64__)
-  static const Kernels& best = !std::strcmp(jaxllm_instruction_set(), kAvx512.name) ? kAvx512
-                               : !std::strcmp(jaxllm_instruction_set(), kAvx2.name) ? kAvx2
-                                                                                    : kPortable;
-  return best;
-#else
-  return kPortable;
-#endif
-}
 
 // Nanoseconds, about: for a float that is read, that may win a draw, or that is compared in a search for the best.
 constexpr double kReadTime = 0.1, kDrawTime = 1.0, kSearchTime = 0.5;

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Float32, Num
 
+from jaxllm.pallas_kernels.dispatch import compute_capability
 from jaxllm.pallas_kernels.paged_attention import gpu_kernels
 from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
 from jaxllm.pallas_kernels.paged_attention.gpu_kernels import Spec
@@ -180,7 +181,7 @@ def supports(q: Array, k: Array, v: Array, kv_pool: Array, *args: Any, **kwargs:
     """Whether the kernels support these dtypes and shapes, and this GPU float8."""
     heads, head_dim = q.shape[1:]
     _, _, kv_heads, block_size, _ = kv_pool.shape
-    capability = _compute_capability()
+    capability = compute_capability()
     if kv_pool.dtype == jnp.float8_e4m3fn and capability < 89:
         return False  # no instruction reads them
     return (
@@ -194,17 +195,6 @@ def supports(q: Array, k: Array, v: Array, kv_pool: Array, *args: Any, **kwargs:
         and heads // kv_heads <= 64
         and block_size in (16, 32, 64, 128, 256)
     )
-
-
-def _compute_capability() -> int:
-    """Compute capability times ten of the target GPU, which may be known from the mesh alone."""
-    mesh = jax.sharding.get_abstract_mesh()
-    target = getattr(getattr(mesh, "abstract_device", None), "device_kind", None)
-    if jax.default_backend() == "gpu":
-        here = jax.local_devices()[0]
-        if target in (None, here.device_kind):
-            return int(here.compute_capability.replace(".", ""))
-    return 80 if target is not None and "A100" in target else 90
 
 
 def ragged_paged_attention(
@@ -248,7 +238,7 @@ def ragged_paged_attention(
         causal=causal,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
-        hopper=_compute_capability() >= 90,
+        hopper=compute_capability() >= 90,
         interpret=bool(interpret),
     )
     batch = jax.tree.map(lambda x: x.astype(jnp.int32), batch)

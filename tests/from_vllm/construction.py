@@ -56,11 +56,12 @@ SNIPPETS: list[Snippet] = [
     ),
     runs("cpu_offload_gb", "engine = LLM(model=M, cpu_offload_gb=0, **SIZES)", "said(engine)"),
     runs("quantization=None", "engine = LLM(model=M, quantization=None, **SIZES)", "said(engine)"),
+    runs("quantization='fp8'", "engine = LLM(model=M, quantization='fp8', **SIZES)", "said(engine)"),
     refused(
         "quantization='awq'",
         "LLM(model=M, quantization='awq', **SIZES)",
         NOT_YET,
-        "weights are not quantized yet; give the original checkpoint, or a GGUF file",
+        "quantization='awq' is unknown; choose one of int8, int4, fp8",
     ),
     runs("kv_cache_dtype='auto'", "engine = LLM(model=M, kv_cache_dtype='auto', **SIZES)", "said(engine)"),
     refused(

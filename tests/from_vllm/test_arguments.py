@@ -82,7 +82,7 @@ def test_two_names_of_one_thing_exclude_each_other(theirs):
     [
         *(("max_model_le", "did you mean max_model_len?"), ("max_new_tokens", r"SamplingParams\(max_tokens=")),
         *(("temperature", r"SamplingParams\(temperature="), ("n_ctx", "give max_model_len")),
-        *(("load_in_4bit", "weights are not quantized yet"), ("device_map", "tensor_parallel_size")),
+        *(("load_in_4bit", "give quantization='int8', 'int4'"), ("device_map", "tensor_parallel_size")),
     ],
 )
 def test_unknown_arguments_say_what_is_meant(name, said):

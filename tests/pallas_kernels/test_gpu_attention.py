@@ -166,7 +166,7 @@ def test_supports():
 def test_float8_needs_a_gpu_that_reads_it(monkeypatch):
     given = shapes(kv_pool=((64, 2, 8, 16, 128), "float8_e4m3fn"))
     for capability, supported in (80, False), (89, True), (90, True):
-        monkeypatch.setattr(gpu, "_compute_capability", lambda value=capability: value)
+        monkeypatch.setattr(gpu, "compute_capability", lambda value=capability: value)
         assert supports(given) == supported
 
 

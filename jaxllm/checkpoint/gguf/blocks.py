@@ -34,12 +34,12 @@ def dequantize(dtype: str, data: np.ndarray) -> np.ndarray:
         return block.values(data.reshape(-1, block.num_bytes)).reshape(-1)
 
 
-def _half(blocks: _Bytes, start: int) -> np.ndarray:
+def half(blocks: _Bytes, start: int) -> np.ndarray:
     """The float16 at byte `start` of each block, as float32 `[blocks, 1]`."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2").astype(np.float32)
 
 
-def _fields(data: np.ndarray, width: int, run: int) -> np.ndarray:
+def fields(data: np.ndarray, width: int, run: int) -> np.ndarray:
     """Fields of `width` bits, uint8 `[blocks, fields]`: of each `run` bytes the lowest field of all comes first."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     fields = data.reshape(len(data), -1, 1, run) >> shifts & np.uint8(2**width - 1)
@@ -57,95 +57,95 @@ def _affine(scales: np.ndarray, quants: np.ndarray, minima: np.ndarray) -> _Valu
     return (values - minima[..., None]).reshape(len(scales), -1)
 
 
-def _fifth_bits(data: np.ndarray) -> np.ndarray:
+def fifth_bits(data: np.ndarray) -> np.ndarray:
     """Bit i of each block's four bytes, in the place of bit 4: uint8 `[blocks, 32]`."""
     return np.unpackbits(data, axis=1, bitorder="little") << np.uint8(4)
 
 
 def _q4_0(blocks: _Bytes) -> _Values:
-    return _half(blocks, 0) * (_fields(blocks[:, 2:], 4, 16).astype(np.float32) - np.float32(8))
+    return half(blocks, 0) * (fields(blocks[:, 2:], 4, 16).astype(np.float32) - np.float32(8))
 
 
 def _q4_1(blocks: _Bytes) -> _Values:
-    return _half(blocks, 0) * _fields(blocks[:, 4:], 4, 16).astype(np.float32) + _half(blocks, 2)
+    return half(blocks, 0) * fields(blocks[:, 4:], 4, 16).astype(np.float32) + half(blocks, 2)
 
 
 def _q5_0(blocks: _Bytes) -> _Values:
-    quants = _fields(blocks[:, 6:], 4, 16) | _fifth_bits(blocks[:, 2:6])
-    return _half(blocks, 0) * (quants.astype(np.float32) - np.float32(16))
+    quants = fields(blocks[:, 6:], 4, 16) | fifth_bits(blocks[:, 2:6])
+    return half(blocks, 0) * (quants.astype(np.float32) - np.float32(16))
 
 
 def _q5_1(blocks: _Bytes) -> _Values:
-    quants = _fields(blocks[:, 8:], 4, 16) | _fifth_bits(blocks[:, 4:8])
-    return _half(blocks, 0) * quants.astype(np.float32) + _half(blocks, 2)
+    quants = fields(blocks[:, 8:], 4, 16) | fifth_bits(blocks[:, 4:8])
+    return half(blocks, 0) * quants.astype(np.float32) + half(blocks, 2)
 
 
 def _q8_0(blocks: _Bytes) -> _Values:
-    return blocks[:, 2:].view(np.int8).astype(np.float32) * _half(blocks, 0)
+    return blocks[:, 2:].view(np.int8).astype(np.float32) * half(blocks, 0)
 
 
 def _q2_k(blocks: _Bytes) -> _Values:
     packed = blocks[:, :16]
-    scales = _half(blocks, 80) * (packed & np.uint8(15)).astype(np.float32)
-    minima = _half(blocks, 82) * (packed >> np.uint8(4)).astype(np.float32)
-    return _affine(scales, _fields(blocks[:, 16:80], 2, 32), minima)
+    scales = half(blocks, 80) * (packed & np.uint8(15)).astype(np.float32)
+    minima = half(blocks, 82) * (packed >> np.uint8(4)).astype(np.float32)
+    return _affine(scales, fields(blocks[:, 16:80], 2, 32), minima)
 
 
 def _q3_k(blocks: _Bytes) -> _Values:
-    scales = _fields(blocks[:, 96:104], 4, 8) | _fields(blocks[:, 104:108], 2, 4) << np.uint8(4)
-    scales = _half(blocks, 108) * (scales.astype(np.float32) - np.float32(32))
-    is_small = _fields(blocks[:, :32], 1, 32) ^ np.uint8(1)  # a clear bit takes 4 off
-    quants = _fields(blocks[:, 32:96], 2, 32).astype(np.float32) - (is_small << np.uint8(2)).astype(np.float32)
+    scales = fields(blocks[:, 96:104], 4, 8) | fields(blocks[:, 104:108], 2, 4) << np.uint8(4)
+    scales = half(blocks, 108) * (scales.astype(np.float32) - np.float32(32))
+    is_small = fields(blocks[:, :32], 1, 32) ^ np.uint8(1)  # a clear bit takes 4 off
+    quants = fields(blocks[:, 32:96], 2, 32).astype(np.float32) - (is_small << np.uint8(2)).astype(np.float32)
     return _scaled(scales, quants)
 
 
-def _scales_and_minima(blocks: _Bytes) -> tuple[np.ndarray, np.ndarray]:
+def scales_and_minima(blocks: _Bytes) -> tuple[np.ndarray, np.ndarray]:
     """Of Q4_K and Q5_K, float32 `[blocks, 8]` each: six bits of either, in twelve bytes after two float16."""
     low, mid, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     top_bits = np.uint8(48)  # bits 6 and 7, in the places of 4 and 5
     scales = [low & np.uint8(63), high & np.uint8(15) | low >> np.uint8(2) & top_bits]
     minima = [mid & np.uint8(63), high >> np.uint8(4) | mid >> np.uint8(2) & top_bits]
     return (
-        _half(blocks, 0) * np.concatenate(scales, axis=1).astype(np.float32),
-        _half(blocks, 2) * np.concatenate(minima, axis=1).astype(np.float32),
+        half(blocks, 0) * np.concatenate(scales, axis=1).astype(np.float32),
+        half(blocks, 2) * np.concatenate(minima, axis=1).astype(np.float32),
     )
 
 
 def _q4_k(blocks: _Bytes) -> _Values:
-    scales, minima = _scales_and_minima(blocks)
-    return _affine(scales, _fields(blocks[:, 16:], 4, 32), minima)
+    scales, minima = scales_and_minima(blocks)
+    return _affine(scales, fields(blocks[:, 16:], 4, 32), minima)
 
 
 def _q5_k(blocks: _Bytes) -> _Values:
-    scales, minima = _scales_and_minima(blocks)
-    quants = _fields(blocks[:, 48:], 4, 32) | _fields(blocks[:, 16:48], 1, 32) << np.uint8(4)
+    scales, minima = scales_and_minima(blocks)
+    quants = fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << np.uint8(4)
     return _affine(scales, quants, minima)
 
 
 def _q6_k(blocks: _Bytes) -> _Values:
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
-    quants = _fields(blocks[:, :128], 4, 64) | _fields(blocks[:, 128:192], 2, 32) << np.uint8(4)
+    scales = half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    quants = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << np.uint8(4)
     return _scaled(scales, quants.astype(np.float32) - np.float32(32))
 
 
 def _iq4_nl(blocks: _Bytes) -> _Values:
-    return _half(blocks, 0) * _IQ4[_fields(blocks[:, 2:], 4, 16)]
+    return half(blocks, 0) * _IQ4[fields(blocks[:, 2:], 4, 16)]
 
 
 def _iq4_xs(blocks: _Bytes) -> _Values:
-    high = _fields(blocks[:, 2:4], 2, 1)
-    scales = _fields(blocks[:, 4:8], 4, 1) | high << np.uint8(4)
-    scales = _half(blocks, 0) * (scales.astype(np.float32) - np.float32(32))
-    return _scaled(scales, _IQ4[_fields(blocks[:, 8:], 4, 16)])
+    high = fields(blocks[:, 2:4], 2, 1)
+    scales = fields(blocks[:, 4:8], 4, 1) | high << np.uint8(4)
+    scales = half(blocks, 0) * (scales.astype(np.float32) - np.float32(32))
+    return _scaled(scales, _IQ4[fields(blocks[:, 8:], 4, 16)])
 
 
 def _mxfp4(blocks: _Bytes) -> _Values:
     exponents = blocks[:, :1].astype(np.int32) - 128  # one less, as the code book is doubled
-    return np.ldexp(np.float32(1), exponents) * _FP4[_fields(blocks[:, 1:], 4, 16)]
+    return np.ldexp(np.float32(1), exponents) * _FP4[fields(blocks[:, 1:], 4, 16)]
 
 
 def _nvfp4(blocks: _Bytes) -> _Values:
-    return _scaled(_UE4M3[blocks[:, :4]], _FP4[_fields(blocks[:, 4:], 4, 8)])
+    return _scaled(_UE4M3[blocks[:, :4]], _FP4[fields(blocks[:, 4:], 4, 8)])
 
 
 BLOCKS = {

@@ -14,6 +14,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.block_moves import BlockMoves, host_bytes, measure_bandwidth
 from jaxllm.engine.device.commands import Command, unknown
+from jaxllm.engine.device.compat import takes_four_bits
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.executable_store import open_store
 from jaxllm.engine.device.executables import ModelShape
@@ -48,7 +49,10 @@ class Executor:
         check = partial(_check_memory, ("step", config.max_num_batched_tokens), self.temp_bound)
         jobs, compile = lowering.jobs(), open_store(compilation_cache, mesh)
         share = _COMPILE_SHARE if lowering.placement.platform == "cpu" else 1.0
-        self.compile_plan = CompilePlan(jobs, check, compile=compile, first=list(jobs)[:NUM_FIRST], share=share)
+        first = list(jobs)[:NUM_FIRST]
+        self.compile_plan = CompilePlan(
+            jobs, check, compile=lambda lowered: takes_four_bits(compile(lowered)), first=first, share=share
+        )
         self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory
         self.moves = BlockMoves(self.compile_plan.awaited)
         self.leaves: list[Array] = []

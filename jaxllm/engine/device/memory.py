@@ -21,6 +21,7 @@ from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
 from jaxllm.engine.host_memory import free_bytes, machine_bytes
 from jaxllm.errors import OutOfMemoryError
+from jaxllm.pallas_kernels.quantized_matmul import stored_bytes
 from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import local_shape, num_shards
 
@@ -73,7 +74,7 @@ def _allocator_fraction() -> float:
 
 def leaf_bytes(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
     """Bytes that the leaves take on each device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    return sum(stored_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in leaves)
 
 
 def block_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:

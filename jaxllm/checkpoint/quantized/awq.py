@@ -1,0 +1,69 @@
+"""AWQ (AutoAWQ's "gemm" layout): integers of 4 bits with zero points, packed along the outputs in an odd order."""
+
+import numpy as np
+
+from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.quantized.options import Options, matches, may_match
+from jaxllm.checkpoint.quantized.packing import centered, centered_offsets
+from jaxllm.checkpoint.quantized.scheme import Parts, Scheme, group_of_form
+from jaxllm.checkpoint.quantized.values import SCALE_NAMES, read_scales, wrong
+from jaxllm.checkpoint.tensors import StoredTensor, read_array
+from jaxllm.models.quantized import WeightForm
+
+_BITS = 4
+_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word; that of each of its eight outputs
+
+
+class Awq(Scheme):
+    """Codes are 8 less than in the file. `zero_point: false` says that all zero points are 8: there are no offsets."""
+
+    name = "awq"
+    kinds = ("qweight", "qzeros", "scales")
+
+    def __init__(self, options: Options):
+        super().__init__(options)
+        options.integer("bits", _BITS, least=_BITS, most=_BITS)
+        options.choice("version", ("gemm",), "gemm")
+        self._group_size = options.integer("group_size", 128, least=-1, most=2**20) or -1
+        self._is_symmetric = not options.flag("zero_point", True)
+        self._excluded = options.names("modules_to_not_convert") or ()
+
+    def says_quantized(self, name: str) -> bool | None:
+        if any(matches(entry, name) for entry in self._excluded):
+            return False
+        is_router = name.endswith(("gate", "router"))
+        return None if is_router or any(may_match(entry, name) for entry in self._excluded) else True
+
+    def module(self, parts: Parts) -> QuantizedModule:
+        qweight = parts.take("qweight", ("I32",), (None, None))
+        num_inputs, num_outputs = qweight.shape[0], 8 * qweight.shape[1]
+        group = parts.group(num_inputs, self._group_size)
+        scales = parts.take("scales", ("F16", "BF16", "F32"), (num_inputs // group, num_outputs))
+        qzeros = parts.take("qzeros", ("I32",), (num_inputs // group, num_outputs // 8))
+        has_offsets = not self._is_symmetric
+        form = WeightForm(
+            codes="int4",
+            group=group_of_form(group, num_inputs, has_offsets=has_offsets),
+            scales=SCALE_NAMES[scales.dtype],
+            has_offsets=has_offsets,
+        )
+        return parts.module(form, (num_outputs, num_inputs), lambda: _read(form, qweight, qzeros, scales))
+
+
+def _read(form: WeightForm, qweight: StoredTensor, qzeros: StoredTensor, scales: StoredTensor) -> StoredWeight:
+    factors = np.ascontiguousarray(read_scales(scales, largest_code=16, can_be_negative=True).T)
+    zeros = _unpack(read_array(qzeros))
+    offsets = centered_offsets(zeros, factors, _BITS) if form.has_offsets else None
+    if offsets is None and (zeros != 2 ** (_BITS - 1)).any():
+        raise wrong(qzeros, "holds zero points other than 8, but the configuration has zero_point=false")
+    codes = centered(_unpack(read_array(qweight)), _BITS)
+    return StoredWeight(codes, factors if form.group else factors[:, 0], offsets)
+
+
+def _unpack(words: np.ndarray) -> np.ndarray:
+    """int32 `[rows, out / 8]` -> uint8 `[out, rows]`."""
+    octets = np.ascontiguousarray(words.T).view(np.uint8).reshape(words.shape[1], -1, 4)
+    values = np.empty((words.shape[1], 8, words.shape[0]), np.uint8)
+    for i, nibble in enumerate(_NIBBLES):
+        np.bitwise_and(octets[:, :, nibble // 2] >> np.uint8(4 * (nibble % 2)), np.uint8(15), out=values[:, i])
+    return values.reshape(-1, words.shape[0])

@@ -1,0 +1,76 @@
+"""Quantises the dense weights of products, on the devices where they lie, one after the other."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float
+
+from jaxllm.checkpoint.quantized.quantize import KINDS, codes_and_scales, form_of
+from jaxllm.errors import ModelFormatError
+from jaxllm.models.linear import Linear
+from jaxllm.models.quantized import QuantizedLinear, WeightForm
+from jaxllm.sharding import rules
+
+
+def quantize_model(model: nnx.Module, name: str) -> None:
+    """Gives the products in the layers of the abstract `model` the form that `--quantization` calls `name`, in place.
+    ValueError for an unknown name, a product that no group divides, and a model without any."""
+    if name not in KINDS:
+        what = "is for GGUF files" if name == "gguf" else "is unknown"
+        raise ValueError(
+            f"quantization={name!r:.100} {what}; choose one of {', '.join(KINDS)}. A quantised checkpoint needs none"
+        )
+    num_products = 0
+    for path, node in list(nnx.iter_graph(model)):
+        for key, child in list(vars(node).items()) if isinstance(node, nnx.Module) and "layers" in path else ():
+            if type(child) is Linear:
+                inner = child.shape.inputs[-1][1]
+                try:
+                    setattr(node, key, QuantizedLinear.abstract(child, form_of(name, inner)))
+                except ValueError as error:
+                    raise ValueError(f"{'.'.join(map(str, (*path, key)))}: {error}") from error
+                num_products += 1
+    if num_products == 0:
+        raise ValueError(
+            f"quantization={name!r:.100} is for products of jaxllm.models.linear.Linear in the model's layers, and "
+            f"{type(model).__name__} has none; leave it out"
+        )
+
+
+def quantized_leaves(
+    path: str, weight: Float[Array, "..."], abstract: Mapping[str, nnx.Variable], mesh: Mesh | None = None
+) -> dict[str, Array]:
+    """The arrays, by the parameters' names, of the product at `path` whose dense weight is `weight`: a canonical one,
+    or as `mesh` holds it, then they lie on that. `abstract` are the parameters, of which the product's say its form.
+    ModelFormatError if the weight is not finite, ValueError for a form that dense weights can't be given."""
+    names = [f"{path}.codes", f"{path}.scales"]
+    shardings = None if mesh is None else tuple(rules.sharding(abstract[name].axes, mesh) for name in names)
+    codes = abstract[names[0]]
+    make = _quantizer(codes.get_metadata("form"), codes.get_metadata("num_inputs"), shardings)
+    *arrays, is_finite = make(weight)
+    if not is_finite:
+        raise ModelFormatError(f"{path}.weight has values that are not finite, which can't be quantised")
+    return dict(zip(names, arrays, strict=True))
+
+
+@cache
+def _quantizer(form: WeightForm, num_inputs: int, shardings: tuple[NamedSharding, ...] | None) -> Callable[..., Any]:
+    @jax.jit(out_shardings=None if shardings is None else (*shardings, None))
+    def make(weight: Array) -> tuple[Array, Array, Array]:
+        inputs, outputs = weight.shape[:num_inputs], weight.shape[num_inputs:]
+        if form.group is None:
+            rows = jnp.moveaxis(weight, range(num_inputs), range(-num_inputs, 0)).reshape(*outputs, -1)
+            codes, scales = codes_and_scales(rows, form)
+            codes = codes.reshape(*outputs, *inputs)
+        else:
+            groups = weight.reshape(*inputs[:-1], inputs[-1] // form.group, form.group, *outputs)
+            both = codes_and_scales(jnp.moveaxis(groups, num_inputs, -1), form)
+            codes, scales = (jnp.moveaxis(x, -1, num_inputs) for x in both)
+        return codes, scales, jnp.all(jnp.isfinite(scales.astype(jnp.float32)))
+
+    return make

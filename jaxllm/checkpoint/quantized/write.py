@@ -1,0 +1,172 @@
+"""Writes the products of a model's layers quantised, as compressed-tensors does, which other engines read too."""
+
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from jaxllm.checkpoint.config import read_spec
+from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
+from jaxllm.checkpoint.formats import HuggingFaceDirectory
+from jaxllm.checkpoint.loader import weights_table
+from jaxllm.checkpoint.quantized.make import quantize_model
+from jaxllm.checkpoint.quantized.quantize import form_of, quantize
+from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, find_tensors, read
+from jaxllm.errors import ModelFormatError
+from jaxllm.models import transformer
+from jaxllm.models.quantized import QuantizedLinear, WeightForm
+
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def write_quantized(src: Path, folder: Path, name: str, *, dtype: str, max_shard_bytes: int) -> str:
+    """Writes the weights of the directory `src` to `folder`, in the form that `--quantization` calls `name`, and its
+    configuration. `dtype` is that of the others ("auto": as stored). Returns a summary.
+
+    `ModelFormatError` for weights that can't be quantised: they are already, or no product of a known family.
+    """
+    checkpoint = HuggingFaceDirectory(src)
+    hf = checkpoint.config()
+    if found := [key for key in ("quantization_config", "compression_config", "quantization") if hf.get(key)]:
+        raise ModelFormatError(f"{checkpoint.config_path} has {found[0]}: the weights are quantised already")
+    names = _products(checkpoint, name)
+    stored = find_tensors(src)
+    if missing := sorted(names - stored.keys()):
+        raise ModelFormatError(f"{src} has no tensor {missing[0]}, which its configuration implies")
+    group = math.gcd(*(stored[one].shape[1] for one in names))
+    form = form_of(name, group)
+    writer = _Shards(folder, max_shard_bytes)
+    total = sum(tensor.num_bytes for tensor in stored.values())
+    with (
+        ThreadPoolExecutor(8) as pool,
+        tqdm(total=total, desc="quantising", unit="B", unit_scale=True, disable=None, leave=False) as bar,
+    ):
+        for one, tensor in stored.items():
+            values = _values(tensor, pool)
+            if one in names:
+                writer.add_all(_quantized(one.removesuffix(".weight"), values, form, tensor))
+            else:
+                writer.add_all([(one, values if dtype == "auto" else values.astype(FLOATS[_DTYPES[dtype]]))])
+            bar.update(tensor.num_bytes)
+    num_bytes, num_files = writer.finish()
+    config = hf | {"quantization_config": _description(form)}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    files = f"{num_files} file{'s' if num_files > 1 else ''}"
+    return f"{num_bytes / 1e9:.2f} GB of weights in {files}, {len(names)} of them {name}"
+
+
+def _products(checkpoint: HuggingFaceDirectory, name: str) -> set[str]:
+    """The tensors of products that are quantised."""
+    spec = read_spec(checkpoint, jnp.float32)
+    model = transformer.abstract(spec.module.Model, spec.cfg)
+    quantize_model(model, "int8" if name == "int4" else name)  # whose groups are another matter in files
+    nodes = {".".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
+    paths = {f"{path}.weight" for path, node in nodes.items() if isinstance(node, QuantizedLinear)}
+    table = weights_table(spec)
+    return {tensor for tensor, pieces in table.items() if all(piece.path in paths for piece in pieces)}
+
+
+def _values(tensor: StoredTensor, pool: ThreadPoolExecutor) -> np.ndarray:
+    if tensor.dtype not in FLOATS:
+        raise ModelFormatError(f"{tensor.file}: {tensor.name} has dtype {tensor.dtype}; take the unquantised model")
+    data = read(tensor, np.empty(tensor.num_bytes, np.uint8), pool)
+    return data.view(FLOATS[tensor.dtype]).reshape(tensor.shape)
+
+
+def _quantized(
+    module: str, values: np.ndarray, form: WeightForm, tensor: StoredTensor
+) -> Iterator[tuple[str, np.ndarray]]:
+    try:
+        weight = quantize(values, form)
+    except ValueError as error:
+        raise ModelFormatError(f"{tensor.file}: {tensor.name}: {error}") from error
+    scales = np.asarray(weight.scales)
+    yield f"{module}.weight_scale", scales.reshape(len(scales), -1)
+    if form.codes == "float8_e4m3fn":
+        yield f"{module}.weight", weight.codes
+        return
+    bits = jnp.iinfo(form.codes).bits
+    codes = (weight.codes.astype(np.int32) + 2 ** (bits - 1)).astype(np.uint32)
+    yield f"{module}.weight_packed", _packed(codes, bits)
+    yield f"{module}.weight_shape", np.array(values.shape, np.int64)
+
+
+def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Words of 32 bits along the inputs, the first code lowest; the last word is filled with zeros."""
+    count = 32 // bits
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % count))).reshape(len(codes), -1, count)
+    words = np.zeros(codes.shape[:2], np.uint32)
+    for i in range(count):
+        words |= codes[..., i] << np.uint32(bits * i)
+    return words.view(np.int32)
+
+
+def _description(form: WeightForm) -> dict[str, Any]:
+    """The `quantization_config` of such products."""
+    is_float = form.codes == "float8_e4m3fn"
+    weights = {
+        "num_bits": 8 if is_float else int(jnp.iinfo(form.codes).bits),
+        "type": "float" if is_float else "int",
+        "symmetric": True,
+        "strategy": "channel" if form.group is None else "group",
+        "group_size": form.group,
+        "dynamic": False,
+    }
+    rows = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+    kind = "float-quantized" if is_float else "pack-quantized"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": rows if is_float else None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "config_groups": {"group_0": group | {"output_activations": None, "format": kind}},
+    }
+
+
+class _Shards:
+    """Writes files of at most so many bytes, unless a tensor is larger, and holds one of them in memory."""
+
+    def __init__(self, folder: Path, max_bytes: int):
+        self._folder, self._max_bytes = folder, max_bytes
+        self._pending: dict[str, np.ndarray] = {}
+        self._files: list[list[str]] = []
+        self._num_bytes = 0
+
+    def add_all(self, tensors: Any) -> None:
+        for name, array in tensors:
+            if self._pending and sum(x.nbytes for x in self._pending.values()) + array.nbytes > self._max_bytes:
+                self._flush()
+            self._pending[name] = array
+
+    def finish(self) -> tuple[int, int]:
+        """Bytes and number of the files."""
+        self._flush()
+        count = len(self._files)
+        files = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        for i, file in enumerate(files):
+            (self._folder / f"part-{i}").rename(self._folder / file)
+        if count > 1:
+            places = {name: file for file, names in zip(files, self._files, strict=True) for name in names}
+            index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(places.items()))}
+            (self._folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        return self._num_bytes, count
+
+    def _flush(self) -> None:
+        file = self._folder / f"part-{len(self._files)}"
+        file.touch()  # with the permissions that other files have
+        mode = file.stat().st_mode
+        save_file(self._pending, file, metadata={"format": "pt"})
+        file.chmod(mode)
+        self._files.append(list(self._pending))
+        self._num_bytes += sum(x.nbytes for x in self._pending.values())
+        self._pending = {}

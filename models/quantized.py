@@ -1,0 +1,158 @@
+"""Products with quantised weights: the form that a checkpoint gives a weight, or that it is given while it loads, and
+the `Linear` that has it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxllm.models.context import StepContext
+from jaxllm.models.linear import Linear, LinearShape
+from jaxllm.pallas_kernels import quantized_matmul
+from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight
+from jaxllm.sharding import rules
+
+_LEAST_GROUP = 8  # of inputs with a scale of their own
+GROUP_AXIS = "scale_group"  # of the inputs that share a scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightForm:
+    """How the weight of a product is held. Equal forms of members multiply as one.
+
+    `codes` and `scales` are names of dtypes, see `jaxllm.pallas_kernels.quantized_matmul.QuantizedWeight`. `group`
+    neighbours among the inputs share a scale; None: all of them do, and each output has one.
+    """
+
+    codes: str  # "int8", "int4", "uint4", "float8_e4m3fn" or "float4_e2m1fn"
+    group: int | None
+    scales: str  # "float32", "bfloat16", "float16"; of groups also "float8_e4m3fn", "float8_e8m0fnu"
+    has_offsets: bool = False  # only of groups
+    has_outer: bool = False  # one more scale of each output
+    is_reordered: bool = False  # the inputs are taken in an order of the weight's own
+    activations: str | None = None  # "int8" or "float8_e4m3fn": each row may be rounded to that, by its own scale
+
+    def fitted(self, inner: int) -> "WeightForm":
+        """With groups that divide `inner` inputs, which lie together: those of the weight, or parts of them.
+        ValueError if they would be too small."""
+        if self.group is None:
+            return self
+        group = math.gcd(self.group, inner)
+        if group < min(_LEAST_GROUP, self.group):
+            raise ValueError(f"groups of {self.group} inputs with a scale each don't divide {inner} inputs")
+        return replace(self, group=group)
+
+    def leaves(self, shape: LinearShape) -> dict[str, tuple[dict[str | None, int], Any]]:
+        """The arrays of such a weight: their logical axes, with sizes, and dtypes. The innermost axis of the inputs is
+        counted in groups, if there are some, and is split among devices as that."""
+        experts = {} if shape.experts is None else {"experts": shape.experts}
+        inputs, outputs = dict(shape.inputs), dict(shape.outputs)
+        found: dict[str, tuple[dict[str | None, int], Any]] = {}
+        if self.group is None:
+            found["codes"] = (experts | outputs | inputs, jnp.dtype(self.codes))
+            found["scales"] = (experts | outputs, jnp.dtype(self.scales))
+        else:
+            inner = shape.inputs[-1][0]
+            groups = experts | inputs | {inner: inputs[inner] // self.group}
+            found["codes"] = (groups | {GROUP_AXIS: self.group} | outputs, jnp.dtype(self.codes))
+            found["scales"] = (groups | {GROUP_AXIS: 1} | outputs, jnp.dtype(self.scales))
+            if self.has_offsets:
+                found["offsets"] = (found["scales"][0], jnp.dtype(jnp.float32))
+        if self.has_outer:
+            found["outer"] = (experts | outputs, jnp.dtype(jnp.float32))
+        if self.is_reordered:
+            found["order"] = ({None: math.prod(inputs.values())}, jnp.dtype(jnp.int32))
+        return found
+
+
+class QuantizedLinear(Linear):
+    """A product whose weight has the form `form`, with its arrays as parameters."""
+
+    def __init__(self, shape: LinearShape, form: WeightForm, leaves: Mapping[str, Any], bias: nnx.Param | None = None):
+        self._own(shape, bias)
+        self.hold(form, leaves)
+
+    def hold(self, form: WeightForm, leaves: Mapping[str, Any]) -> None:
+        """Takes these arrays, or their shapes, for its own."""
+        self.form = form
+        axes = {name: tuple(axes) for name, (axes, _) in form.leaves(self.shape).items()}
+
+        def held(name: str) -> Any:
+            return nnx.Param(leaves[name], axes=axes[name]) if name in axes else nnx.data(None)
+
+        self.codes, self.scales, self.offsets = held("codes"), held("scales"), held("offsets")
+        self.outer, self.order = held("outer"), held("order")
+        self.codes.set_metadata(form=form, num_inputs=len(self.shape.inputs))  # for those who quantise dense weights
+
+    @classmethod
+    def abstract(cls, linear: Linear, form: WeightForm) -> "QuantizedLinear":
+        """Of shapes, in the place of `linear`. ValueError if the form's groups don't fit."""
+        form = form.fitted(linear.shape.inputs[-1][1])
+        return cls(linear.shape, form, _shapes(linear.shape, form), linear.bias)
+
+    def fit(self, inner: int) -> None:
+        """Makes of abstract groups such as divide `inner` inputs."""
+        form = self.form.fitted(inner)
+        if form != self.form:
+            self.hold(form, _shapes(self.shape, form))
+
+    def product(self, x: Float[Array, "..."], ctx: StepContext, out_dtype: Any = None) -> Float[Array, "..."]:
+        num_inputs = len(self.shape.inputs)
+        if self.order is not None:
+            rows, inputs = x.shape[: x.ndim - num_inputs], x.shape[x.ndim - num_inputs :]
+            x = x.reshape(*rows, -1)[..., self.order[...]].reshape(*rows, *inputs)
+        weight = self._weight
+        if self.shape.experts is None:
+            return self._product(x, weight, ctx, out_dtype)
+        axis = x.ndim - num_inputs - 1
+        shared = x.shape[axis] == 1
+        each = jax.vmap(
+            lambda x, weight: quantized_matmul.product(x, weight, num_inputs=num_inputs, out_dtype=out_dtype),
+            in_axes=(None if shared else axis, 0),
+            out_axes=axis,
+        )
+        return each(jnp.squeeze(x, axis) if shared else x, weight)
+
+    @property
+    def _weight(self) -> QuantizedWeight:
+        parts = {name: getattr(self, name) for name in QuantizedWeight._fields}
+        return QuantizedWeight(**{name: part[...] for name, part in parts.items() if part is not None})
+
+    def _product(self, x: Array, weight: QuantizedWeight, ctx: StepContext, out_dtype: Any) -> Array:
+        """On a mesh where a kernel serves, which XLA can't divide, each device multiplies its part."""
+        mesh, platform = ctx.placement.mesh, ctx.placement.platform
+        on_mesh = mesh is not None and mesh.size > 1 and platform in quantized_matmul.OP.on_mesh
+        inputs, outputs = (tuple(name for name, _ in sizes) for sizes in (self.shape.inputs, self.shape.outputs))
+        summed = tuple(name for name in rules.partition_spec(inputs, mesh) if name) if on_mesh else ()
+
+        def multiply(x: Array, *arrays: Array) -> Array:
+            y = quantized_matmul.product(
+                x,
+                QuantizedWeight(**dict(zip(present, arrays, strict=True))),
+                num_inputs=len(inputs),
+                out_dtype=jnp.float32 if summed else out_dtype,
+                activations=self.form.activations,
+                placement=ctx.placement,
+            )
+            return jax.lax.psum(y, summed).astype(out_dtype or x.dtype) if summed else y
+
+        present = [name for name, array in weight._asdict().items() if array is not None]
+        arrays = [array for array in weight if array is not None]
+        if not on_mesh:
+            return multiply(x, *arrays)
+        axes = {name: tuple(axes) for name, (axes, _) in self.form.leaves(self.shape).items()}
+        rows = (None,) * (x.ndim - len(inputs))
+        in_axes = [rows + inputs, *(axes[name] for name in present)]
+        (y,) = rules.shard_map(lambda *args: (multiply(*args),), mesh, in_axes, [rows + outputs])(x, *arrays)
+        return y
+
+
+def _shapes(shape: LinearShape, form: WeightForm) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        name: jax.ShapeDtypeStruct(tuple(axes.values()), dtype) for name, (axes, dtype) in form.leaves(shape).items()
+    }

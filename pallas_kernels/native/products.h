@@ -1,0 +1,92 @@
+// What custom calls of products share: rows as the kernels read them, and parts for threads.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "kernels.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxllm {
+
+constexpr int64_t kPartBytes = 64 << 10;  // of w in a part of a GEMM, at least: some microseconds
+constexpr int64_t kAlonePacked = 64 << 10;  // elements of x that one thread packs before another would have begun
+constexpr int64_t kWidePart = 512;        // columns that a part has at least if there are more parts than threads
+
+inline float widen(Bf16 b) {
+  const uint32_t word = (uint32_t)b.bits << 16;
+  float f;
+  std::memcpy(&f, &word, sizeof f);
+  return f;
+}
+
+inline float widen(float f) { return f; }
+
+inline Bf16 narrow(float f) {
+  uint32_t word;
+  std::memcpy(&word, &f, sizeof word);
+  return {f != f ? (uint16_t)0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16)};
+}
+
+// Group `i` of the rows of x in float32, as the kernel reads it (see Gemm): transposed by 8 columns, so that what is
+// written stays in the cache until it is whole.
+template <class T>
+void pack(const Gemm& gemm, const T* x, float* to, int64_t i) {
+  constexpr int64_t kColumns = 8;
+  const int64_t first = gemm.first_row(i), height = gemm.first_row(i + 1) - first, k = gemm.k;
+  x += first * k, to += first * k;
+  for (int64_t column = 0; column < k; column += kColumns)
+    for (int64_t row = 0; row < height; row++) {
+      const T* from = x + row * k + column;
+      float* at = to + column * height + row;
+      if (column + kColumns <= k)
+        for (int64_t j = 0; j < kColumns; j++) at[j * height] = widen(from[j]);  // unrolled
+      else
+        for (int64_t j = 0; j < k - column; j++) at[j * height] = widen(from[j]);
+    }
+}
+
+// All of x in float32, as the kernel reads it.
+template <class T>
+void prepare(xla::ffi::ThreadPool& pool, const Gemm& gemm, const T* x, float* to) {
+  if (gemm.transposed)
+    std::transform(x, x + gemm.rows * gemm.k, to, [](T value) { return widen(value); });
+  else if (gemm.rows * gemm.k < kAlonePacked)
+    for (int64_t i = 0; i < gemm.groups; i++) pack(gemm, x, to, i);
+  else
+    parallel(pool, gemm.groups, [&](int64_t i) { pack(gemm, x, to, i); });
+}
+
+// Lets `gemm` read x as the kernel does, from the copy that it returns if it has made one.
+inline std::unique_ptr<float[]> pack_rows(xla::ffi::ThreadPool& pool, Gemm& gemm, const xla::ffi::AnyBuffer& x) {
+  const bool is_f32 = x.element_type() == xla::ffi::F32;
+  gemm.x = static_cast<const float*>(x.untyped_data());
+  if (is_f32 && (gemm.transposed || gemm.rows == 1)) return nullptr;
+  std::unique_ptr<float[]> copy(new float[gemm.rows * gemm.k]);  // not a vector, which would write zeros first
+  gemm.x = copy.get();
+  if (is_f32)
+    prepare(pool, gemm, static_cast<const float*>(x.untyped_data()), copy.get());
+  else
+    prepare(pool, gemm, static_cast<const Bf16*>(x.untyped_data()), copy.get());
+  return copy;
+}
+
+// Into how many parts to divide `size` columns or rows of w, which has `bytes`.
+inline int64_t num_parts(const xla::ffi::ThreadPool& pool, int64_t size, int64_t bytes) {
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t wanted = size >= threads * kWidePart ? 2 * threads : threads;  // twice: a thread may start late
+  return std::clamp<int64_t>(bytes / kPartBytes, 1, wanted);
+}
+
+// Calls work(begin, end) for all columns of w, which has `bytes`.
+template <class Work>
+void each_part(xla::ffi::ThreadPool& pool, const Gemm& gemm, int64_t bytes, const Work& work) {
+  const int64_t step = kernels().columns, parts = num_parts(pool, gemm.n, bytes);
+  const int64_t columns = ((gemm.n + parts - 1) / parts + step - 1) / step * step;
+  parallel(pool, (gemm.n + columns - 1) / columns,
+           [&](int64_t part) { work(part * columns, std::min((part + 1) * columns, gemm.n)); });
+}
+
+}  // namespace jaxllm

@@ -1,0 +1,178 @@
+"""Quantised modules in a model: what it computes is what one with the dense weights computes."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm.checkpoint.config import read_config
+from jaxllm.checkpoint.formats import open_checkpoint
+from jaxllm.checkpoint.loader import load_params, plan_quantized
+from jaxllm.checkpoint.mesh_form import expand_model
+from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.errors import MeshError, ModelFormatError
+from jaxllm.models import transformer
+from jaxllm.models.cache import Dense
+from jaxllm.models.context import StepContext
+from jaxllm.models.linear import Joined
+from jaxllm.models.quantized import QuantizedLinear, WeightForm
+from jaxllm.sharding.mesh import make_mesh
+from tests.checkpoints import FUSED, rewrite, write_checkpoint
+
+SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+FORMS = {
+    "int8": WeightForm(codes="int8", group=None, scales="float16"),
+    "fp8": WeightForm(codes="float8_e4m3fn", group=None, scales="float32", activations="float8_e4m3fn"),
+    "int4": WeightForm(codes="int4", group=32, scales="bfloat16"),
+    "uint4": WeightForm(codes="uint4", group=16, scales="float16", has_offsets=True),
+    "int8 groups": WeightForm(codes="int8", group=32, scales="float32"),
+    "nvfp4": WeightForm(codes="float4_e2m1fn", group=16, scales="float8_e4m3fn", has_outer=True),
+    "mxfp4": WeightForm(codes="float4_e2m1fn", group=32, scales="float8_e8m0fnu"),
+    "act-order": WeightForm(codes="int4", group=32, scales="float16", is_reordered=True),
+}
+TOKENS = np.random.default_rng(3).integers(0, 24, (2, 12))
+
+
+def random_weight(form, shape, seed):
+    draw, (rows, columns) = np.random.default_rng(seed), shape
+    groups = rows if form.group is None else (rows, columns // form.group)
+    low, high = (0, 16) if form.codes == "uint4" else (-8, 8)
+    codes = draw.integers(low, high, shape).astype(ml_dtypes.int4 if form.codes == "int4" else np.float32)
+    scales = 2.0 ** draw.integers(-7, -4, groups) * (1 if form.scales == "float8_e8m0fnu" else draw.choice([1, 1.5]))
+    return StoredWeight(
+        codes=codes.astype(jnp.dtype(form.codes)),
+        scales=scales.astype(jnp.dtype(form.scales)),
+        offsets=draw.normal(0, 0.1, groups).astype(np.float32) if form.has_offsets else None,
+        outer=draw.uniform(0.5, 2, rows).astype(np.float32) if form.has_outer else None,
+        order=draw.permutation(columns).astype(np.int32) if form.is_reordered else None,
+    )
+
+
+def dense(stored):
+    values = stored.codes.astype(np.float32)
+    scales = stored.scales.astype(np.float32).reshape(len(values), -1)
+    times = values.shape[1] // scales.shape[1]
+    values = values * np.repeat(scales, times, 1)
+    values = values if stored.offsets is None else values + np.repeat(stored.offsets, times, 1)
+    values = values if stored.outer is None else values * stored.outer[:, None]
+    if stored.order is None:
+        return values
+    out = np.empty_like(values)
+    out[:, stored.order] = values
+    return out
+
+
+class Scheme:
+    """Says of the modules whose names end so that they have these forms."""
+
+    def __init__(self, forms):
+        self.forms, self.weights = forms, {}
+
+    def modules(self, stored):
+        modules, rest = {}, dict(stored)
+        for tensor in stored.values():
+            name = tensor.name.removesuffix(".weight")
+            form = next((form for end, form in self.forms.items() if name.endswith(end)), None)
+            if form is not None:
+                del rest[tensor.name]
+                weight = self.weights[tensor.name] = random_weight(form, tensor.shape, len(modules))
+                modules[name] = QuantizedModule(name, tensor.shape, form, (tensor,), lambda weight=weight: weight)
+        return modules, rest
+
+
+def forward(model, mesh=None):
+    graph, tokens = nnx.graphdef(model), jnp.asarray(TOKENS)
+
+    def call(params):
+        module, ctx = nnx.merge(graph, params), StepContext.of(tokens)
+        return module.logits(module(tokens, ctx, [Dense()] * model.cfg.num_layers)[0], ctx)
+
+    return np.asarray(jax.jit(call)(nnx.state(model)))[..., : model.cfg.vocab]
+
+
+def load(folder, mesh=None, scheme=None):
+    checkpoint, spec, mesh = open_checkpoint(folder), read_config(folder, jnp.float32), make_mesh(mesh)
+    model = transformer.abstract(spec.module.Model, spec.cfg)
+    plan = None if scheme is None else plan_quantized(checkpoint, spec, model, scheme.modules)
+    expand_model(model, mesh)
+    graph, abstract = nnx.split(model)
+    return nnx.merge(graph, load_params(checkpoint, spec, abstract, mesh, quantized=plan))
+
+
+def write(folder, **changes):
+    """A checkpoint, with biases where the family has them."""
+    is_fused = "architectures" in changes
+    write_checkpoint(folder, **SIZES, **changes, **({} if is_fused else {"attention_bias": True}))
+    sizes = {} if is_fused else {"q": 128, "k": 64, "v": 64, "o": 64}
+    names = {f"model.layers.{i}.self_attn.{name}_proj.bias": size for i in range(2) for name, size in sizes.items()}
+    rewrite(folder, {name: np.linspace(-1, 1, size, dtype=np.float32) for name, size in names.items()})
+
+
+def check_equal(folder, forms, mesh=None, **changes):
+    write(folder, **changes)
+    scheme = Scheme(forms)
+    model = load(folder, mesh, scheme)
+    got = forward(model)
+    rewrite(folder, {name: dense(weight) for name, weight in scheme.weights.items()})
+    want = forward(load(folder))
+    assert {name.split(".")[-2] for name in scheme.weights} == set(forms)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
+    return model
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_all_products_of_one_form(tmp_path, name):
+    model = check_equal(tmp_path, dict.fromkeys(PROJECTIONS, FORMS[name]))
+    products = [model.layers[1].attn.qkv, model.layers[0].mlp.gate_up]
+    assert all(isinstance(product, Joined if name == "act-order" else QuantizedLinear) for product in products)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("int8 groups", "tensor=2"), ("int8", "tensor=8"), ("uint4", "tensor=8"), ("nvfp4", "tensor=8")]
+)
+def test_on_a_mesh(tmp_path, name, mesh):
+    """Of eight devices each has half of a KV head's queries."""
+    model = check_equal(tmp_path, dict.fromkeys(PROJECTIONS, FORMS[name]), mesh)
+    down = model.layers[0].mlp.down
+    assert len(down.codes.get_value().sharding.device_set) == int(mesh[-1])
+
+
+def test_groups_are_those_that_devices_have(tmp_path):
+    """Of 128 inputs each of eight has 16, of 96 only 12: groups of 32 become smaller, or are refused."""
+    model = check_equal(tmp_path, {"down_proj": FORMS["int4"]}, "tensor=8")
+    assert model.layers[0].mlp.down.codes.shape[:2] == (8, 16)
+    write_checkpoint(tmp_path, **SIZES | {"intermediate_size": 96})
+    with pytest.raises(MeshError, match="layers.0.mlp.down on .*groups of 32 inputs .* don't divide 12 inputs"):
+        load(tmp_path, "tensor=8", Scheme({"down_proj": FORMS["int4"]}))
+
+
+def test_act_order_is_refused_where_inputs_are_split(tmp_path):
+    write(tmp_path)
+    load(tmp_path, "tensor=2", Scheme({"up_proj": FORMS["act-order"]}))
+    with pytest.raises(MeshError, match="layers.0.attn.o takes its inputs in an order of its own"):
+        load(tmp_path, "tensor=2", Scheme({"o_proj": FORMS["act-order"]}))
+
+
+def test_what_is_no_product_is_refused(tmp_path):
+    write(tmp_path)
+    with pytest.raises(ModelFormatError, match="embed_tokens is quantised, which is not supported for Embedding"):
+        load(tmp_path, None, Scheme({"embed_tokens": FORMS["int8"]}))
+
+
+def test_members_of_different_forms(tmp_path):
+    forms = {"q_proj": FORMS["int4"], "v_proj": FORMS["int8"], "up_proj": FORMS["fp8"], "down_proj": FORMS["uint4"]}
+    model = check_equal(tmp_path, forms, "tensor=2")
+    assert len(model.layers[0].attn.qkv.parts) == 3 and len(model.layers[0].mlp.gate_up.parts) == 2
+
+
+def test_fused_tensors(tmp_path):
+    check_equal(tmp_path, {"qkv_proj": FORMS["int8"], "gate_up_proj": FORMS["uint4"]}, **FUSED)
+
+
+def test_a_head(tmp_path):
+    check_equal(tmp_path, {"lm_head": FORMS["int8"]}, "tensor=2")

@@ -1,0 +1,166 @@
+"""Quantised models through `LLM`: asked for, converted, and from objects."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoint.placement import named
+from jaxllm.convert.directory import convert
+from jaxllm.engine.device.memory import leaf_bytes
+from jaxllm.engine.model_source import Reading, model_source
+from jaxllm.errors import ModelFormatError
+from jaxllm.models.quantized import QuantizedLinear
+from jaxllm.sharding.mesh import make_mesh
+from tests.checkpoints import check_same, write_checkpoint
+
+SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+ENGINE = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 8, "block_size": 8}
+PROMPT = {"prompt_token_ids": [3, 1, 4, 1, 5]}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def source(model, quantization, **options):
+    return model_source(model, "float32", "cpu", None, Reading(skip_tokenizer_init=True, quantization=quantization))
+
+
+def params(folder, quantization=None):
+    found = source(folder, quantization)
+    graph, state = nnx.split(found.model)
+    return found.place(state, make_mesh(None))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp("dense"), **SIZES)
+    (folder / "tokenizer.json").write_text(json.dumps(WORDS))
+    return folder
+
+
+WORDS = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(24)}, "unk_token": "w0"}}
+
+
+def test_new_parameters_are_quantised_too(folder):
+    with LLM(folder, quantization="int4", skip_tokenizer_init=True, dtype="float32", **ENGINE) as llm:
+        (before,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+        assert len(before.outputs[0].token_ids) == 8
+        given = llm.params
+        assert any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(given))
+        llm.update_params(params(folder))
+        check_same(llm.params, given)
+        doubled = jax.tree.map(lambda x: -2 * x, nnx.to_pure_dict(params(folder)))
+        llm.update_params(doubled)
+        (after,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+        assert after.outputs[0].token_ids != before.outputs[0].token_ids
+        llm.update_params(given)
+        (again,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+        assert again.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_a_converted_checkpoint_holds_the_same_codes(folder, tmp_path, name):
+    """But for int4's groups, which are of one size in a file; where that is all inputs, each output has a scale."""
+    convert(folder, tmp_path / "out", quantization=name)
+    converted, asked = params(tmp_path / "out"), params(folder, name)
+    if name != "int4":
+        check_same(converted, asked)
+        return
+    scales = [named(tree)["layers.0.mlp.down.scales"].get_value() for tree in (converted, asked)]
+    assert [x.shape for x in scales] == [(2, 1, 64), (1, 1, 64)]
+    codes = [named(tree)["layers.0.attn.qkv.codes"].get_value() for tree in (converted, asked)]
+    by_output, by_group = (np.asarray(x).astype(np.int8) for x in codes)
+    same = by_output == np.moveaxis(by_group[0], 0, -1)
+    assert same.mean() > 0.9, "sums of squares in another order may prefer a scale that is nearly as good"
+
+
+def test_what_is_converted_is_read_by_compressed_tensors(folder, tmp_path):
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    torch = pytest.importorskip("torch")
+    from compressed_tensors.quantization import QuantizationArgs
+    from safetensors.torch import load_file
+
+    convert(folder, tmp_path / "out", quantization="int4")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    arguments = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
+    tensors, name = load_file(tmp_path / "out" / "model.safetensors"), "model.layers.1.mlp.up_proj"
+    own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+    compressor = compressors.BaseCompressor.get_value_from_registry("pack-quantized")
+    theirs = compressor.decompress_weight(own, arguments)
+    dense = load_file(folder / "model.safetensors")[f"{name}.weight"]
+    assert 0 < (theirs.to(torch.float32) - dense).std() < 0.12 * dense.std()
+
+
+def test_what_is_converted_once_is_not_again(folder, tmp_path):
+    convert(folder, tmp_path / "once", quantization="int8")
+    with pytest.raises(ModelFormatError, match="quantization_config: the weights are quantised already"):
+        convert(tmp_path / "once", tmp_path / "twice", quantization="int8")
+    assert not (tmp_path / "twice").exists()
+    with pytest.raises(ValueError, match="quantised by compressed-tensors already; leave it out"):
+        source(tmp_path / "once", "int4")
+
+
+def test_true_bytes_are_counted(folder):
+    sizes = {}
+    for name in (None, "int8", "int4"):
+        found = source(folder, name)
+        state = nnx.split(found.model)[1]
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device) for x in jax.tree.leaves(state)]
+        sizes[name] = leaf_bytes(leaves)
+    values = 2 * (64 * 256 + 128 * 64 + 3 * 64 * 128)  # of the products of two layers
+    scales = 2 * (256 + 64 + 2 * 128 + 64)
+    assert sizes[None] - sizes["int8"] == 4 * values - (values + 4 * scales)
+    assert sizes["int8"] - sizes["int4"] > values // 2 - 2 * scales
+
+
+def test_wrong_wishes(folder, tiny):
+    with pytest.raises(ValueError, match="quantization='int3' is unknown; choose one of int8, int4, fp8"):
+        source(folder, "int3")
+    with pytest.raises(ValueError, match="record notes neither .* quantization"):
+        LLM(folder, quantization="int8", record="x.bin")
+
+
+def test_a_module_of_the_callers(tiny):
+    with LLM(tiny.model, quantization="int8", **ENGINE) as llm:
+        assert len(llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
+        assert not any(isinstance(node, QuantizedLinear) for _, node in nnx.iter_graph(tiny.model))
+    with pytest.raises(ValueError, match="is for products of .*Linear in the model's layers, and Plain has none"):
+        LLM(Plain(tiny.cfg), quantization="int8", **ENGINE)
+
+
+class Plain(nnx.Module):
+    """Without a product that can be quantised."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+        self.weight = nnx.Param(jnp.zeros((cfg.vocab, cfg.embed)), axes=("vocab", "embed"))
+
+    def __call__(self, tokens, ctx, caches):
+        keys = jnp.zeros((len(tokens), self.cfg.kv_heads, self.cfg.head_dim))
+        queries = jnp.zeros((len(tokens), self.cfg.heads, self.cfg.head_dim))
+        caches = [cache.attend(queries, keys, keys, scale=1.0)[1] for cache in caches]
+        return self.weight[...][tokens], caches
+
+    def logits(self, hidden, ctx):
+        return jnp.einsum("td,vd->tv", hidden, self.weight[...], preferred_element_type=jnp.float32)
+
+
+def test_a_model_of_transformers_in_memory():
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, max_position_embeddings=64, **sizes)
+    model = transformers.LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    ids = torch.tensor([PROMPT["prompt_token_ids"]])
+    want = model.float().generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+    with LLM(model, skip_tokenizer_init=True, **ENGINE) as llm:
+        got = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        assert list(got)[: len(want)] == want
+    with pytest.raises(ValueError, match="a LlamaForCausalLM has no tokenizer; pass tokenizer="):
+        LLM(model, **ENGINE)
+    with pytest.raises(ModelFormatError, match="<GPT2LMHeadModel>.*GPT2"):
+        LLM(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2)), **ENGINE)
