@@ -27,6 +27,7 @@ from jaxllm.checkpoint.quantized import gguf
 from jaxllm.checkpoint.quantized.make import quantized_leaves
 from jaxllm.checkpoint.quantized.module import QuantizedModule
 from jaxllm.checkpoint.quantized.plan import QuantizedPlan
+from jaxllm.checkpoint.quantized.scheme import spare_biases
 from jaxllm.checkpoint.tensors import DTYPES, FLOATS, StoredTensor
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
@@ -201,7 +202,7 @@ def plan_quantized(
 ) -> QuantizedPlan:
     """Gives the abstract `model` the forms that the checkpoint's weights have. `modules_of` is `Scheme.modules`."""
     modules, rest = modules_of(_stored(checkpoint, spec))
-    return QuantizedPlan.of(model, weights_table(spec), modules, rest)
+    return QuantizedPlan.of(model, weights_table(spec), modules, rest)._replace(spare=spare_biases(modules, rest))
 
 
 def plan_blocks(checkpoint: GgufCheckpoint, spec: ModelSpec, model: nnx.Module) -> QuantizedPlan:
@@ -232,7 +233,7 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, plan: FillPlan, quantized: Q
         stored.keys() - shapes.keys() - weights_table(spec, optional=False).keys()
     )  # a tied lm_head is in the table
     ignored = re.compile(f"{_COMPUTED}|{getattr(spec.module, 'IGNORED', '')}")
-    unexpected = sorted(name for name in unused if not ignored.fullmatch(name))
+    unexpected = sorted(name for name in unused - set(quantized.spare) if not ignored.fullmatch(name))
     if missing or unexpected:
         raise ModelFormatError(
             f"{checkpoint.path}: the tensors are not those of its {checkpoint.config_name}: missing "

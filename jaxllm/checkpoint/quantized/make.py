@@ -1,5 +1,6 @@
 """Quantises the dense weights of products, on the devices where they lie, one after the other."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -10,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
-from jaxllm.checkpoint.quantized.quantize import KINDS, codes_and_scales, form_of
+from jaxllm.checkpoint.quantized.quantize import KINDS, check_form, codes_and_scales, form_of
 from jaxllm.errors import ModelFormatError
 from jaxllm.models.linear import Linear
 from jaxllm.models.quantized import QuantizedLinear, WeightForm
@@ -51,7 +52,9 @@ def quantized_leaves(
     names = [f"{path}.codes", f"{path}.scales"]
     shardings = None if mesh is None else tuple(rules.sharding(abstract[name].axes, mesh) for name in names)
     codes = abstract[names[0]]
-    make = _quantizer(codes.get_metadata("form"), codes.get_metadata("num_inputs"), shardings)
+    form, num_inputs = codes.get_metadata("form"), codes.get_metadata("num_inputs")
+    check_form(form, math.prod(weight.shape[:num_inputs]))
+    make = _quantizer(form, num_inputs, shardings)
     *arrays, is_finite = make(weight)
     if not is_finite:
         raise ModelFormatError(f"{path}.weight has values that are not finite, which can't be quantised")

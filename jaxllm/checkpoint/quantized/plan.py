@@ -1,7 +1,7 @@
 """Which parts of a model hold which quantised modules of a checkpoint."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +39,7 @@ class QuantizedPlan(NamedTuple):
     sources: Mapping[str, Sequence[ModulePart]]
     table: Table
     stored: Mapping[str, StoredTensor]
+    spare: Collection[str] = ()  # of these, what a model may lack
 
     @classmethod
     def of(

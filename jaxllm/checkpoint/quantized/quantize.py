@@ -48,7 +48,7 @@ def quantize(weight: Float[np.ndarray, "out in"] | Float[Array, "out in"], form:
 
     `ValueError` for values that are not finite, and for a form that is not one of codes and scales alone.
     """
-    _check(form, weight.shape[1])
+    check_form(form, weight.shape[1])
     if isinstance(weight, jax.Array):
         codes, scales = codes_and_scales(weight, form)
         _check_finite(np.asarray(_finite_rows(scales)), 0)
@@ -130,7 +130,8 @@ def _check_finite(is_finite: np.ndarray, first_row: int) -> None:
         )
 
 
-def _check(form: WeightForm, inputs: int) -> None:
+def check_form(form: WeightForm, inputs: int) -> None:
+    """ValueError for a form that dense weights of so many inputs can't be given."""
     more = form.has_offsets or form.has_outer or form.is_reordered
     if form.codes not in _LARGEST or more or not form.scales.startswith(("float32", "bfloat16", "float16")):
         raise ValueError(f"dense weights can't be quantised to {form}; only to int8, int4 and fp8 codes with scales")

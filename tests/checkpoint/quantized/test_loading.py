@@ -11,6 +11,7 @@ from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import load_params, plan_quantized
 from jaxllm.checkpoint.mesh_form import expand_model
+from jaxllm.checkpoint.placement import place_params
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
 from jaxllm.errors import MeshError, ModelFormatError
 from jaxllm.models import transformer
@@ -176,3 +177,23 @@ def test_fused_tensors(tmp_path):
 
 def test_a_head(tmp_path):
     check_equal(tmp_path, {"lm_head": FORMS["int8"]}, "tensor=2")
+
+
+def test_biases_of_zeros_may_be_more_than_the_model_has(tmp_path):
+    write_checkpoint(tmp_path, **SIZES)
+    rewrite(tmp_path, {"model.layers.0.mlp.down_proj.bias": np.zeros(64, np.float32)})
+    load(tmp_path, None, Scheme({"down_proj": FORMS["int8"]}))
+    rewrite(tmp_path, {"model.layers.0.mlp.down_proj.bias": np.ones(64, np.float32)})
+    with pytest.raises(ModelFormatError, match="unexpected model.layers.0.mlp.down_proj.bias"):
+        load(tmp_path, None, Scheme({"down_proj": FORMS["int8"]}))
+
+
+@pytest.mark.parametrize("name", ["uint4", "act-order", "nvfp4"])
+def test_dense_weights_do_not_take_every_form(tmp_path, name):
+    write_checkpoint(tmp_path, **SIZES)
+    checkpoint, spec, mesh = open_checkpoint(tmp_path), read_config(tmp_path, jnp.float32), make_mesh(None)
+    model = transformer.abstract(spec.module.Model, spec.cfg)
+    plan_quantized(checkpoint, spec, model, Scheme({"down_proj": FORMS[name]}).modules)
+    dense = nnx.to_pure_dict(nnx.state(load(tmp_path)))
+    with pytest.raises(ValueError, match="dense weights can't be quantised to WeightForm"):
+        place_params(dense, nnx.split(model)[1], mesh)
