@@ -16,7 +16,7 @@ import minijinja
 
 MAX_MEMORY_BYTES = 2**28
 MAX_CHARS = 2**23  # of a rendered conversation
-FUEL = 10_000_000  # instructions; a long conversation takes some 100,000
+FUEL = 10_000_000  # instructions, and characters / 64 since minijinja 3.1; a long conversation takes some 100,000
 _NO_MEMORY = {"error": f"needs more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
 # The tag marks what the assistant wrote, for training. A condition in its place keeps the whitespace around it.
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
@@ -63,7 +63,7 @@ def _answer(line: bytes) -> dict[str, str]:
         return {"error": f"refuses the conversation: {refusal}"}
     except minijinja.TemplateError as error:
         if error.kind == "OutOfFuel":
-            return {"error": f"runs for more than {FUEL} instructions"}
+            return {"error": f"runs for more than {FUEL} instructions (a long text counts as many)"}
         return {"error": f"failed: {error.message}".replace("(in chat:", "(in line ")}
     except MemoryError:
         return _NO_MEMORY
