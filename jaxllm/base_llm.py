@@ -16,7 +16,7 @@ from jaxllm.engine import build
 from jaxllm.engine.metrics import Metric, read_metrics
 from jaxllm.engine.stats import EngineStats
 from jaxllm.from_vllm.configs import ModelConfig, VllmConfig, describe
-from jaxllm.from_vllm.dtypes import dtype_name, task_name
+from jaxllm.from_vllm.dtypes import dtype_name, kv_dtype_name, task_name
 from jaxllm.from_vllm.engine_arguments import translate_engine_arguments
 from jaxllm.from_vllm.missing import MissingMethods
 from jaxllm.from_vllm.typed import VllmEngineArguments
@@ -53,6 +53,8 @@ class BaseLLM(MissingMethods):
         gpu_memory_utilization: float | None = None,
         preemption: str = "auto",
         swap_space: int | float | None = None,
+        kv_cache_dtype: Any = "auto",
+        calculate_kv_scales: bool | None = False,
         max_logprobs: int | None = None,
         seed: int | None = 0,
         record: str | Path | None = None,
@@ -78,6 +80,8 @@ class BaseLLM(MissingMethods):
             gpu_memory_utilization=gpu_memory_utilization,
             preemption=preemption,
             swap_space=float(swap_space) if type(swap_space) is int else swap_space,
+            kv_cache_dtype=kv_dtype_name(kv_cache_dtype),
+            calculate_kv_scales=bool(calculate_kv_scales),
             max_logprobs=max_logprobs,
             seed=random.SystemRandom().getrandbits(63) if seed is None else seed,
             record=record,

@@ -80,6 +80,10 @@ class LLM(LLMPooling):
       enable_prefix_caching: whether prompts share the blocks of equal beginnings (True).
       preemption, swap_space: when blocks run out, the last requests go to at most `swap_space` GiB of host memory
         ("swap"), or are computed again ("recompute"); "auto" measures which is faster.
+      kv_cache_dtype: "int8" or "fp8" keeps keys and values in 8 bits: twice as many tokens in the same memory as in
+        bfloat16. Scales are the checkpoint's; else those of fp8 are 1, and those of int8 are measured at the start, as
+        `calculate_kv_scales=True` asks for any. "auto" keeps them in the model's dtype. docs/kv_cache.md has what it
+        costs.
       record: a new file for what the engine asks of the device, prompts included: `jaxllm replay FILE` does it again,
         for bug reports.
       compilation_cache: a private folder for executables, which the next start loads, or whether to have one; None is

@@ -6,13 +6,14 @@ both. Which keys a token sees is what `pallas_kernels.paged_attention.reference`
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float32, Num
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
-from jaxllm.pallas_kernels.paged_attention import KV_AXES, PagedBatch, cap, ragged_paged_attention
+from jaxllm.pallas_kernels.paged_attention import KV_AXES, PagedBatch, cap, ragged_paged_attention, rounded
 from jaxllm.sharding.rules import shard_map
 
 
@@ -21,9 +22,10 @@ from jaxllm.sharding.rules import shard_map
 class Paged:
     """One layer's pool of KV blocks, and the step's batch."""
 
-    kv_pool: Float[Array, "blocks 2 kv_heads block_size head_dim"]
+    kv_pool: Num[Array, "blocks 2 kv_heads block_size head_dim"]
     batch: PagedBatch
     placement: Placement = field(default=UNPLACED, metadata={"static": True})
+    kv_scales: Float32[Array, "2 kv_heads"] | None = None  # of a pool of 8-bit numbers: those of keys, and of values
 
     def attend(
         self,
@@ -46,15 +48,25 @@ class Paged:
             sliding_window=sliding_window,
             soft_cap=soft_cap,
         )
-        op = shard_map(op, self.placement.mesh, in_axes=(heads, kv, kv, KV_AXES, ()), out_axes=(heads, KV_AXES))
-        out, pool = op(q, k, v, self.kv_pool, self.batch)
+
+        def attend(q, k, v, pool, batch, kv_scales):
+            return op(q, k, v, pool, batch, kv_scales=kv_scales)
+
+        axes = (heads, kv, kv, KV_AXES, (), () if self.kv_scales is None else (None, "kv_heads"))
+        run = shard_map(attend, self.placement.mesh, in_axes=axes, out_axes=(heads, KV_AXES))
+        out, pool = run(q, k, v, self.kv_pool, self.batch, self.kv_scales)
         return out, replace(self, kv_pool=pool)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dense:
-    """Attention within each row of a batch `[batch, len]`; keeps nothing and is differentiable."""
+    """Attention within each row of a batch `[batch, len]`; keeps nothing and is differentiable.
+
+    `kv_scales` are those of a pool of `kv_dtype`: keys and values are what such a pool would hold of them."""
+
+    kv_scales: Float32[Array, "2 kv_heads"] | None = None
+    kv_dtype: Any = field(default=None, metadata={"static": True})
 
     def attend(
         self,
@@ -68,6 +80,10 @@ class Dense:
         soft_cap: float | None = None,
     ):
         """Attends `q` `[batch, len, heads, head_dim]` to `k`, `v` `[batch, len, kv_heads, head_dim]`."""
+        if self.kv_scales is not None:
+            k, v = (
+                rounded(x, scales[:, None], self.kv_dtype) for x, scales in zip((k, v), self.kv_scales, strict=True)
+            )
         if soft_cap is not None:
             return _capped_attention(q, k, v, scale, causal, sliding_window, soft_cap), self
         window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)

@@ -39,6 +39,7 @@ class LinearShape:
     axis: str | None = None
     members: Sizes = ()
     experts: int | None = None
+    places: tuple[tuple[int, int], ...] = ()  # of a product's part: from where to where its members lie on that's axis
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.inputs + self.outputs]
@@ -69,6 +70,11 @@ class LinearShape:
         at = names.index(member)
         return slice(ends[at], ends[at + 1])
 
+    @property
+    def part_of(self) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+        """The members' axis of a weight, from the end, and the `places` there; None for a product that is no part."""
+        return (self.member_dim, self.places) if self.places else None
+
     def take(self, x: Array, member: str) -> Array:
         """Its part of a result or of a weight."""
         part = self.slice_of(member)
@@ -79,7 +85,8 @@ class LinearShape:
         members = tuple((name, size) for name, size in self.members if name in names)
         total = sum(size for _, size in members)
         outputs = tuple((name, total if name == self.axis else size) for name, size in self.outputs)
-        return replace(self, outputs=outputs, members=members)
+        slices = [self.slice_of(name) for name, _ in members]
+        return replace(self, outputs=outputs, members=members, places=tuple((x.start, x.stop) for x in slices))
 
     def product(
         self, x: Float[Array, "..."], weight: Float[Array, "..."], ctx: StepContext, out_dtype: Any = None
@@ -151,6 +158,10 @@ class Linear(nnx.Module):
         value = jnp.concatenate(parts, axis=self.shape.member_dim)
         return Linear(shape, nnx.Param(value, axes=tuple(shape.weight_axes)))
 
+    def columns(self, ids: Int[Array, " n"]) -> Float[Array, "*inputs n"]:
+        """The weight of these entries of a single output axis, in float32."""
+        return self.weight[...][..., ids].astype(jnp.float32)
+
     def product(self, x: Float[Array, "..."], ctx: StepContext, out_dtype: Any = None) -> Float[Array, "..."]:
         """Without bias and adapter."""
         return self.shape.product(x, self.weight[...], ctx, out_dtype)
@@ -207,6 +218,10 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, "*t"]) -> Float[Array, "*t width"]:
         return self.weight[...][ids]
+
+    def rows(self, ids: Int[Array, "*t"]) -> Float[Array, "*t width"]:
+        """In float32."""
+        return self(ids).astype(jnp.float32)
 
     def logits(self, hidden: Float[Array, "*t width"], ctx: StepContext) -> Float[Array, "*t rows"]:
         """The product with each row, as float32 sums."""

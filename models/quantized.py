@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.models.context import StepContext
 from jaxllm.models.linear import Linear, LinearShape
@@ -87,13 +87,19 @@ class QuantizedLinear(Linear):
 
         self.codes, self.scales, self.offsets = held("codes"), held("scales"), held("offsets")
         self.outer, self.order = held("outer"), held("order")
-        self.codes.set_metadata(form=form, num_inputs=len(self.shape.inputs))  # for those who quantise dense weights
+        # For those who quantise dense weights.
+        self.codes.set_metadata(form=form, num_inputs=len(self.shape.inputs), part_of=self.shape.part_of)
 
     @classmethod
     def abstract(cls, linear: Linear, form: WeightForm) -> "QuantizedLinear":
         """Of shapes, in the place of `linear`. ValueError if the form's groups don't fit."""
-        form = form.fitted(linear.shape.inputs[-1][1])
-        return cls(linear.shape, form, _shapes(linear.shape, form), linear.bias)
+        return cls.of_shapes(linear.shape, form, linear.bias)
+
+    @classmethod
+    def of_shapes(cls, shape: LinearShape, form: WeightForm, bias: nnx.Param | None = None) -> "QuantizedLinear":
+        """Likewise, of a product without a weight so far."""
+        form = form.fitted(shape.inputs[-1][1])
+        return cls(shape, form, _shapes(shape, form), bias)
 
     def fit(self, inner: int) -> None:
         """Makes of abstract groups such as divide `inner` inputs."""
@@ -117,6 +123,15 @@ class QuantizedLinear(Linear):
             out_axes=axis,
         )
         return each(jnp.squeeze(x, axis) if shared else x, weight)
+
+    def columns(self, ids: Int[Array, " n"]) -> Float[Array, "*inputs n"]:
+        axis = 0 if self.form.group is None else -1  # of the outputs
+        parts = {name: jnp.take(part, ids, axis) for name, part in self._weight._asdict().items() if part is not None}
+        values = QuantizedWeight(**parts).dense(len(self.shape.inputs))
+        if self.order is None:
+            return values
+        flat = values.reshape(-1, len(ids))
+        return jnp.zeros_like(flat).at[self.order[...]].set(flat).reshape(values.shape)
 
     @property
     def _weight(self) -> QuantizedWeight:

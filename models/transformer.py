@@ -79,6 +79,11 @@ class Config:
         return len(self.layers)
 
     @property
+    def has_tied_head(self) -> bool:
+        """Whether the embedding table is the head that chooses tokens."""
+        return self.tie_embeddings and self.task == "generate"
+
+    @property
     def table_width(self) -> int:
         """Of the embedding table."""
         return self.embed
@@ -234,11 +239,7 @@ class Decoder(Backbone):
         if self.cfg.label_tokens is None:
             return self.score(pooled.astype(self.cfg.dtype), ctx, out_dtype=jnp.float32)
         tokens = jnp.asarray(self.cfg.label_tokens, jnp.int32)
-        if self.cfg.tie_embeddings:
-            rows = self.embed.weight[...][tokens]
-        else:
-            rows = self.lm_head.weight[...][:, tokens].T
-        less, more = rows.astype(jnp.float32)
+        less, more = self.embed.rows(tokens) if self.cfg.tie_embeddings else self.lm_head.columns(tokens).T
         return jnp.einsum("rd,d->r", pooled.astype(jnp.float32), more - less)[:, None]
 
     def logits(self, hidden: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t vocab"]:

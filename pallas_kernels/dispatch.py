@@ -88,17 +88,26 @@ class Op:
 
     def preferred_at(self, placement: Placement, *args: Any, **kwargs: Any) -> str:
         """The implementation that takes a call with these arguments where `placement` says."""
-        table = self.preferred if placement.single_device else self.on_mesh
-        names = table.get(placement.platform or "", ())
-        for name in names:
-            supports = getattr(self._module(name), "supports", None)
-            if supports is None or supports(*args, **kwargs):
-                return name
+        names = self._names(placement)
+        if (name := self.kernel_for(placement, *args, **kwargs)) is not None:
+            return name
         if names and self.warns:
             call = inspect.signature(getattr(self._module("reference"), self.name)).bind(*args, **kwargs).arguments
             call = ", ".join(f"{name} {_describe(value)}" for name, value in call.items())
             _announce_refusal(placement.platform, call)
         return "reference"
+
+    def kernel_for(self, placement: Placement, *args: Any, **kwargs: Any) -> str | None:
+        """As `preferred_at`; None where only the reference does."""
+        for name in self._names(placement):
+            supports = getattr(self._module(name), "supports", None)
+            if supports is None or supports(*args, **kwargs):
+                return name
+        return None
+
+    def _names(self, placement: Placement) -> tuple[str, ...]:
+        table = self.preferred if placement.single_device else self.on_mesh
+        return table.get(placement.platform or "", ())
 
     def _module(self, implementation: str) -> ModuleType:
         return importlib.import_module(f"{self.package}.{implementation}")

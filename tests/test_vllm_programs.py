@@ -122,3 +122,25 @@ def test_async_streaming(run, monkeypatch):
     assert len(lines) == 3
     for engine in made:
         engine.close()
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantized_object(run, kind, monkeypatch, tmp_path):
+    """The tokens are those of the weights that bitsandbytes has made; it rounds activations, too, which we don't."""
+    pytest.importorskip("bitsandbytes")
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+    write_model(tmp_path / "facebook" / "opt-125m", model_type="qwen3", max_position_embeddings=256, **sizes)
+    monkeypatch.setenv("QUANTIZATION", kind)
+    got = json.loads(re.search(r"^Token ids: (\[.*\])", run("quantized_object"), re.MULTILINE)[1])
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    config = nf4 if kind == "nf4" else {"load_in_8bit": True}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        "facebook/opt-125m", quantization_config=transformers.BitsAndBytesConfig(**config)
+    )
+    ids = transformers.AutoTokenizer.from_pretrained("facebook/opt-125m")("The ship left the harbour at").input_ids
+    dense = model.dequantize().float()
+    for _ in got:
+        with torch.no_grad():
+            ids.append(int(dense(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert len(got) == 8 and got == ids[-8:]

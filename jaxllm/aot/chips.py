@@ -55,6 +55,7 @@ CHIPS = {
         Chip("a100", "gpu", 85_100_068_864, 2039e9, "NVIDIA A100 80GB SXM data sheet", 40 * 2**20),
         Chip("h100", "gpu", 84_942_979_072, 3352e9, "NVIDIA H100 SXM data sheet", 50 * 2**20),
         Chip("h200", "gpu", 151_397_597_184, 4800e9, "NVIDIA H200 SXM data sheet", 50 * 2**20),
+        Chip("b200", "gpu", 191_514_411_008, 7672e9, "OpenXLA's description of an NVIDIA B200", 132_644_864),
     )
 }
 

@@ -113,13 +113,19 @@ def fewest_bytes(prepared: Prepared, batch: int, context: int) -> tuple[int, int
     cfg, weights = prepared.cfg, 0
     for path, leaf in prepared.tensors():
         shape = leaf.sharding.shard_shape(leaf.shape)
-        is_table = path.startswith(_TABLES) and not (path.startswith(_TABLES[0]) and cfg.tie_embeddings)
-        rows = min(batch, shape[0]) if is_table else shape[0]
+        rows = min(batch, shape[0]) if _is_looked_up(path, cfg.tie_embeddings) else shape[0]
         weights += stored_bytes((rows, *shape[1:]), leaf.dtype)
-    row = 2 * _kv_heads(prepared) * cfg.head_dim * jnp.dtype(prepared.shape.dtype).itemsize
+    row = 2 * _kv_heads(prepared) * cfg.head_dim * _kv_itemsize(prepared)
     windows = [layer.window for layer in cfg.layers]
     seen = sum(min(context, window or context) for window in windows)
     return weights, batch * seen * row
+
+
+def _is_looked_up(path: str, is_tied: bool) -> bool:
+    """Whether a step reads some rows only: not of what is the head too, dense or, if codes are looked up, beside."""
+    if not path.startswith(_TABLES) or "['head']" in path:
+        return False
+    return not (is_tied and path.startswith(f"{_TABLES[0]}['weight']"))
 
 
 def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
@@ -137,8 +143,13 @@ def declared_bytes(prepared: Prepared, batch: int, context: int) -> int:
             head_dim=cfg.head_dim,
             block_size=block_size,
             itemsize=jnp.dtype(prepared.shape.dtype).itemsize,
+            kv_itemsize=_kv_itemsize(prepared),
         )
     return total
+
+
+def _kv_itemsize(prepared: Prepared) -> int:
+    return jnp.dtype(prepared.shape.kv_dtype(prepared.config)).itemsize
 
 
 def _kv_heads(prepared: Prepared) -> int:

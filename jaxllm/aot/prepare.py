@@ -13,7 +13,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from jaxllm.aot.chips import Target, devices
-from jaxllm.checkpoint.config import read_config, resolve_dtype
+from jaxllm.checkpoint.config import read_spec, resolve_dtype
+from jaxllm.checkpoint.formats import open_checkpoint
+from jaxllm.checkpoint.forms import give_forms
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import check_mesh
 from jaxllm.engine.build import model_shape, size_engine, with_max_len
@@ -22,6 +24,7 @@ from jaxllm.engine.device import memory
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
 from jaxllm.engine.device.packing import StepLayout, pick_bucket
+from jaxllm.engine.kv_cache import check_kv_dtype, check_platform
 from jaxllm.errors import MeshError, OutOfMemoryError
 from jaxllm.models import transformer
 from jaxllm.sharding.mesh import parse_axes
@@ -109,17 +112,22 @@ def prepare(
     mesh: str | None = None,
     *,
     dtype: str = "auto",
+    quantization: str | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int = MAX_NUM_SEQS,
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
     block_size: int = BLOCK_SIZE,
     num_blocks: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Prepared:
-    """The bundled model, directory or config.json `model` on `target`; `max_model_len` None is what the pool holds,
-    `num_blocks` None what fits. Raises `ValueError`, `MeshError`, `ModelFormatError` or `OutOfMemoryError`."""
-    spec = read_config(find_model(model), resolve_dtype(dtype, target.chip.platform))
+    """The bundled model, directory or config.json `model` on `target`, its weights in the forms that its files say, or
+    its configuration, or that `quantization` asks for; `max_model_len` None is what the pool holds, `num_blocks` None
+    what fits. Raises `ValueError`, `MeshError`, `ModelFormatError` or `OutOfMemoryError`."""
+    checkpoint = open_checkpoint(find_model(model))
+    spec = read_spec(checkpoint, resolve_dtype(dtype, target.chip.platform))
     grid = make_mesh(target, mesh or f"tensor={target.count}")
     cfg, abstract = spec.cfg, transformer.abstract(spec.module.Model, spec.cfg)
+    give_forms(checkpoint, spec, abstract, quantization)
     expand_model(abstract, grid)
     graph, state = nnx.split(abstract)
     check_mesh(state, grid)
@@ -130,7 +138,11 @@ def prepare(
         max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
         block_size=block_size,
         num_blocks=2**30,
+        kv_cache_dtype=(kind := check_kv_dtype(kv_cache_dtype, shape.dtype)),
+        measures_kv_scales=kind == "int8",  # as without a checkpoint's
     )
+    with jax.set_mesh(grid):
+        check_platform(shape, wanted, grid, cfg.heads)
     chip, explicit_len = target.chip, max_model_len is not None
     device = memory.DeviceMemory(chip.memory_bytes, chip.usable_bytes, 0)
     try:

@@ -14,7 +14,6 @@ from jaxllm.aot import thunks
 from jaxllm.aot.efficiency import Efficiency, efficiency, pick_batch
 from jaxllm.aot.prepare import Prepared
 from jaxllm.engine.device import memory
-from jaxllm.engine.device.lowering import NUM_FIRST
 
 
 @dataclass(frozen=True)
@@ -158,8 +157,9 @@ def make_report(
     decoding = [executables[name] for name in decode]
     counted = efficiency(prepared, {name[0]: executables[name].text for name in decode}, batch, context)
     compiled = list(executables.values())
-    first = [executables[name] for name in list(jobs)[:NUM_FIRST] if name in executables]
-    first = first if len(first) == NUM_FIRST else []
+    num_first = prepared.lowering.num_first
+    first = [executables[name] for name in list(jobs)[:num_first] if name in executables]
+    first = first if len(first) == num_first else []
     return Report(model, prepared, len(jobs), compiled, first, decoding, executables[largest], counted)
 
 

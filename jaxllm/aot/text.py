@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
+from jaxllm.aot.prepare import Prepared
 from jaxllm.aot.report import Executable, Report
 
 _METHOD = """\
@@ -27,11 +28,16 @@ def render(report: Report, *, top: int = 0) -> str:
 def _head(report: Report) -> Iterator[str]:
     prepared, config = report.prepared, report.prepared.config
     mesh = ",".join(f"{name}={size}" for name, size in prepared.mesh.shape.items())
-    yield f"{report.model} on {prepared.target}, mesh {mesh}, {jnp.dtype(prepared.shape.dtype).name}"
+    yield f"{report.model} on {prepared.target}, mesh {mesh}, {_dtypes(prepared)}"
     yield f"{config.max_num_seqs} sequences of up to {config.max_model_len} tokens"
     yield f"{config.max_num_batched_tokens} tokens a step"
     tokens = config.num_blocks * config.block_size
     yield f"{config.num_blocks} blocks of {config.block_size} tokens: room for {tokens}"
+
+
+def _dtypes(prepared: Prepared) -> str:
+    names = [jnp.dtype(dtype).name for dtype in (prepared.shape.dtype, prepared.shape.kv_dtype(prepared.config))]
+    return names[0] if names[0] == names[1] else f"{names[0]}, keys and values {names[1]}"
 
 
 def _memory(report: Report) -> Iterator[str]:

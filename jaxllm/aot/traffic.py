@@ -3,7 +3,8 @@
 Every kernel (a fusion, custom call, copy, collective ...) reads its operands and writes its results once, with these
 corrections: what is only sliced or gathered counts as much as comes out, what is updated in place as much as goes in;
 results of other memories (a TPU's VMEM) cost nothing, the copies that fetch them do; a loop's body counts as often as
-it runs. Our own Pallas kernels count nothing here: the module can't know what they read, so they say it themselves.
+it runs. Our own Pallas kernels count nothing here, but for products: the module can't know what they read, so they say
+it themselves.
 """
 
 import re
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from jaxllm.aot.hlo import ArrayShape, Computation, Instruction, Module, Shape, arrays, num_bytes
 
 PALLAS_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu_v2", "mosaic_gpu")
+READ_ONCE = ("jaxllm_quantized_matmul",)  # of our kernels: those that read each operand once, as others do
 _ALIASES = ("bitcast", "get-tuple-element", "tuple", "optimization-barrier", "reshape")  # no work
 _FREE = (*_ALIASES, "parameter", "constant", "after-all", "partition-id", "replica-id", "iota", "domain")
 _FREE_TARGETS = ("ConcatBitcast", "AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
@@ -90,7 +92,8 @@ class _TrafficCounter:
         self.traffic.kernels += runs
         if op.custom_call_target in PALLAS_TARGETS:
             self.traffic.pallas_calls += runs
-            return self._in_place(op, given)
+            if not any(f"/{name}/" in op.op_name for name in READ_ONCE):
+                return self._in_place(op, given)
         self._count(owner, op, given, runs)
         return self._in_place(op, given)
 

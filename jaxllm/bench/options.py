@@ -40,9 +40,7 @@ def open_llm(*, dummy_weights: bool, **engine: Any) -> Any:
 
     if not dummy_weights:
         return LLM(**engine)
-    from jaxllm.engine.dummy import dummy_model
-    from jaxllm.sharding.mesh import make_mesh
+    from jaxllm.engine.dummy import config_folder
 
-    mesh = make_mesh(engine.pop("mesh", None))
-    model = dummy_model(Path(engine.pop("model")), engine.pop("dtype", "auto"), mesh)
-    return LLM(model, mesh=mesh, **engine)
+    folder = config_folder(Path(engine.pop("model")))
+    return LLM(folder, load_format="dummy", skip_tokenizer_init=True, **engine)

@@ -5,7 +5,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from os import cpu_count
@@ -24,14 +24,15 @@ from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import canonical, check_mesh, expansion_of, named, some_of
 from jaxllm.checkpoint.quantized import gguf
+from jaxllm.checkpoint.quantized.kv_scales import Scales, read_kv_scales
 from jaxllm.checkpoint.quantized.make import quantized_leaves
 from jaxllm.checkpoint.quantized.module import QuantizedModule
 from jaxllm.checkpoint.quantized.plan import QuantizedPlan
-from jaxllm.checkpoint.quantized.scheme import spare_biases
+from jaxllm.checkpoint.quantized.scheme import Scheme, spare_biases
 from jaxllm.checkpoint.tensors import DTYPES, FLOATS, StoredTensor
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
-from jaxllm.models.linear import Linear
+from jaxllm.models.linear import Embedding, Linear
 from jaxllm.models.transformer import Params
 from jaxllm.models.weights import Weight
 from jaxllm.pallas_kernels.native import huge_pages
@@ -67,7 +68,8 @@ def load_quantized(checkpoint: Checkpoint, spec: ModelSpec, params: Params, mesh
         for leaf, value in leaves.items():
             variables[leaf].set_value(value)
 
-    load_params(checkpoint, spec, nnx.state(dense, nnx.Param), mesh, take=take)
+    dense_params = nnx.state(dense, nnx.Param)
+    load_params(checkpoint, spec, dense_params, mesh, take=take, brief=named(dense_params).keys() - variables.keys())
     return params
 
 
@@ -79,10 +81,12 @@ def load_params(
     *,
     quantized: QuantizedPlan | None = None,
     take: Callable[[str, jax.Array], None] | None = None,
+    brief: Collection[str] = (),
 ) -> Params:
     """Reads a checkpoint into arrays like the abstract `params`, split over `mesh` (see `expand_model`). `quantized` is
     what gave the model its forms, if some weights stay quantised. `take` gets each array with the parameter's name, if
-    it is given; else the parameters that are returned hold them.
+    it is given; else the parameters that are returned hold them. Those of the names in `brief` it has done with when it
+    returns, and their memory is free before more is read.
 
     The host holds two groups at most, each of 32 MB of the files or of one larger parameter, besides those that live
     there; quantised values become those of the model's dtype, some rows at a time. A mesh (`MeshError`) and tensors
@@ -102,16 +106,20 @@ def load_params(
         arena, filler, previous = huge_pages.Arena(), Filler(pool), []
         for group in _groups(units):
             variables = {name: var for unit in group for name, var in unit.variables.items()}
-            hosts = {name: _empty(canonical(var), arena) for name, var in variables.items()}
+            own = huge_pages.Arena()  # a chunk lives as long as any of its arrays
+            hosts = {name: _empty(canonical(var), own if name in brief else arena) for name, var in variables.items()}
             filler.fill([Filling(hosts[name], part, tensor) for unit in group for name, part, tensor in unit.plain])
             for read in [pool.submit(fill, hosts) for unit in group for fill in unit.quantized]:
                 read.result()
             bar.update(sum(unit.num_bytes for unit in group))
-            arrays = [_shard(hosts[name], var, mesh) for name, var in variables.items()]
             jax.block_until_ready(previous)  # one transfer runs while the next group is read, and no more
-            previous = arrays
-            for array, (name, var) in zip(arrays, variables.items(), strict=True):
+            previous = []
+            for name, var in variables.items():
+                array = _shard(hosts.pop(name), var, mesh)
                 var.set_value(array) if take is None else take(name, array)
+                if name not in brief:
+                    previous.append(array)
+                del array
         jax.block_until_ready(previous)
     seconds = time.perf_counter() - start
     gigabytes = total / 1e9
@@ -205,10 +213,16 @@ def plan_quantized(
     return QuantizedPlan.of(model, weights_table(spec), modules, rest)._replace(spare=spare_biases(modules, rest))
 
 
+def stored_kv_scales(checkpoint: Checkpoint, spec: ModelSpec, scheme: Scheme, kind: str) -> Scales | None:
+    """See `read_kv_scales`."""
+    return read_kv_scales(scheme, _stored(checkpoint, spec), spec.cfg.num_layers, kind)
+
+
 def plan_blocks(checkpoint: GgufCheckpoint, spec: ModelSpec, model: nnx.Module) -> QuantizedPlan:
     """Gives the abstract `model` the forms of a GGUF file's blocks. ValueError if no product has some that are kept."""
     stored, table = _stored(checkpoint, spec), weights_table(spec)
-    products = {f"{'.'.join(map(str, path))}.weight" for path, node in nnx.iter_graph(model) if type(node) is Linear}
+    kinds = (Linear, Embedding)
+    products = {f"{'.'.join(map(str, path))}.weight" for path, node in nnx.iter_graph(model) if type(node) in kinds}
     modules: dict[str, QuantizedModule] = {}
     for name, tensor in stored.items():
         if name in table and all(piece.path in products for piece in table[name]):

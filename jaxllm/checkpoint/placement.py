@@ -62,12 +62,44 @@ def _quantized(got: dict[str, Any], want: dict[str, nnx.Variable]) -> dict[str, 
     found: dict[str, Any] = {}
     for name, leaf in got.items():
         path = name.removesuffix(".weight")
-        if name in want or f"{path}.codes" not in want:
+        if name in want:
             found[name] = leaf
-            continue
-        _check_leaf(name, leaf, dense_shape(want[f"{path}.codes"]))
-        found |= quantized_leaves(path, jnp.asarray(_value(leaf)), want)
+        elif f"{path}.codes" in want:
+            if want[f"{path}.codes"].get_metadata("num_inputs", None) is None:
+                raise ValueError(
+                    f"parameter {name} is dense, and the model's table is quantised, which is done to products alone; "
+                    "give its codes and scales, as LLM.params has them"
+                )
+            _check_leaf(name, leaf, dense_shape(want[f"{path}.codes"]))
+            found |= quantized_leaves(path, jnp.asarray(_value(leaf)), want)
+        elif parts := {key: var for key, var in want.items() if key.startswith(f"{path}.parts.") and _place(var)}:
+            for key, weight in _divided(name, leaf, parts).items():
+                part, is_dense = key.rpartition(".")[0], key.endswith(".weight")
+                found |= {key: weight} if is_dense else quantized_leaves(part, weight, want)
+        else:
+            found[name] = leaf
     return found
+
+
+def _place(variable: nnx.Variable) -> Any:
+    """See `LinearShape.part_of`."""
+    return variable.get_metadata("part_of", None)
+
+
+def _divided(name: str, leaf: Any, parts: dict[str, nnx.Variable]) -> dict[str, Array]:
+    """The members that each of a product's `parts` has, which are its codes or a dense weight, of the dense weight of
+    them all."""
+    dim = _place(next(iter(parts.values())))[0]
+    places = {key: _place(var)[1] for key, var in parts.items()}
+    shapes = [canonical(var) if key.endswith(".weight") else dense_shape(var) for key, var in parts.items()]
+    shape = list(shapes[0].shape)
+    shape[dim] = max(stop for pieces in places.values() for _, stop in pieces)
+    _check_leaf(name, leaf, jax.ShapeDtypeStruct(tuple(shape), shapes[0].dtype))
+    weight = jnp.asarray(_value(leaf))
+    return {
+        key: jnp.concatenate([jax.lax.slice_in_dim(weight, *ends, axis=dim) for ends in pieces], axis=dim)
+        for key, pieces in places.items()
+    }
 
 
 def dense_shape(codes: nnx.Variable) -> jax.ShapeDtypeStruct:

@@ -94,6 +94,13 @@ def find_tensors(model_dir: Path) -> dict[str, StoredTensor]:
     return found
 
 
+def has_tensors(model_dir: Path) -> bool:
+    """Whether all files that hold the checkpoint's tensors are there."""
+    if not any((model_dir / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX)):
+        return False
+    return all(file.is_file() for file in _files(model_dir))
+
+
 def _files(model_dir: Path) -> list[Path]:
     """The safetensors files that make up the checkpoint."""
     if (model_dir / WEIGHTS).is_file():

@@ -28,13 +28,16 @@ def _compile(arguments: argparse.Namespace) -> int:
     from jaxllm.aot.prepare import prepare
     from jaxllm.aot.report import make_report, to_json
     from jaxllm.aot.text import render
+    from jaxllm.from_vllm.dtypes import kv_dtype_name
 
-    sizes = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks")
+    weights, steps = ("dtype", "quantization"), ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    options = (*weights, *steps, "block_size", "num_blocks")
     prepared = prepare(
         arguments.model_config,
         parse_target(arguments.target),
         arguments.mesh,
-        **{name: getattr(arguments, name) for name in sizes},
+        kv_cache_dtype=kv_dtype_name(arguments.kv_cache_dtype),
+        **{name: getattr(arguments, name) for name in options},
     )
     report = make_report(
         arguments.model_config,
@@ -72,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, metavar="N", help="sequences of the decode step (default: 64, or as many as fit)")
     add("--context", type=int, metavar="N", default=CONTEXT, help="tokens of each of them (default: %(default)s)")
     add("--dtype", default="auto", help="of parameters and KV pool (default: bfloat16)")
+    add("--kv-cache-dtype", metavar="KIND", default="auto", help="of keys and values: int8 or fp8 (default: the dtype)")
+    add("--quantization", metavar="KIND", help="int8, int4 or fp8: of weights that the files hold as floats")
     add("--block-size", type=int, metavar="N", default=BLOCK_SIZE, help="tokens of a KV block (default: %(default)s)")
     add("--num-blocks", type=int, metavar="N", help="KV blocks (default: as many as fit)")
     add(

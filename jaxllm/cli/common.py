@@ -41,6 +41,8 @@ _ENGINE_OPTIONS = (
     "gpu_memory_utilization",
     "preemption",
     "swap_space",
+    "kv_cache_dtype",
+    "calculate_kv_scales",
     "record",
     "load_format",
     "quantization",
@@ -81,13 +83,19 @@ def add_loading_arguments(group: Any) -> None:
     add("--revision", metavar="REV", help="branch, tag or commit of a model of the hub (default: main)")
     add("--download-dir", metavar="DIR", help="where models of the hub are kept (default: huggingface_hub's cache)")
     add("--tokenizer", metavar="DIR", help="a directory or .gguf file with another tokenizer (default: the model's)")
-    add("--dtype", help="of weights and KV cache: bfloat16, float16, float32 or auto (default: auto)")
+    add("--dtype", help="of weights and computation: bfloat16, float16, float32 or auto (default: auto)")
     add("--mesh", metavar="SPEC", help="devices per axis, e.g. tensor=4 (default: one device)")
     add("--tensor-parallel-size", type=int, metavar="N", help="same as --mesh tensor=N")
     add(
         "--quantization",
         metavar="KIND",
         help="int8, int4 or fp8: dense weights become that while they load; gguf: a file's blocks stay as they are",
+    )
+    add("--kv-cache-dtype", metavar="KIND", help="int8 or fp8: keys and values in 8 bits (default: the model's dtype)")
+    add(
+        "--calculate-kv-scales",
+        action=argparse.BooleanOptionalAction,
+        help="measure the scales of 8-bit keys and values at the start, as is done for int8 without any",
     )
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
     add("-tp", type=int, dest="tensor_parallel_size", **hidden)

@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
             Example("eval smollm2 --text book.txt", "perplexity"),
             Example("eval model-awq --reference model --text book.txt", "what quantisation has cost"),
             Example("eval smollm2 --quantization int8 --reference smollm2 --text book.txt", "and what it would cost"),
+            Example("eval smollm2 --kv-cache-dtype fp8 --reference smollm2 --text book.txt", "of a KV cache in 8 bits"),
             Example("eval smollm2 --choices questions.jsonl --json", "accuracy, and the log-likelihood of each choice"),
         ],
     )
@@ -67,6 +68,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     setup_compilation_cache()
     from jaxllm.eval.run import evaluate  # imports jax, which --help does not need
     from jaxllm.eval.table import table
+    from jaxllm.from_vllm.dtypes import kv_dtype_name
     from jaxllm.hub.locate import locate
 
     wants_tokenizer = arguments.tokenizer is None
@@ -80,6 +82,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         tokenizer=arguments.tokenizer,
         dtype=arguments.dtype or "auto",
         quantization=arguments.quantization,
+        kv_cache_dtype=kv_dtype_name(arguments.kv_cache_dtype),
+        calculate_kv_scales=bool(arguments.calculate_kv_scales),
         mesh=arguments.mesh,
         tensor_parallel_size=arguments.tensor_parallel_size,
     )

@@ -20,6 +20,7 @@ from jaxllm.engine.device.packing import min_bucket
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.host_memory import machine_bytes
+from jaxllm.engine.kv_cache import check_kv_dtype, check_platform, fixed_scales, scale_command, with_scales
 from jaxllm.engine.model_source import Reading, cache_specs, model_source
 from jaxllm.engine.pooling import Pooler, task_of
 from jaxllm.errors import OutOfMemoryError
@@ -50,6 +51,8 @@ def build_engine(
     gpu_memory_utilization: float | None = None,
     preemption: str = "auto",
     swap_space: float | None = None,
+    kv_cache_dtype: str = "auto",
+    calculate_kv_scales: bool = False,
     seed: int = 0,
     record: str | Path | None = None,
     compilation_cache: bool | str | Path | None = None,
@@ -94,6 +97,8 @@ def build_engine(
         gpu_memory_utilization=gpu_memory_utilization,
         preemption=preemption,
         swap_space=swap_space,
+        kv_cache_dtype=check_kv_dtype(kv_cache_dtype, shape.dtype),
+        measures_kv_scales=calculate_kv_scales,
         seed=seed,
         max_logprobs=_default(max_logprobs, MAX_LOGPROBS),
         generates=shape.generates,
@@ -101,6 +106,9 @@ def build_engine(
     )
     _check_len(wanted.max_model_len, source.cfg.max_len)
     _check_swap_space(swap_space)
+    check_platform(shape, wanted, mesh, source.cfg.heads)
+    scales = fixed_scales(source, shape, wanted)
+    wanted = with_scales(wanted, scales)
     if num_blocks is not None:
         memory.check_num_blocks(shape, wanted, num_blocks, mesh, has_params=has_params)
     if platform == "cpu" and gpu_memory_utilization is not None:
@@ -119,7 +127,7 @@ def build_engine(
     try:
         if record is not None:
             executor = recording.record(executor, source, config, record)
-        runner = Runner(executor, config, shape.vocab)
+        runner = Runner(executor, config, shape.vocab, scale_command(source, config, scales))
         runner.set_params(state if has_params else source.place(state, mesh), source.name)
     except BaseException:
         executor.close()
@@ -205,8 +213,9 @@ def size_engine(
     wanted = dataclasses.replace(wanted, groups=shape.cache_layout(wanted, mesh).groups)
     if num_blocks is None:
         budget = memory.kv_budget(shape, wanted, mesh, device, has_params=has_params)
-        blocks = memory.num_blocks(shape, wanted, budget, mesh)
+        blocks = memory.countable(shape, wanted, memory.num_blocks(shape, wanted, budget, mesh), mesh)
     else:
+        memory.check_arrays(shape, wanted, num_blocks, mesh)
         blocks = num_blocks
     room = dataclasses.replace(wanted, num_blocks=blocks, max_model_len=2).longest_len() if blocks > 0 else 0
     if 0 < room < max_model_len:

@@ -15,6 +15,7 @@ GPU_MEMORY_UTILIZATION = 0.92  # share of an accelerator's memory that the proce
 MEM_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 MOST_BLOCKS = 2**30
 PREEMPTIONS = ("auto", "swap", "recompute")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,8 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None  # share of each accelerator's memory; None: the default
     preemption: str = "auto"  # when blocks run out: "swap", "recompute", or what is measured to be faster
     swap_space: float | None = None  # GiB of host memory for swapped blocks; None: 4, or an eighth of the machine's
+    kv_cache_dtype: str = "auto"  # of keys and values in the pool: the model's, or 8 bits
+    measures_kv_scales: bool = False  # whether their scales come from what the parameters make of some tokens
     seed: int = 0  # of requests that bring none
     max_logprobs: int = MAX_LOGPROBS  # that a request may ask for, of each token
     generates: bool = True  # whether the model makes tokens; otherwise its hidden states alone are asked for
@@ -67,6 +70,10 @@ class EngineConfig:
             raise ValueError(f"preemption={self.preemption!r} must be one of {', '.join(PREEMPTIONS)}")
         if self.swap_space is not None:
             check_float("swap_space", self.swap_space, 0.0, 2.0**20)
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r:.100} must be one of {', '.join(KV_CACHE_DTYPES)}")
+        if self.measures_kv_scales and self.kv_cache_dtype == "auto":
+            raise ValueError("calculate_kv_scales is for kv_cache_dtype='fp8' or 'int8'; leave it out, or give one")
         for window, num_pages, is_state in self.groups:
             check_int("window", 1 if window is None else window, 1, 2**24)
             check_int("num_pages", num_pages, 1, 2**16)

@@ -65,6 +65,7 @@ BY_LABEL = (  # name, help, label, its values
 CONFIG = (  # label of cache_config_info, field of EngineConfig
     ("block_size", "block_size"),
     ("num_gpu_blocks", "num_blocks"),
+    ("cache_dtype", "kv_cache_dtype"),
     ("enable_prefix_caching", "enable_prefix_caching"),
     ("gpu_memory_utilization", "gpu_memory_utilization"),
     ("max_model_len", "max_model_len"),

@@ -18,13 +18,16 @@ from jaxtyping import Array
 from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.config import ModelSpec, read_spec, resolve_dtype
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
+from jaxllm.checkpoint.forms import give_forms
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
-from jaxllm.checkpoint.loader import load_params, load_quantized, plan_blocks, plan_quantized
+from jaxllm.checkpoint.loader import load_params, load_quantized, stored_kv_scales
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.checkpoint.pooling_config import PoolingConfig, read_pooling
 from jaxllm.checkpoint.quantized.detect import scheme_of
+from jaxllm.checkpoint.quantized.kv_scales import Scales
 from jaxllm.checkpoint.quantized.make import quantize_model
+from jaxllm.checkpoint.quantized.scheme import Scheme
 from jaxllm.checkpoint.torch_model import TorchModel, is_torch_model
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.dummy import random_params
@@ -54,6 +57,7 @@ class ModelSource(NamedTuple):
     tokenizer: Tokenizer | None
     checkpoint: Checkpoint | None = None  # that it is read from
     pooling: PoolingConfig | None = None  # as the checkpoint's files say
+    kv_scales: Callable[[str], Scales | None] = lambda kind: None  # what they bring for a cache of this kind
 
     @property
     def name(self) -> str:
@@ -141,44 +145,41 @@ def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, 
 def _of_checkpoint(
     checkpoint: Checkpoint, dtype: str, platform: str, tokenizer: Tokenizer | None, reading: Reading
 ) -> ModelSource:
-    _check_load_format(checkpoint, reading.load_format)
     spec = read_spec(checkpoint, resolve_dtype(dtype, platform), reading.hf_overrides, reading.task)
+    scheme = scheme_of(checkpoint, checkpoint.config() | (reading.hf_overrides or {}))
+    _check_load_format(checkpoint, reading.load_format, scheme)
     abstract = transformer.abstract(spec.module.Model, spec.cfg)
     if tokenizer is None and not reading.skip_tokenizer_init:
         tokenizer = checkpoint.tokenizer()
     load = _loader(checkpoint, spec, abstract, reading)
-    if reading.load_format == "dummy":
-        load = partial(_random_params, spec)
     pooling = read_pooling(checkpoint, spec, reading.hf_overrides)
-    return ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint, pooling)
+    source = ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint, pooling)
+    if scheme is not None and reading.load_format != "dummy":
+        source = source._replace(kv_scales=partial(stored_kv_scales, checkpoint, spec, scheme))
+    return source
 
 
 def _loader(
     checkpoint: Checkpoint, spec: ModelSpec, model: nnx.Module, reading: Reading
 ) -> Callable[[Params, Mesh], Params]:
     """What loads the abstract `model`, which gets the forms of weights that are quantised, or shall be."""
-    scheme, wanted = scheme_of(checkpoint, checkpoint.config() | (reading.hf_overrides or {})), reading.quantization
-    if scheme is not None:
-        if wanted not in (None, scheme.name):
-            raise ValueError(
-                f"quantization={wanted!r:.100}, but the weights of {checkpoint.path} are quantised by {scheme.name} "
-                "already; leave it out, or give the original checkpoint"
-            )
-        return partial(load_params, checkpoint, spec, quantized=plan_quantized(checkpoint, spec, model, scheme.modules))
-    if wanted is None:
-        return partial(load_params, checkpoint, spec)
-    if wanted == "gguf" and isinstance(checkpoint, GgufCheckpoint):
-        return partial(load_params, checkpoint, spec, quantized=plan_blocks(checkpoint, spec, model))
-    quantize_model(model, wanted)
+    is_random, wanted = reading.load_format == "dummy", reading.quantization
+    plan = give_forms(checkpoint, spec, model, wanted, reading.hf_overrides, needs_files=not is_random)
+    if is_random:
+        return partial(_random_params, spec)
+    if plan is not None or wanted is None:
+        return partial(load_params, checkpoint, spec, quantized=plan)
     return partial(load_quantized, checkpoint, spec)
 
 
 def _random_params(spec: ModelSpec, abstract: Params, mesh: Mesh) -> Params:
-    return place_params(random_params(spec, mesh), abstract, mesh)
+    return place_params(random_params(spec, abstract, mesh), abstract, mesh)
 
 
-def _check_load_format(checkpoint: Checkpoint, load_format: str) -> None:
+def _check_load_format(checkpoint: Checkpoint, load_format: str, scheme: Scheme | None) -> None:
     theirs = "gguf" if isinstance(checkpoint, GgufCheckpoint) else "safetensors"
+    if load_format == "bitsandbytes" and scheme is not None and scheme.name == load_format:
+        return  # vLLM's name for such weights in safetensors
     if load_format not in ("auto", "dummy", theirs):
         raise ValueError(
             f"load_format={load_format!r} is not supported for {checkpoint.path}: it is 'auto' or {theirs!r}, "

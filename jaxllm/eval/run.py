@@ -1,6 +1,7 @@
 """`evaluate`: what a model makes of texts and questions, beside what a reference makes of them."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,13 +30,16 @@ def evaluate(
     tokenizer: Any = None,
     dtype: str = "auto",
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    calculate_kv_scales: bool = False,
     mesh: str | Mesh | None = None,
     tensor_parallel_size: int | None = None,
 ) -> Evaluation:
     """Perplexity of `texts`, accuracy of `questions`, and the divergence from `reference` over the texts.
 
     `model` and `reference` are as for `LLM`, but local paths where they are names; `tokenizer` stands for that of both,
-    `dtype`, `mesh` and `tensor_parallel_size` are those of both, `quantization` the model's. Texts are read
+    `dtype`, `mesh` and `tensor_parallel_size` are those of both, `quantization` the model's, as are `kv_cache_dtype`
+    and `calculate_kv_scales`: attention reads keys and values as a cache in 8 bits would give them back. Texts are read
     teacher-forced, in chunks of `context` tokens that don't overlap, of each of which the second half is scored.
     Log-probabilities are float32.
 
@@ -46,8 +50,9 @@ def evaluate(
     mesh = choose_mesh(mesh, tensor_parallel_size)
     source = model_source(model, dtype, platform_of(mesh), tokenizer, Reading(quantization=quantization))
     inputs = _Inputs.of(texts, questions, source, context)
+    make = partial(Scorer, source, mesh, kv_cache_dtype=kv_cache_dtype, calculate_kv_scales=calculate_kv_scales)
     if reference is None:
-        scorer = Scorer(source, mesh)
+        scorer = make()
         logprobs = [scorer.logprobs(chunk.row, chunk.first)[0] for chunk in _bar(inputs.chunks, "model")]
         scores = ModelScores(text=_text_scores(inputs, logprobs), choices=_ask(scorer, inputs))
         return Evaluation(context=context, model=scores, reference=None, divergence=None)
@@ -57,7 +62,7 @@ def evaluate(
     hidden = [np.asarray(scorer.hidden(chunk.row, chunk.first)) for chunk in _bar(inputs.chunks, "reference")]
     their_choices, head = _ask(scorer, inputs), scorer.head
     del scorer  # its layers make room for the model's
-    scorer = Scorer(source, mesh)
+    scorer = make()
     bar = _bar(inputs.chunks, "model")
     found = [scorer.compare(chunk.row, chunk.first, head, each) for chunk, each in zip(bar, hidden, strict=True)]
     ours, theirs, kld, same_top = ([getattr(each, name) for each in found] for name in Comparison._fields)

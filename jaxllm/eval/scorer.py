@@ -11,11 +11,15 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-from jaxllm.engine.build import model_shape
+from jaxllm.engine.build import CPU_SIZES, model_shape
+from jaxllm.engine.config import BLOCK_SIZE, MOST_BLOCKS, EngineConfig
 from jaxllm.engine.device.executables import ModelShape
+from jaxllm.engine.device.kv_scales import measure, place_scales, scale_shapes
+from jaxllm.engine.kv_cache import check_kv_dtype, fixed_scales, scale_command, with_scales
 from jaxllm.engine.model_source import ModelSource
 from jaxllm.engine.pooling import task_of
 from jaxllm.models.cache import Dense
+from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.state_cache import DenseState
 from jaxllm.pallas_kernels.dispatch import Placement
@@ -41,9 +45,11 @@ class Comparison(NamedTuple):
 
 class Scorer:
     """A model with its parameters on a mesh, which reads rows of tokens without a cache. Of each shape of rows one
-    executable is compiled."""
+    executable is compiled. With a `kv_cache_dtype` of 8 bits, keys and values are what an engine's pool would hold."""
 
-    def __init__(self, source: ModelSource, mesh: Mesh):
+    def __init__(
+        self, source: ModelSource, mesh: Mesh, *, kv_cache_dtype: str = "auto", calculate_kv_scales: bool = False
+    ):
         if task_of(source.cfg) != "generate":
             raise ValueError(f"{source.name or 'the model'} predicts no tokens, so that there is nothing to evaluate")
         source.expand(mesh)
@@ -51,6 +57,23 @@ class Scorer:
         self.shape = model_shape(source.cfg, graph, state, mesh)
         self._at = Placement(mesh)
         self._leaves = tuple(jax.tree.leaves(source.place(state, mesh)))
+        self._scale_shapes = scale_shapes(self.shape, mesh)
+        kind = check_kv_dtype(kv_cache_dtype, self.shape.dtype)
+        config = _engine_config(source, kv_cache_dtype=kind, measures_kv_scales=calculate_kv_scales)
+        self._kv_dtype = self.shape.kv_dtype(config)
+        self._kv_scales = self._make_scales(source, config)
+
+    def _make_scales(self, source: ModelSource, config: EngineConfig) -> list[Array]:
+        """As an engine's; none for keys and values of the model's dtype."""
+        fixed = fixed_scales(source, self.shape, config)
+        command = scale_command(source, with_scales(config, fixed), fixed)
+        if command is None:
+            return []
+        (array,) = command.arrays
+        if command.kind == "kv_scales":
+            return place_scales(array, self._scale_shapes)
+        run = partial(measure, model_shape=self.shape, dtype=self._kv_dtype, placement=self._at)
+        return jax.jit(run)(self._leaves, array)
 
     @property
     def head(self) -> Head:
@@ -58,7 +81,8 @@ class Scorer:
 
     def hidden(self, tokens: Int32[np.ndarray, "rows len"], first: int) -> Float[Array, "rows scored embed"]:
         """The hidden states that predict the tokens from `first` on of each row."""
-        found = _hidden(self._leaves, tokens, shape=self.shape, first=first, at=self._at)
+        options = {"shape": self.shape, "first": first, "at": self._at, "kv_dtype": self._kv_dtype}
+        found = _hidden(self._leaves, tokens, self._kv_scales, **options)
         return jax.block_until_ready(found)  # simulated devices may not get through two steps' collectives at once
 
     def logprobs(self, tokens: Int32[np.ndarray, "rows len"], first: int) -> Float32[np.ndarray, "rows scored"]:
@@ -82,11 +106,30 @@ class Scorer:
         )
 
 
-@partial(jax.jit, static_argnames=("shape", "first", "at"))
+def _engine_config(source: ModelSource, **options: Any) -> EngineConfig:
+    """Of an engine whose scales are to be had."""
+    tokens = CPU_SIZES["max_num_batched_tokens"]
+    sizes = {"max_model_len": source.cfg.max_len, "max_num_seqs": 1, "max_num_batched_tokens": tokens}
+    return EngineConfig(**sizes, block_size=BLOCK_SIZE, num_blocks=MOST_BLOCKS, **options)
+
+
+@partial(jax.jit, static_argnames=("shape", "first", "at", "kv_dtype"))
 def _hidden(
-    leaves: Sequence[Array], tokens: Int32[Array, "rows len"], *, shape: ModelShape, first: int, at: Placement
+    leaves: Sequence[Array],
+    tokens: Int32[Array, "rows len"],
+    kv_scales: Sequence[Array],
+    *,
+    shape: ModelShape,
+    first: int,
+    at: Placement,
+    kv_dtype: Any,
 ) -> Float[Array, "rows scored embed"]:
-    caches: list[Any] = [[DenseState() if spec.is_state else Dense() for spec in layer] for layer in shape.caches]
+    left = iter(kv_scales)
+
+    def cache(spec: CacheSpec) -> Any:
+        return DenseState() if spec.is_state else Dense(next(left), kv_dtype) if kv_scales else Dense()
+
+    caches: list[Any] = [[cache(spec) for spec in layer] for layer in shape.caches]
     caches = [layer[0] if len(layer) == 1 else layer for layer in caches]
     hidden, _ = shape.model(leaves)(tokens, StepContext.of(tokens, placement=at), caches)
     return hidden[:, first - 1 : -1]

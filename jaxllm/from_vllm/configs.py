@@ -82,6 +82,7 @@ def describe(engine: Any, model: str, hf_config: dict[str, Any] | None, dtype: n
             enable_prefix_caching=config.enable_prefix_caching,
             gpu_memory_utilization=config.gpu_memory_utilization,
             swap_space=config.swap_bytes / 2**30,
+            cache_dtype=config.kv_cache_dtype,
         ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=config.max_num_seqs,

@@ -22,6 +22,15 @@ def dtype_name(dtype: Any) -> str:
         return str(dtype)
 
 
+_KV_ALIASES = {"fp8_e4m3": "fp8", "float8_e4m3fn": "fp8", "None": "auto"}
+
+
+def kv_dtype_name(dtype: Any) -> str:
+    """Likewise, of a KV cache's."""
+    name = dtype_name(dtype)
+    return _KV_ALIASES.get(name, name)
+
+
 _TASKS = {"auto": None, "embedding": "embed", "score": "classify", "reward": "classify"}
 
 

@@ -24,7 +24,8 @@ _NO_QUANTIZATION = (
     "how weights are quantized is what the checkpoint's files say; for dense ones give quantization='int8', 'int4' or "
     "'fp8'"
 )
-_NO_KV_DTYPE = "keys and values are kept in the model's dtype; leave it 'auto', and lower max_model_len to save memory"
+_NO_SKIPPING = "all layers keep keys and values alike; leave it out, or kv_cache_dtype 'auto'"
+_OWN_STATES = "states of recurrences are kept in the dtype that the model computes them in; leave it 'auto'"
 _NO_SPECULATION = "there is no speculative decoding yet; leave it out, the text is the same"
 _NO_TRANSFER = "keys and values stay in this process; leave it out"
 _NO_OFFLOAD = "parameters stay on the devices; use more of them (mesh='tensor=4'), or a smaller dtype"
@@ -168,11 +169,9 @@ _ONLY: dict[str, Only] = {
     "enable_dbo": Only(_OFF, _NO_EXPERTS),
     "num_redundant_experts": Only(_is_zero, _NO_EXPERTS),
     "quantization_config": Only((None,), _NO_QUANTIZATION),
-    "kv_cache_dtype": Only((None, "auto"), _NO_KV_DTYPE),
-    "calculate_kv_scales": Only(_OFF, _NO_KV_DTYPE),
-    "kv_cache_dtype_skip_layers": Only(_is_nothing, _NO_KV_DTYPE),
-    "mamba_cache_dtype": Only((None, "auto"), _NO_KV_DTYPE),
-    "mamba_ssm_cache_dtype": Only((None, "auto"), _NO_KV_DTYPE),
+    "kv_cache_dtype_skip_layers": Only(_is_nothing, _NO_SKIPPING),
+    "mamba_cache_dtype": Only((None, "auto"), _OWN_STATES),
+    "mamba_ssm_cache_dtype": Only((None, "auto"), _OWN_STATES),
     "override_attention_dtype": Only((None,), "attention is computed in the model's dtype; leave it out"),
     "kv_cache_memory_bytes": Only((None,), "give num_blocks, or gpu_memory_utilization"),
     "cpu_offload_gb": Only(_is_zero, _NO_OFFLOAD),

@@ -85,7 +85,7 @@ SHORT = {  # name of the argument -> what else vLLM calls its flag
 }
 SWITCHES = frozenset(  # vLLM's flags without a value, each with a --no- form
     {
-        *("aggregate_engine_logging", "async_scheduling", "calculate_kv_scales", "cudagraph_metrics"),
+        *("aggregate_engine_logging", "async_scheduling", "cudagraph_metrics"),
         *("data_parallel_external_lb", "data_parallel_hybrid_lb", "disable_cascade_attn", "disable_chunked_mm_input"),
         *("disable_custom_all_reduce", "disable_fastapi_docs", "disable_frontend_multiprocessing"),
         *("disable_hybrid_kv_cache_manager", "disable_log_requests", "disable_log_stats"),

@@ -15,7 +15,6 @@ class VllmEngineArguments(TypedDict, total=False):
     async_scheduling: Any
     attention_backend: Any
     attention_config: Any
-    calculate_kv_scales: Any
     code_revision: Any
     collect_detailed_traces: Any
     compilation_config: Any
@@ -93,7 +92,6 @@ class VllmEngineArguments(TypedDict, total=False):
     io_processor_plugin: Any
     ir_op_priority: Any
     kernel_config: Any
-    kv_cache_dtype: Any
     kv_cache_dtype_skip_layers: Any
     kv_cache_memory_bytes: Any
     kv_cache_metrics: Any

@@ -21,8 +21,6 @@ struct Count {
   static constexpr int value = kCount;
 };
 
-typedef int8_t Bytes __attribute__((vector_size(kWidth)));
-
 struct Int8 {
   int8_t bits;
 };
@@ -39,15 +37,34 @@ static inline Floats load(const Int8* p) {
 
 static inline float value(const Int8* p) { return p->bits; }
 
+// e4m3fn: 4 bits of exponent, 3 of mantissa, no infinity.
+struct Float8 {
+  uint8_t bits;
+};
+
+static inline Floats load(const Float8* p) { return load_float8(&p->bits); }
+
+static inline float value(const Float8* p) {
+  const uint32_t magnitude = p->bits & 127;
+  const uint32_t word = magnitude == 127 ? 0x7fc00000 : (magnitude << 20) + (120 << 23);
+  float f;
+  std::memcpy(&f, &word, sizeof f);
+  if (magnitude < 8) f = magnitude * (1.0f / 512);
+  return p->bits & 128 ? -f : f;
+}
+
 // Calls `act(T*, Pool*)`: null pointers, of the types that the arrays and the pool have.
 template <class Act>
 static void with_types(const Attention& a, const Act& act) {
   float* const f32 = nullptr;
   Bf16* const bf16 = nullptr;
   Int8* const int8 = nullptr;
+  Float8* const float8 = nullptr;
   const bool is_f32 = a.dtype == DType::kF32;
   if (a.pool_dtype == DType::kInt8)
     is_f32 ? act(f32, int8) : act(bf16, int8);
+  else if (a.pool_dtype == DType::kFloat8)
+    is_f32 ? act(f32, float8) : act(bf16, float8);
   else
     is_f32 ? act(f32, f32) : act(bf16, bf16);
 }
@@ -86,6 +103,24 @@ static void write_cell(const T* from, Int8* to, int64_t size, float scale) {
   for (int64_t i = 0; i < size; i++) {
     const float x = value(from + i) / scale, clipped = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x;
     to[i].bits = (int8_t)((clipped + 12582912.0f) - 12582912.0f);
+  }
+}
+
+// Likewise, and NaN stays one.
+template <class T>
+static void write_cell(const T* from, Float8* to, int64_t size, float scale) {
+  for (int64_t i = 0; i < size; i++) {
+    const float x = value(from + i) / scale;
+    uint32_t word;
+    std::memcpy(&word, &x, sizeof word);
+    const uint32_t sign = word >> 24 & 128, magnitude = word & 0x7fffffff;
+    float size_of;
+    std::memcpy(&size_of, &magnitude, sizeof size_of);
+    // Below 2^-6 numbers are multiples of 2^-9; from there on the upper 3 bits of the mantissa are kept.
+    const uint32_t small = (uint32_t)((size_of * 512 + 12582912.0f) - 12582912.0f);
+    const uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+    const uint32_t finite = size_of < 1.0f / 64 ? small : size_of < 448.0f ? normal : 0x7e;
+    to[i].bits = (uint8_t)(sign | (x != x ? 0x7f : finite));
   }
 }
 
@@ -252,7 +287,10 @@ static const float* widened(const Attention&, const Running&, const float* keys,
 
 template <class T>
 static const float* widened(const Attention& a, const Running& run, const T* keys, int64_t count) {
-  for (int64_t i = 0; i < count * a.head_dim; i++) run.keys[i] = value(keys + i);
+  const int64_t size = count * a.head_dim;
+  int64_t i = 0;
+  for (; i + kWidth <= size; i += kWidth) store(run.keys + i, load(keys + i));
+  for (; i < size; i++) run.keys[i] = value(keys + i);
   return run.keys;
 }
 

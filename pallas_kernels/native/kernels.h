@@ -5,7 +5,7 @@
 
 namespace jaxllm {
 
-enum class DType { kF32, kBf16, kInt8 };
+enum class DType { kF32, kBf16, kInt8, kFloat8 };
 
 struct Bf16 {
   uint16_t bits;
@@ -49,13 +49,13 @@ struct Attention {
   void* out;              // [tokens, heads, head_dim]
   const int32_t *block_tables, *cu_q_lens, *kv_lens;
   const float* sinks;      // [heads], or null
-  const float* kv_scales;  // [2, kv_heads], of a pool of kInt8
+  const float* kv_scales;  // [2, kv_heads], of a pool of 8 bits
   int64_t heads, kv_heads, head_dim, block_size, blocks_per_seq;
   int64_t window;  // tokens; 0: all
   float scale;
   float soft_cap;  // 0: none
   bool causal;
-  DType dtype, pool_dtype;  // of q, k, v and out; equal, or the pool's is kInt8
+  DType dtype, pool_dtype;  // of q, k, v and out; equal, or the pool's has 8 bits
 };
 
 // Some query rows of sequence `seq` with one KV head: a token's heads of that KV head are rows one after the other.

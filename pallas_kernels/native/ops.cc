@@ -106,24 +106,24 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffe
   const ffi::DataType dtype = q.element_type(), pool_dtype = kv_pool.element_type();
   const bool same_dtype = k.element_type() == dtype && v.element_type() == dtype && out->element_type() == dtype &&
                           new_pool->element_type() == pool_dtype;
-  const bool is_int8 = pool_dtype == ffi::S8;
+  const bool is_int8 = pool_dtype == ffi::S8, is_quantised = is_int8 || pool_dtype == ffi::F8E4M3FN;
   const int64_t num_sinks = sinks.element_count(), num_scales = kv_scales.element_count();
-  if (!same_dtype || (dtype != ffi::F32 && dtype != ffi::BF16) || (!is_int8 && pool_dtype != dtype))
+  if (!same_dtype || (dtype != ffi::F32 && dtype != ffi::BF16) || (!is_quantised && pool_dtype != dtype))
     return ffi::Error::InvalidArgument("jaxllm_paged_attention: dtypes");
   if (qs.size() != 3 || ks.size() != 3 || ps.size() != 5 || ks[0] != qs[0] || ks[2] != qs[2] || ps[1] != 2 ||
       ps[2] != ks[1] || ps[4] != qs[2] || qs[1] % ks[1] || v.element_count() != k.element_count() ||
       out->element_count() != q.element_count() || static_cast<int64_t>(cu_q_lens.element_count()) != ts[0] + 1 ||
       static_cast<int64_t>(kv_lens.element_count()) != ts[0] || distribution.element_count() != 2 ||
-      (num_sinks && num_sinks != qs[1]) || num_scales != (is_int8 ? 2 * ks[1] : 0))
+      (num_sinks && num_sinks != qs[1]) || num_scales != (is_quantised ? 2 * ks[1] : 0))
     return ffi::Error::InvalidArgument("jaxllm_paged_attention: shapes don't go together");
   if (new_pool->untyped_data() != kv_pool.untyped_data())
     return ffi::Error::InvalidArgument("jaxllm_paged_attention: the pool must be aliased to the result");
   const DType own_dtype = dtype == ffi::F32 ? DType::kF32 : DType::kBf16;
   const Attention a{q.untyped_data(), k.untyped_data(), v.untyped_data(), new_pool->untyped_data(),
                     out->untyped_data(), block_tables.typed_data(), cu_q_lens.typed_data(), kv_lens.typed_data(),
-                    num_sinks ? sinks.typed_data() : nullptr, is_int8 ? kv_scales.typed_data() : nullptr,
+                    num_sinks ? sinks.typed_data() : nullptr, is_quantised ? kv_scales.typed_data() : nullptr,
                     qs[1], ks[1], qs[2], ps[3], ts[1], window, scale, soft_cap, causal, own_dtype,
-                    is_int8 ? DType::kInt8 : own_dtype};
+                    is_int8 ? DType::kInt8 : is_quantised ? DType::kFloat8 : own_dtype};
   const int32_t* counts = distribution.typed_data();
   if (const std::string what = fault(a, qs[0], ts[0], ps[0], counts); !what.empty())
     return ffi::Error::InvalidArgument("jaxllm_paged_attention: out of range: " + what);

@@ -10,9 +10,6 @@ constexpr int64_t kPair = 2 * kWidth;  // codes that become floats at once
 constexpr int64_t kPairs = 2;          // of few rows: columns that are summed at once
 constexpr int64_t kInputs = 256;       // that are dequantised before they are multiplied
 
-typedef int8_t Bytes __attribute__((vector_size(kWidth)));
-typedef uint8_t UnsignedBytes __attribute__((vector_size(kWidth)));
-
 static inline Floats widen(Bytes b) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)b));
@@ -20,47 +17,6 @@ static inline Floats widen(Bytes b) {
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)&b)));
 #else
   return __builtin_convertvector(__builtin_convertvector(b, Ints), Floats);
-#endif
-}
-
-static inline Words load_words(const uint8_t* p) {
-  UnsignedBytes v;
-  std::memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v, Words);
-}
-
-static inline Words load_words(const uint16_t* p) {
-  Halves v;
-  std::memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v, Words);
-}
-
-// Floats of kBits bits, in the low ones of each word. No step has a subnormal operand: they may count as 0.
-template <int kBits, int kMantissa>
-static inline Floats small_floats(Words bits) {
-  constexpr uint32_t kBias = (1u << (kBits - kMantissa - 2)) - 1;
-  const Words magnitude = bits & ((1u << (kBits - 1)) - 1), shifted = magnitude << (23 - kMantissa);
-  const Words base = (Words{} + ((128 - kBias) << 23));
-  const Floats small = (Floats)(shifted + base) - (Floats)base;
-  const Floats normal = (Floats)(shifted + ((127 - kBias) << 23));
-  Floats value = magnitude < (1u << kMantissa) ? small : normal;
-  if (kBits == 16)
-    value = magnitude >= 0x7c00 ? (Floats)(shifted | 0x7f800000u) : value;
-  else
-    value = magnitude == 0x7f ? (Floats)(Words{} + 0x7fc00000u) : value;
-  return (Floats)((Words)value | bits >> (kBits - 1) << 31);
-}
-
-static inline Floats load_float8(const uint8_t* p) {
-#if defined(__AVX512F__)  // by way of float16, which has the same numbers, 2^8 times smaller
-  const __m128i codes = _mm_loadu_si128((const __m128i*)p);
-  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
-  const __m512 value = _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80)));
-  const __mmask16 is_nan = _mm_cmpeq_epi8_mask(_mm_or_si128(codes, _mm_set1_epi8((char)0x80)), _mm_set1_epi8(-1));
-  return (Floats)_mm512_mask_mul_ps(_mm512_set1_ps(__builtin_nanf("")), (__mmask16)~is_nan, value,
-                                    _mm512_set1_ps(256.0f));
-#else
-  return small_floats<8, 3>(load_words(p));
 #endif
 }
 

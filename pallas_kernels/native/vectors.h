@@ -27,6 +27,8 @@ typedef float Floats __attribute__((vector_size(kWidth * 4)));
 typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kWidth * 2)));
+typedef int8_t Bytes __attribute__((vector_size(kWidth)));
+typedef uint8_t UnsignedBytes __attribute__((vector_size(kWidth)));
 
 static inline Floats load(const float* p) {
   Floats v;
@@ -62,6 +64,47 @@ static inline void put(Bf16* p, float f) {
   uint32_t word;
   std::memcpy(&word, &f, sizeof word);
   p->bits = f != f ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+static inline Words load_words(const uint8_t* p) {
+  UnsignedBytes v;
+  std::memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, Words);
+}
+
+static inline Words load_words(const uint16_t* p) {
+  Halves v;
+  std::memcpy(&v, p, sizeof v);
+  return __builtin_convertvector(v, Words);
+}
+
+// Floats of kBits bits, in the low ones of each word. No step has a subnormal operand: they may count as 0.
+template <int kBits, int kMantissa>
+static inline Floats small_floats(Words bits) {
+  constexpr uint32_t kBias = (1u << (kBits - kMantissa - 2)) - 1;
+  const Words magnitude = bits & ((1u << (kBits - 1)) - 1), shifted = magnitude << (23 - kMantissa);
+  const Words base = (Words{} + ((128 - kBias) << 23));
+  const Floats small = (Floats)(shifted + base) - (Floats)base;
+  const Floats normal = (Floats)(shifted + ((127 - kBias) << 23));
+  Floats value = magnitude < (1u << kMantissa) ? small : normal;
+  if (kBits == 16)
+    value = magnitude >= 0x7c00 ? (Floats)(shifted | 0x7f800000u) : value;
+  else
+    value = magnitude == 0x7f ? (Floats)(Words{} + 0x7fc00000u) : value;
+  return (Floats)((Words)value | bits >> (kBits - 1) << 31);
+}
+
+static inline Floats load_float8(const uint8_t* p) {
+#if defined(__AVX512F__)  // by way of float16, which has the same numbers, 2^8 times smaller
+  const __m128i codes = _mm_loadu_si128((const __m128i*)p);
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+  const __m512 value = _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16((short)0xbf80)));
+  const __mmask16 is_nan = _mm_cmpeq_epi8_mask(_mm_or_si128(codes, _mm_set1_epi8((char)0x80)), _mm_set1_epi8(-1));
+  return (Floats)_mm512_mask_mul_ps(_mm512_set1_ps(__builtin_nanf("")), (__mmask16)~is_nan, value,
+                                    _mm512_set1_ps(256.0f));
+#else
+  return small_floats<8, 3>(load_words(p));
+#endif
 }
 
 static inline Floats broadcast(float f) { return f - Floats{}; }  // of a sum, unlike this, GCC keeps the + 0

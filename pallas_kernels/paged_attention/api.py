@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Float32, Num
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Op, Placement
-from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
+from jaxllm.pallas_kernels.paged_attention.batch import AnyArray, PagedBatch
 from jaxllm.pallas_kernels.paged_attention.reference import is_quantised
 
 _PREFERRED = {"cpu": ("native", "cpu"), "tpu": ("tpu",), "gpu": ("gpu",)}
@@ -27,6 +27,11 @@ def kv_shape(num_blocks: int, block_size: int, kv_heads: int, head_dim: int, *, 
     `kv_heads` per shard."""
     lanes = TPU_LANES if platform == "tpu" else 1
     return (num_blocks, 2, kv_heads, block_size, -(-head_dim // lanes) * lanes)
+
+
+def has_kernel(q: AnyArray, k: AnyArray, v: AnyArray, kv_pool: AnyArray, *, placement: Placement) -> bool:
+    """Whether one serves arrays of these shapes and dtypes there, rather than the reference."""
+    return OP.kernel_for(placement, q, k, v, kv_pool) is not None
 
 
 def ragged_paged_attention(

@@ -2,8 +2,11 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
+
+AnyArray = Array | jax.ShapeDtypeStruct  # or what one will be like
 
 
 class TokenPositions(NamedTuple):

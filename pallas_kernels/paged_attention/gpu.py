@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Num
 
 from jaxllm.pallas_kernels.dispatch import compute_capability
 from jaxllm.pallas_kernels.paged_attention import gpu_kernels
-from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
+from jaxllm.pallas_kernels.paged_attention.batch import AnyArray, PagedBatch
 from jaxllm.pallas_kernels.paged_attention.gpu_kernels import Spec
 from jaxllm.pallas_kernels.paged_attention.reference import is_quantised, quantise
 
@@ -177,7 +177,7 @@ def bytes_moved(
     return total + 4 * (2 * len(q_lens) + 3)
 
 
-def supports(q: Array, k: Array, v: Array, kv_pool: Array, *args: Any, **kwargs: Any) -> bool:
+def supports(q: AnyArray, k: AnyArray, v: AnyArray, kv_pool: AnyArray, *args: Any, **kwargs: Any) -> bool:
     """Whether the kernels support these dtypes and shapes, and this GPU float8."""
     heads, head_dim = q.shape[1:]
     _, _, kv_heads, block_size, _ = kv_pool.shape

@@ -8,15 +8,20 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Num
 
 from jaxllm.pallas_kernels import native
-from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
+from jaxllm.pallas_kernels.paged_attention.batch import AnyArray, PagedBatch
 
 DTYPES = ("float32", "bfloat16")
 
 
-def supports(q: Array, k: Array, v: Array, kv_pool: Array, *others: Any, **options: Any) -> bool:
-    """Whether the kernel is built and supports these dtypes: one for all, or an int8 pool."""
+def supports(q: AnyArray, k: AnyArray, v: AnyArray, kv_pool: AnyArray, *others: Any, **options: Any) -> bool:
+    """Whether the kernel is built and supports these dtypes: one for all, or a pool of 8 bits."""
     own = q.dtype.name in DTYPES and q.dtype == k.dtype == v.dtype
-    return own and kv_pool.dtype in (q.dtype, jnp.int8) and kv_pool.shape[-1] == q.shape[-1] and native.is_built()
+    return (
+        own
+        and kv_pool.dtype in (q.dtype, jnp.int8, jnp.float8_e4m3fn)
+        and kv_pool.shape[-1] == q.shape[-1]
+        and native.is_built()
+    )
 
 
 def ragged_paged_attention(

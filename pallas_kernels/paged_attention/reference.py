@@ -102,11 +102,20 @@ def quantise(x: Float[Array, "..."], scale: Float32[Array, "..."], dtype: DTypeL
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(x), -127, 127).astype(dtype)
     largest = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -largest, largest).astype(dtype)
+    x = jnp.clip(x, -largest, largest)
+    # To its 3 bits of mantissa first, or to multiples of 2^-9: XLA's CPU rounds to float16 on the way to 8 bits.
+    small = jnp.round(x * 2**9) * 2**-9
+    return jnp.where(jnp.abs(x) < 2**-6, small, jax.lax.reduce_precision(x, 8, 3)).astype(dtype)
 
 
 def dequantise(stored: Num[Array, "..."], scale: Float32[Array, "..."]) -> Float32[Array, "..."]:
     return stored.astype(jnp.float32) * scale
+
+
+def rounded(x: Float[Array, "..."], scale: Float32[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """What a pool of `dtype` holds of `x`, in its dtype. `scale` has as many axes as follow those of rows."""
+    scale = scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
+    return dequantise(quantise(x, scale, dtype), scale).astype(x.dtype)
 
 
 def cap(scores: Array, soft_cap: float | None) -> Array:

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Num
 
-from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
+from jaxllm.pallas_kernels.paged_attention.batch import AnyArray, PagedBatch
 from jaxllm.pallas_kernels.paged_attention.reference import quantise
 from jaxllm.pallas_kernels.paged_attention.tpu_attend import Refs, Static
 from jaxllm.pallas_kernels.paged_attention.tpu_chunks import chunk_scratch, run_chunks
@@ -39,7 +39,9 @@ from jaxllm.pallas_kernels.paged_attention.tpu_plan import bytes_moved as bytes_
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 
 
-def supports(q: Array, k: Array, v: Array, kv_pool: Array, batch: PagedBatch | None = None, **options: Any) -> bool:
+def supports(
+    q: AnyArray, k: AnyArray, v: AnyArray, kv_pool: AnyArray, batch: PagedBatch | None = None, **options: Any
+) -> bool:
     """Whether the kernel supports these dtypes and shapes, and tiles fit VMEM and tables SMEM."""
     heads, head_dim = q.shape[1:]
     _, two, kv_heads, block_size, padded = kv_pool.shape
@@ -58,7 +60,7 @@ def supports(q: Array, k: Array, v: Array, kv_pool: Array, batch: PagedBatch | N
     return True
 
 
-def shapes_of(q: Array, kv_pool: Array) -> Shapes:
+def shapes_of(q: AnyArray, kv_pool: AnyArray) -> Shapes:
     _, _, kv_heads, block_size, head_dim = kv_pool.shape
     return Shapes(
         heads=q.shape[1],

@@ -49,9 +49,7 @@ def product(
                 f"...{inputs},{inputs}{outputs}->...{outputs}", sums, offsets, precision="high"
             )
     else:
-        x = x.reshape(*rows, -1)
-        flat = codes.reshape(*codes.shape[:num_outputs], -1)
-        y = jnp.einsum(f"...a,{outputs}a->...{outputs}", x, flat, preferred_element_type=jnp.float32)
+        y = jnp.einsum(f"...{inputs},{outputs}{inputs}->...{outputs}", x, codes, preferred_element_type=jnp.float32)
         y = y * jnp.broadcast_to(weight.scales.astype(jnp.float32), y.shape)
     y = y if weight.outer is None else y * jnp.broadcast_to(weight.outer, y.shape)
     return y.astype(out_dtype or x.dtype)

@@ -20,8 +20,9 @@ from jaxllm.engine.device import lowering
 from jaxllm.errors import MeshError, ModelFormatError, OutOfMemoryError
 from jaxllm.models import transformer
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.quantized_matmul import stored_bytes
 
-LLAMA = "llama-3.1-8b"
+LLAMA, V6E_4 = "llama-3.1-8b", chips.parse_target("v6e-4")
 
 
 @pytest.fixture
@@ -144,6 +145,32 @@ def test_fewest_bytes_of_windows_and_tied_tables(on_cpu):
     weights, kv = efficiency.fewest_bytes(prepared, 2, 4096)
     assert weights == 2 * sum(leaf.size for _, leaf in prepared.tensors())
     assert kv == 2 * (29 * 1024 + 5 * 4096) * 2 * 4 * 256 * 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fewest_bytes_of_quantised_tables(on_cpu, tmp_path, tied):
+    """Of a model in MLX's form: rows are looked up in codes, and a tied head has its own."""
+    config = json.loads((prepare.find_model(LLAMA) / "config.json").read_text())
+    forms = {"quantization": {"group_size": 64, "bits": 4}, "tie_word_embeddings": tied, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | forms))
+    prepared = prepare.prepare(str(tmp_path), chips.parse_target("h200-1"))
+    weights, _ = efficiency.fewest_bytes(prepared, 2, 16)
+    row = 4096 // 2 + 4096 // 64 * (2 + 4)  # codes, scales and offsets
+    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) // 4096 * row
+    assert weights == 2 * row + 128256 * row + layer + 3 * 4096 * 2
+    params = sum(stored_bytes(leaf.shape, leaf.dtype) for _, leaf in prepared.tensors())
+    assert params == weights + (128256 - 2) * row
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+def test_weights_of_the_form_that_is_asked_for(on_cpu, kind):
+    dense, asked = (
+        sum(stored_bytes(leaf.shape, leaf.dtype) for _, leaf in prepare.prepare(LLAMA, V6E_4, quantization=q).tensors())
+        for q in (None, kind)
+    )
+    products = 32 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    scales = products // 128 * 2 if kind == "int4" else 32 * (2 * 4096 + 2 * 1024 + 4096 + 2 * 14336) * 4
+    assert asked == dense - 2 * products + (products // 2 if kind == "int4" else products) + scales
 
 
 def test_efficiency(on_cpu):

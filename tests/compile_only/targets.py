@@ -1,7 +1,10 @@
 """The chips that these tests compile for: JAXLLM_TARGETS, names separated by spaces; those without a compiler skip."""
 
+import json
 import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.aot import chips
+from jaxllm.aot.prepare import Prepared, find_model, prepare
 
 DEFAULT = "v6e a100 h200"
 
@@ -32,6 +36,14 @@ def mesh_of(chip: str, count: int = 1) -> Mesh:
     """`count` devices of a chip on the axis "tensor"."""
     devices = chips.devices(chips.parse_target(f"{chip}-{count}"))
     return Mesh(np.array(devices), ("tensor",), axis_types=(AxisType.Auto,))
+
+
+def prepare_few_layers(model: str, num_layers: int, target: chips.Target, **options: Any) -> Prepared:
+    """The bundled model with its first layers alone; `options` are those of `prepare`."""
+    config = json.loads((find_model(model) / "config.json").read_text())
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+        return prepare(directory, target, **options)
 
 
 def compile_on(mesh: Mesh, fn: Any, *arguments: Any, **options: Any) -> jax.stages.Compiled:

@@ -4,21 +4,19 @@ One decode step and one mixed step of each: they fit, the pool stays where it is
 checked holds layer by layer, so that models have their first few layers; JAXLLM_WHOLE=1 compiles all.
 """
 
-import json
 import os
 import re
-import tempfile
 from functools import cache
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxllm.aot import efficiency, hlo, traffic
 from jaxllm.aot.chips import parse_target
-from jaxllm.aot.prepare import Prepared, find_model, prepare
+from jaxllm.aot.prepare import Prepared, prepare
 from jaxllm.aot.report import Executable, compile_one
 from jaxllm.engine.device import memory
-from tests.compile_only.targets import chip_names
+from tests.compile_only.targets import chip_names, prepare_few_layers
 
 FEW_LAYERS = {"llama-3.1-8b": 4, "qwen3-0.6b": 4, "gemma-3-4b": 6}  # of both kinds
 MODELS = tuple(FEW_LAYERS)
@@ -30,25 +28,25 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @cache  # by every argument, so that each step compiles once; `count` 0 is as many devices as it needs
-def prepared(chip: str, model: str, count: int) -> Prepared:
+def prepared(chip: str, model: str, count: int, kv_cache_dtype: str = "auto") -> Prepared:
     target = parse_target(f"{chip}-{count or DEVICES.get((chip, model), 1)}")
-    sizes = {"max_model_len": 8192, "max_num_seqs": DECODE, "max_num_batched_tokens": MIXED}
+    sizes: dict[str, Any] = {"max_model_len": 8192, "max_num_seqs": DECODE, "max_num_batched_tokens": MIXED}
+    sizes["kv_cache_dtype"] = kv_cache_dtype
     if os.environ.get("JAXLLM_WHOLE"):
         return prepare(model, target, **sizes)
-    config = json.loads((find_model(model) / "config.json").read_text())
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(config | {"num_hidden_layers": FEW_LAYERS[model]}))
-        return prepare(directory, target, **sizes)
+    return prepare_few_layers(model, FEW_LAYERS[model], target, **sizes)
 
 
 @cache
-def compiled(chip: str, model: str, tokens: int, count: int, kind: str = "step") -> Executable:
-    plan = prepared(chip, model, count)
+def compiled(
+    chip: str, model: str, tokens: int, count: int, kind: str = "step", kv_cache_dtype: str = "auto"
+) -> Executable:
+    plan = prepared(chip, model, count, kv_cache_dtype)
     return compile_one(plan, (kind, tokens), plan.jobs()[kind, tokens])
 
 
-def counted(chip: str, model: str, tokens: int, count: int) -> traffic.Traffic:
-    module = hlo.parse(compiled(chip, model, tokens, count).text)
+def counted(chip: str, model: str, tokens: int, count: int, kv_cache_dtype: str = "auto") -> traffic.Traffic:
+    module = hlo.parse(compiled(chip, model, tokens, count, kv_cache_dtype=kv_cache_dtype).text)
     return traffic.count(module, lambda p: "pool" if p.op_name.startswith("kv_pools[") else "rest")
 
 
@@ -57,8 +55,9 @@ def pool_arrays(plan: Prepared) -> set[tuple[int, ...]]:
     return {pool.sharding.shard_shape(pool.shape) for pool in plan.lowering.state().kv_pools}
 
 
-def check(chip: str, model: str, tokens: int, count: int = 0) -> None:
-    plan, step = prepared(chip, model, count), compiled(chip, model, tokens, count)
+def check(chip: str, model: str, tokens: int, count: int = 0, kv_cache_dtype: str = "auto") -> None:
+    plan = prepared(chip, model, count, kv_cache_dtype)
+    step = compiled(chip, model, tokens, count, kv_cache_dtype=kv_cache_dtype)
     pool = memory.leaf_bytes(plan.lowering.state().kv_pools)
     assert step.peak_bytes < plan.target.chip.usable_bytes
     assert step.alias_bytes >= pool
@@ -70,7 +69,7 @@ def check(chip: str, model: str, tokens: int, count: int = 0) -> None:
         for op in computation.instructions.values():
             copied = op.opcode in moving and any(a.dims in pool_arrays(plan) for a in hlo.arrays(op.shape))
             assert not copied, f"{op.name} copies a pool"
-    moved = counted(chip, model, tokens, count)
+    moved = counted(chip, model, tokens, count, kv_cache_dtype)
     assert moved.pallas_calls >= plan.cfg.num_layers
     assert moved.num_bytes["pool"] == 0, "something but the attention kernel touches the pool"
 
@@ -80,6 +79,28 @@ def check(chip: str, model: str, tokens: int, count: int = 0) -> None:
 @pytest.mark.parametrize("chip", chip_names())
 def test_steps(chip, model, tokens):
     check(chip, model, tokens)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("chip", chip_names())
+def test_steps_with_keys_and_values_in_eight_bits(chip, kv_cache_dtype):
+    """Half the bytes a token, and no array between 2 and 4 GiB on a GPU."""
+    if (chip, kv_cache_dtype) == ("a100", "fp8"):
+        with pytest.raises(ValueError, match="needs a GPU of compute capability 8.9 or more.* give 'int8'"):
+            prepared(chip, "qwen3-0.6b", 0, kv_cache_dtype)
+        return
+    check(chip, "qwen3-0.6b", DECODE, 0, kv_cache_dtype)
+    plan, plain = prepared(chip, "qwen3-0.6b", 0, kv_cache_dtype), prepared(chip, "qwen3-0.6b", 0)
+    (pool, *_), (wide, *_) = (each.lowering.state().kv_pools for each in (plan, plain))
+    assert (pool.dtype.itemsize, wide.dtype.itemsize) == (1, 2) and pool.shape[1:] == wide.shape[1:]
+    bytes_of = pool.size
+    assert plan.target.chip.platform == "tpu" or bytes_of <= 2**31 or bytes_of > 2**32
+    assert efficiency.fewest_bytes(plan, 1, CONTEXT)[1] * 2 == efficiency.fewest_bytes(plain, 1, CONTEXT)[1]
+    if kv_cache_dtype == "int8":
+        measuring = compile_one(plan, "measure_kv_scales", plan.jobs()["measure_kv_scales"])
+        assert measuring.temp_bytes <= memory.step_bytes(plan.shape, plan.config, plan.mesh)
+    kind = "s8" if kv_cache_dtype == "int8" else "f8e4m3fn"
+    assert kind in compiled(chip, "qwen3-0.6b", DECODE, 0, kv_cache_dtype=kv_cache_dtype).text
 
 
 @pytest.mark.parametrize("chip", chip_names())

@@ -7,16 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.placement import named
+from jaxllm.checkpoint.quantized.detect import scheme_of
 from jaxllm.convert.directory import convert
 from jaxllm.engine.device.memory import leaf_bytes
 from jaxllm.engine.model_source import Reading, model_source
 from jaxllm.errors import ModelFormatError
 from jaxllm.models.quantized import QuantizedLinear
 from jaxllm.sharding.mesh import make_mesh
-from tests.checkpoints import check_same, write_checkpoint
+from tests import hf_models
+from tests.checkpoint.quantized import make
+from tests.checkpoints import check_same, rewrite, write_checkpoint, write_config
 
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
 ENGINE = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 8, "block_size": 8}
@@ -77,21 +82,40 @@ def test_a_converted_checkpoint_holds_the_same_codes(folder, tmp_path, name):
     assert same.mean() > 0.9, "sums of squares in another order may prefer a scale that is nearly as good"
 
 
-def test_what_is_converted_is_read_by_compressed_tensors(folder, tmp_path):
-    compressors = pytest.importorskip("compressed_tensors.compressors")
-    torch = pytest.importorskip("torch")
-    from compressed_tensors.quantization import QuantizationArgs
-    from safetensors.torch import load_file
+BIASES = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
 
-    convert(folder, tmp_path / "out", quantization="int4")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    arguments = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
-    tensors, name = load_file(tmp_path / "out" / "model.safetensors"), "model.layers.1.mlp.up_proj"
-    own = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
-    compressor = compressors.BaseCompressor.get_value_from_registry("pack-quantized")
-    theirs = compressor.decompress_weight(own, arguments)
-    dense = load_file(folder / "model.safetensors")[f"{name}.weight"]
-    assert 0 < (theirs.to(torch.float32) - dense).std() < 0.12 * dense.std()
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
+@pytest.mark.parametrize(
+    ("family", "changes", "name"),
+    [
+        ("Llama", BIASES, "int4"),
+        ("Llama", {"intermediate_size": 88}, "int8"),
+        ("Phi3", {}, "int4"),
+        ("Gemma3", {}, "fp8"),
+    ],
+)
+def test_what_is_converted_is_the_same_in_transformers(family, changes, name, tmp_path):
+    """Each weight to the bit; of int4, whose scales are bfloat16, rounded to that as compressed-tensors does."""
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    before = hf_models.checkpoint(tmp_path / "in", family, **changes).state_dict()
+    (tmp_path / "in" / "tokenizer.json").write_text(json.dumps(WORDS))
+    convert(tmp_path / "in", tmp_path / "out", quantization=name)
+    dense = transformers.CompressedTensorsConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=dense, dtype="float32"
+    )
+    checkpoint = open_checkpoint(tmp_path / "out")
+    modules, _ = scheme_of(checkpoint, checkpoint.config()).modules(checkpoint.tensors())
+    assert len(modules) == (4 if family == "Phi3" else 7) * model.config.num_hidden_layers
+    theirs = {key: value.float().numpy() for key, value in model.state_dict().items()}
+    for key, module in modules.items():
+        ours = make.dense(module.read())
+        ours = ours.astype(make.BF16).astype(np.float32) if name == "int4" else ours
+        np.testing.assert_array_equal(theirs.pop(f"{key}.weight"), ours)
+    for key, value in theirs.items():
+        np.testing.assert_array_equal(value, before[key].float().numpy())
 
 
 def test_what_is_converted_once_is_not_again(folder, tmp_path):
@@ -164,3 +188,30 @@ def test_a_model_of_transformers_in_memory():
         LLM(model, **ENGINE)
     with pytest.raises(ModelFormatError, match="<GPT2LMHeadModel>.*GPT2"):
         LLM(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2)), **ENGINE)
+
+
+@pytest.mark.parametrize(("tied", "mesh"), [(True, None), (False, "tensor=2")])
+def test_a_directory_of_mlx_whose_table_is_quantised(tmp_path, tied, mesh):
+    """Its tokens are those of the model with the weights that its codes stand for."""
+    write_checkpoint(tmp_path, **SIZES, vocab_size=27, tie_word_embeddings=tied)
+    rng, tensors, dense = np.random.default_rng(5), {}, {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if tensor.ndim == 2 and not (tied and module == "lm_head"):
+            made = make.mlx(rng, 4, *tensor.shape, group=32)
+            tensors |= {f"{module}.{kind}": value for kind, value in made.tensors.items()}
+            dense[name] = made.weight
+        elif tensor.ndim == 1:
+            tensors[name] = dense[name] = tensor
+    rewrite(tmp_path, dense)
+    options = {"skip_tokenizer_init": True, "dtype": "float32", **ENGINE}
+    want = tokens_of(tmp_path, **options)
+    make.write(tmp_path / "model.safetensors", tensors)
+    write_config(tmp_path, **SIZES, vocab_size=27, tie_word_embeddings=tied, quantization={"group_size": 32, "bits": 4})
+    assert tokens_of(tmp_path, mesh=mesh, **options) == want
+
+
+def tokens_of(model, **options):
+    with LLM(model, **options) as llm:
+        (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+        return list(output.outputs[0].token_ids)

@@ -25,6 +25,7 @@ def model_dir(tmp_path_factory):
     [
         (Reading(load_format="pt"), "load_format='pt' is not supported for .*: it is 'auto' or 'safetensors'"),
         (Reading(load_format="gguf"), "load_format='gguf' is not supported"),
+        (Reading(load_format="bitsandbytes"), "load_format='bitsandbytes' is not supported"),
         (Reading(hf_overrides="x"), "hf_overrides is a str; give a dict of config.json's keys"),
         (Reading(hf_overrides={"hidden_size": -1}), "hidden_size=-1"),
     ],

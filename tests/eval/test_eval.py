@@ -17,7 +17,9 @@ from jaxllm.eval import run
 from jaxllm.eval.inputs import Question
 from jaxllm.eval.run import evaluate
 from jaxllm.eval.scorer import Scorer
+from jaxllm.models.context import StepContext
 from tests import hf_models
+from tests.engine.test_kv_cache_dtype import Numpy
 from tests.tiny import Tiny
 
 CONTEXT = 16
@@ -115,6 +117,26 @@ def test_a_model_does_not_differ_from_itself(models):
     assert found.model == found.reference
     got = found.divergence
     assert (got.kld_mean, got.kld_max, got.same_top, got.dp_rms, got.log_perplexity_ratio) == (0, 0, 1, 0, 0)
+
+
+def test_keys_and_values_are_those_of_a_cache_in_eight_bits(models):
+    """With scales of 1, beside numpy's; the reference's are its own."""
+    model = models[0].model
+
+    def rounded(ids):
+        tokens = jnp.asarray([ids], jnp.int32)
+        ctx = StepContext.of(tokens)
+        hidden, _ = model(tokens, ctx, [Numpy(np.ones((2, 2), np.float32), "fp8") for _ in model.layers])
+        return model.logits(hidden, ctx)[0]
+
+    options = {"texts": TEXTS, "context": CONTEXT, "tokenizer": letters(), "kv_cache_dtype": "fp8"}
+    found = evaluate(model, reference=model, **options)
+    (q, _), (p, _) = (scored_rows(logits, *map(ids_of, TEXTS)) for logits in (rounded, models[0].logits))
+    kld = (np.exp(p) * (p - q)).sum(axis=-1)
+    assert found.divergence.kld_mean == pytest.approx(kld.mean(), rel=1e-3) and kld.mean() > 1e-6
+    assert evaluate(model, calculate_kv_scales=True, **options).model != found.model
+    with pytest.raises(ValueError, match="kv_cache_dtype='int4' is not supported; give 'int8' or 'fp8'"):
+        evaluate(model, **(options | {"kv_cache_dtype": "int4"}))
 
 
 def test_perplexity_is_that_of_transformers(tmp_path):

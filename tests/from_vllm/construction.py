@@ -64,11 +64,17 @@ SNIPPETS: list[Snippet] = [
         "quantization='awq' is unknown; choose one of int8, int4, fp8",
     ),
     runs("kv_cache_dtype='auto'", "engine = LLM(model=M, kv_cache_dtype='auto', **SIZES)", "said(engine)"),
-    refused(
+    runs(
         "kv_cache_dtype='fp8'",
-        "LLM(model=M, kv_cache_dtype='fp8', **SIZES)",
+        "engine = LLM(model=M, kv_cache_dtype='fp8', calculate_kv_scales=True, **SIZES)",
+        "said(engine) and engine.llm_engine.vllm_config.cache_config.cache_dtype == 'fp8'",
+        note="scales are measured once, at the start",
+    ),
+    refused(
+        "kv_cache_dtype='fp8_e5m2'",
+        "LLM(model=M, kv_cache_dtype='fp8_e5m2', **SIZES)",
         NOT_YET,
-        "keys and values are kept in the model's dtype; leave it 'auto'",
+        "kv_cache_dtype='fp8_e5m2' has two bits of mantissa; give 'fp8'",
     ),
     runs(
         "enable_prefix_caching",

@@ -51,7 +51,7 @@ INTERPRETED = ("mha", "mqa_cap_sinks", "bfloat16", "int8", "float8", "bidirectio
 RUNS = {
     "reference": Run(),
     "cpu": Run(tiles={"TILE_Q": 3, "WIDE_TILE_Q": 8, "WIDE_TILE_K": 48}),
-    "native": Run(refuses=("float8",)),
+    "native": Run(),
     "tpu": Run("tpu", {}, {"interpret": True}, INTERPRETED, examples=4),
     "gpu": Run("gpu", {"MAX_ROW_TOKENS": 4}, {"interpret": True}, INTERPRETED, examples=4),
 }

@@ -1,6 +1,7 @@
 """Reads the header of GGUF files, which may be hostile: every length and count is checked before memory is taken."""
 
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -98,6 +99,7 @@ class _FileHeader:
         tensors = {info.name: self._placed(info, start) for info in infos}
         if len(tensors) < num_tensors:
             raise self._error("two tensors have one name")
+        self._check_apart(sorted(tensors.values(), key=lambda tensor: tensor.offset))
         return metadata, tensors
 
     def _tensor(self) -> StoredTensor:
@@ -128,6 +130,11 @@ class _FileHeader:
                 "the file's end"
             )
         return info._replace(offset=start + info.offset)
+
+    def _check_apart(self, in_order: list[StoredTensor]) -> None:
+        for one, after in pairwise(in_order):
+            if one.offset + one.num_bytes > after.offset:
+                raise self._error(f"the tensors {one.name!r:.100} and {after.name!r:.100} overlap")
 
     def _data_start(self, metadata: Metadata) -> int:
         alignment = metadata.integer("general.alignment", 32)

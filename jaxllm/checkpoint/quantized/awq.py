@@ -5,7 +5,7 @@ import numpy as np
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
 from jaxllm.checkpoint.quantized.options import Options, matches, may_match
 from jaxllm.checkpoint.quantized.packing import centered, centered_offsets
-from jaxllm.checkpoint.quantized.scheme import Parts, Scheme, group_of_form
+from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme, group_of_form
 from jaxllm.checkpoint.quantized.values import SCALE_NAMES, read_scales, wrong
 from jaxllm.checkpoint.tensors import StoredTensor, read_array
 from jaxllm.models.quantized import WeightForm
@@ -19,6 +19,7 @@ class Awq(Scheme):
 
     name = "awq"
     kinds = ("qweight", "qzeros", "scales")
+    covers_heads = False
 
     def __init__(self, options: Options):
         super().__init__(options)
@@ -33,6 +34,16 @@ class Awq(Scheme):
             return False
         is_router = name.endswith(("gate", "router"))
         return None if is_router or any(may_match(entry, name) for entry in self._excluded) else True
+
+    def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
+        num_outputs, num_inputs = shape
+        groups = 1 if self._group_size == -1 else num_inputs // self._group_size
+        words = num_outputs // 8
+        return {
+            "qweight": ("I32", (num_inputs, words)),
+            "qzeros": ("I32", (groups, words)),
+            "scales": ("F16", (groups, num_outputs)),
+        }
 
     def module(self, parts: Parts) -> QuantizedModule:
         qweight = parts.take("qweight", ("I32",), (None, None))

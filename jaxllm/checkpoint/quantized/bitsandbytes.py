@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
 from jaxllm.checkpoint.quantized.options import Options, matches, may_match
-from jaxllm.checkpoint.quantized.scheme import Parts, Scheme
+from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme
 from jaxllm.checkpoint.quantized.values import check_scales, read_finite, read_scales, wrong
 from jaxllm.checkpoint.tensors import StoredTensor, read_array, read_bytes
 from jaxllm.models.quantized import WeightForm
@@ -36,6 +36,7 @@ class BitsAndBytes(Scheme):
     def __init__(self, options: Options):
         super().__init__(options)
         self._excluded = options.names("llm_int8_skip_modules")
+        self._is_int8 = options.flag("load_in_8bit", False)
 
     def says_quantized(self, name: str) -> bool | None:
         """The list may name no modules of the model, and is missing where the default was taken."""
@@ -44,6 +45,9 @@ class BitsAndBytes(Scheme):
         if any(matches(entry, name) for entry in self._excluded):
             return False
         return None if any(may_match(entry, name) for entry in self._excluded) else True
+
+    def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
+        return {"weight": ("I8", shape), "SCB": ("F32", shape[:1])} if self._is_int8 else {}
 
     def module(self, parts: Parts) -> QuantizedModule:
         state = next((kind for kind in _STATES if kind in parts), None)

@@ -6,10 +6,36 @@ import numpy as np
 
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
 from jaxllm.checkpoint.quantized.packing import centered, centered_dtype, centered_offsets, packed_size, unpack
-from jaxllm.checkpoint.quantized.scheme import Parts, group_of_form
+from jaxllm.checkpoint.quantized.scheme import Headers, Parts, group_of_form
 from jaxllm.checkpoint.quantized.values import SCALE_NAMES, check_ordinary, read_order, read_scales, wrong
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, read_array
 from jaxllm.models.quantized import WeightForm
+
+
+def packed_headers(
+    shape: tuple[int, int], dtype: str, bits: int, group_size: int | None, is_symmetric: bool, has_order: bool
+) -> Headers:
+    """Of what `packed_module` reads."""
+    (num_outputs, num_inputs), groups = shape, _num_groups(shape[1], group_size)
+    found: Headers = {
+        "weight_packed": ("I32", (num_outputs, packed_size(bits, num_inputs))),
+        "weight_scale": (dtype, (num_outputs, groups)),
+        "weight_shape": ("I64", (2,)),
+    }
+    if not is_symmetric:
+        found["weight_zero_point"] = ("I32", (packed_size(bits, num_outputs), groups))
+    return found | {"weight_g_idx": ("I32", (num_inputs,))} if has_order else found
+
+
+def integer_headers(shape: tuple[int, int], dtype: str, group_size: int | None, is_symmetric: bool) -> Headers:
+    """Of what `integer_module` reads."""
+    scales = (shape[0], _num_groups(shape[1], group_size))
+    found: Headers = {"weight": ("I8", shape), "weight_scale": (dtype, scales)}
+    return found if is_symmetric else found | {"weight_zero_point": ("I8", scales)}
+
+
+def _num_groups(num_inputs: int, group_size: int | None) -> int:
+    return 1 if group_size in (None, -1) else num_inputs // group_size
 
 
 def packed_module(parts: Parts, bits: int, group_size: int | None, is_symmetric: bool) -> QuantizedModule:

@@ -3,12 +3,17 @@ configuration that it is in."""
 
 from dataclasses import dataclass
 
-from jaxllm.checkpoint.quantized.compressed_integers import integer_module, packed_module
-from jaxllm.checkpoint.quantized.fp4 import mxfp4_module, nvfp4_module
-from jaxllm.checkpoint.quantized.fp8 import ACTIVATIONS, fp8_module, read_block
+from jaxllm.checkpoint.quantized.compressed_integers import (
+    integer_headers,
+    integer_module,
+    packed_headers,
+    packed_module,
+)
+from jaxllm.checkpoint.quantized.fp4 import mxfp4_headers, mxfp4_module, nvfp4_headers, nvfp4_module
+from jaxllm.checkpoint.quantized.fp8 import ACTIVATIONS, fp8_headers, fp8_module, read_block
 from jaxllm.checkpoint.quantized.module import QuantizedModule
 from jaxllm.checkpoint.quantized.options import Options, matches, may_match
-from jaxllm.checkpoint.quantized.scheme import Parts, Scheme
+from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme
 
 _FORMATS = (
     "pack-quantized",
@@ -35,6 +40,7 @@ class _Group:
     block: tuple[int, int] | None
     activations: str | None  # what they may be rounded to
     has_input_scale: bool  # in the files, whether used or not
+    has_order: bool  # in the files
 
     @classmethod
     def of(cls, options: Options, weights: Options, default_format: str | None) -> "_Group":
@@ -56,6 +62,7 @@ class _Group:
             block=block if strategy == "block" else None,
             activations=activations,
             has_input_scale=has_input_scale,
+            has_order=weights.values.get("actorder") in (True, "group"),
         )
 
 
@@ -100,7 +107,8 @@ class CompressedTensors(Scheme):
         options.choice("quantization_status", ("compressed",), "compressed")
         default = options.choice("format", (*_FORMATS, "mixed-precision", None), None)
         groups = options.section("config_groups")
-        if groups is None or not 1 <= len(groups.values) <= _MAX_GROUPS:
+        is_of_cache = options.section("kv_cache_scheme") is not None  # which may be all that is quantised
+        if groups is None or not (0 if is_of_cache else 1) <= len(groups.values) <= _MAX_GROUPS:
             raise options.error(f"config_groups must have 1 to {_MAX_GROUPS} groups", "download it again")
         self._groups: list[_Group] = []
         for key in groups.values:
@@ -129,6 +137,22 @@ class CompressedTensors(Scheme):
                 if wanted(target):
                     return group
         return None
+
+    def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
+        group = self._group_of(name)
+        if group is None:
+            return {}
+        static: Headers = {"input_scale": ("F32", ())} if group.has_input_scale and group.activations else {}
+        if group.format == "pack-quantized":
+            return packed_headers(shape, dtype, group.bits, group.group_size, group.is_symmetric, group.has_order)
+        if group.format == "nvfp4-pack-quantized":
+            return nvfp4_headers("weight_packed", "weight_global_scale", shape, group.group_size or 16)
+        if group.format == "mxfp4-pack-quantized":
+            return mxfp4_headers("weight_packed", "weight_scale", shape)
+        if not group.is_float:
+            return integer_headers(shape, dtype, group.group_size, group.is_symmetric) | static
+        block = group.block if group.group_size is None else (1, group.group_size)
+        return fp8_headers(shape, dtype, block) | static
 
     def module(self, parts: Parts) -> QuantizedModule:
         group = self._group_of(parts.name)

@@ -13,6 +13,15 @@ from jaxllm.checkpoint.quantized.module import StoredWeight
 _GROUP = "in_group"  # an axis in patterns: of the inputs that share a scale
 
 
+def fill_table(hosts: Mapping[str, np.ndarray], part: WeightPart, stored: StoredWeight) -> None:
+    """Puts a module's rows into the arrays of a `QuantizedEmbedding` in host memory, by name."""
+    rows = slice(part.first_row, part.first_row + part.shape[0])
+    for name in ("codes", "scales", "offsets", "outer"):
+        values = getattr(stored, name)
+        if values is not None:
+            hosts[name][...] = values[rows].reshape(hosts[name].shape)
+
+
 class QuantizedFilling(NamedTuple):
     """The arrays of a product in host memory, by name, and a module that fills a part of them."""
 

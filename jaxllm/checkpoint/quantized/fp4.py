@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
 from jaxllm.checkpoint.quantized.packing import unpack
-from jaxllm.checkpoint.quantized.scheme import Parts
+from jaxllm.checkpoint.quantized.scheme import Headers, Parts
 from jaxllm.checkpoint.quantized.values import read_scale, read_scales, wrong
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, read_array
 from jaxllm.models.quantized import WeightForm
@@ -30,7 +30,7 @@ def nvfp4_module(
         outer = np.float32(read_scale(overall))
         with np.errstate(over="ignore"):
             outer = np.float32(1) / outer if divides else outer
-        if not 0 < outer * np.float32(_LARGEST_CODE * 448) < np.inf:
+        if not 0 < float(outer) * _LARGEST_CODE * 448 <= float(np.finfo(np.float32).max):
             raise wrong(overall, "is out of range; the weights would not be finite, or be nothing")
         factors = read_scales(scales, largest_code=_LARGEST_CODE, can_be_negative=False)
         return StoredWeight(_codes(packed, shape[1]), factors, outer=np.full(shape[0], outer, np.float32))
@@ -51,6 +51,17 @@ def mxfp4_module(parts: Parts, weight: str, scale: str) -> QuantizedModule:
         return StoredWeight(_codes(packed, shape[1]), factors)
 
     return parts.module(form, shape, read)
+
+
+def nvfp4_headers(weight: str, global_scale: str, shape: tuple[int, int], group: int) -> Headers:
+    """Of a module whose tensors have these names."""
+    scales = ("F8_E4M3", (shape[0], shape[1] // group))
+    return {weight: ("U8", (shape[0], shape[1] // 2)), "weight_scale": scales, global_scale: ("F32", ())}
+
+
+def mxfp4_headers(weight: str, scale: str, shape: tuple[int, int]) -> Headers:
+    """Of a module whose tensors have these names."""
+    return {weight: ("U8", (shape[0], shape[1] // 2)), scale: ("U8", (shape[0], shape[1] // 32))}
 
 
 def _packed(parts: Parts, kind: str) -> tuple[StoredTensor, tuple[int, int]]:

@@ -3,13 +3,14 @@ and vLLM."""
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
 from jaxllm.checkpoint.quantized.options import Options, matches, may_match
-from jaxllm.checkpoint.quantized.scheme import Parts, Scheme, group_of_form
+from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme, group_of_form
 from jaxllm.checkpoint.quantized.values import SCALE_NAMES, read_e4m3, read_scales, wrong
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor
 from jaxllm.models.quantized import WeightForm
@@ -26,6 +27,7 @@ class Fp8(Scheme):
 
     name = "fp8"
     kinds = ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
+    covers_heads = False
 
     def __init__(self, options: Options):
         super().__init__(options)
@@ -43,6 +45,11 @@ class Fp8(Scheme):
             return False
         return None if any(may_match(entry, name) for entry in self._excluded) else True
 
+    def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
+        scales = ("weight_scale", ()) if self._block is None else ("weight_scale_inv", blocks_of(shape, self._block))
+        static: Headers = {"input_scale": ("F32", ())} if self._is_static else {}
+        return {"weight": ("F8_E4M3", shape), scales[0]: ("F32", scales[1])} | static
+
     def module(self, parts: Parts) -> QuantizedModule:
         scale = "weight_scale" if "weight_scale" in parts else "weight_scale_inv"
         input_scale = "activation_scale" if "activation_scale" in parts else "input_scale"
@@ -59,6 +66,16 @@ def read_block(options: Options, key: str) -> tuple[int, int] | None:
     if isinstance(given, list) and len(given) == 2 and all(type(size) is int and 1 <= size <= 2**20 for size in given):
         return given[0], given[1]
     raise options.error(f"{key}={given!r:.100} must be two sizes of blocks, as [128, 128]", "download it again")
+
+
+def blocks_of(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    """Of outputs and inputs, the last ones in part."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def fp8_headers(shape: tuple[int, int], dtype: str, block: tuple[int, int] | None = None) -> Headers:
+    """Of a module with scales of `dtype` called "weight_scale": one, or those of blocks."""
+    return {"weight": ("F8_E4M3", shape), "weight_scale": (dtype, () if block is None else blocks_of(shape, block))}
 
 
 def fp8_module(
@@ -79,7 +96,7 @@ def fp8_module(
     if input_scale:
         parts.take_scalar(input_scale, tuple(FLOATS))
     if block is not None:
-        blocks = (-(-num_outputs // block[0]), -(-num_inputs // block[1]))
+        blocks = blocks_of(weight.shape, block)
         parts.take(scale, _SCALES, blocks)
         group = math.gcd(block[1], num_inputs) if blocks[1] > 1 else num_inputs
         if group < min(_LEAST_GROUP, block[1]):

@@ -9,7 +9,7 @@ import numpy as np
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
 from jaxllm.checkpoint.quantized.options import Options
 from jaxllm.checkpoint.quantized.packing import centered, centered_dtype, centered_offsets, packed_size, unpack
-from jaxllm.checkpoint.quantized.scheme import Parts, Scheme, group_of_form
+from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Place, Scheme, group_of_form
 from jaxllm.checkpoint.quantized.values import SCALE_NAMES, check_ordinary, read_order, read_scales, wrong
 from jaxllm.checkpoint.tensors import StoredTensor, read_array
 from jaxllm.models.quantized import WeightForm
@@ -79,6 +79,21 @@ class Gptq(Scheme):
         if self._settings_of(name) is None:
             return False
         return None if self._names_some or name.endswith(("gate", "router")) else True
+
+    def expects(self, name: str, place: Place) -> bool:
+        return super().expects(name, place) and (place == "layer" or self._has_head and name == "lm_head")
+
+    def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
+        settings = self._settings_of(name)
+        assert settings is not None
+        num_outputs, num_inputs = shape
+        groups = 1 if settings.group_size == -1 else num_inputs // settings.group_size
+        return {
+            "qweight": ("I32", (packed_size(settings.bits, num_inputs), num_outputs)),
+            "qzeros": ("I32", (groups, packed_size(settings.bits, num_outputs))),
+            "scales": ("F16", (groups, num_outputs)),
+            "g_idx": ("I32", (num_inputs,)),
+        }
 
     def module(self, parts: Parts) -> QuantizedModule:
         settings = self._settings_of(parts.name)

@@ -6,7 +6,7 @@ import numpy as np
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
 from jaxllm.checkpoint.quantized.options import Options
 from jaxllm.checkpoint.quantized.packing import centered, unpack
-from jaxllm.checkpoint.quantized.scheme import Parts, Scheme
+from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Place, Scheme
 from jaxllm.checkpoint.quantized.values import SCALE_NAMES, read_finite, read_scales, wrong
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, read_array
 from jaxllm.models.quantized import WeightForm
@@ -38,9 +38,23 @@ class Mlx(Scheme):
         given = self.options.values.get(name)
         return given if isinstance(given, bool) else True if isinstance(given, dict) else None
 
+    def expects(self, name: str, place: Place) -> bool:
+        """All products and tables that the configuration does not exclude."""
+        return self.says_quantized(name) is not False
+
+    def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
+        (num_outputs, num_inputs), (group_size, bits) = shape, self._settings_of(name)
+        if num_inputs % group_size:  # its writers leave these as they are
+            return {}
+        floats = (dtype, (num_outputs, num_inputs // group_size))
+        return {"weight": ("U32", (num_outputs, num_inputs * bits // 32)), "scales": floats, "biases": floats}
+
+    def _settings_of(self, name: str) -> tuple[int, int]:
+        own = None if isinstance(self.options.values.get(name), bool) else self.options.section(name)
+        return self._settings if own is None else self._read_settings(own, *self._settings)
+
     def module(self, parts: Parts) -> QuantizedModule:
-        own = None if isinstance(self.options.values.get(parts.name), bool) else self.options.section(parts.name)
-        group_size, bits = self._settings if own is None else self._read_settings(own, *self._settings)
+        group_size, bits = self._settings_of(parts.name)
         weight = parts.take("weight", ("U32",), (None, None))
         num_outputs, num_words = weight.shape
         if num_words * 32 % bits:

@@ -1,10 +1,10 @@
 """NVIDIA ModelOpt: FP8 of tensors, NVFP4, and both in one model."""
 
-from jaxllm.checkpoint.quantized.fp4 import nvfp4_module
-from jaxllm.checkpoint.quantized.fp8 import fp8_module
+from jaxllm.checkpoint.quantized.fp4 import nvfp4_headers, nvfp4_module
+from jaxllm.checkpoint.quantized.fp8 import fp8_headers, fp8_module
 from jaxllm.checkpoint.quantized.module import QuantizedModule
 from jaxllm.checkpoint.quantized.options import Options, matches, may_match
-from jaxllm.checkpoint.quantized.scheme import Parts, Scheme
+from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme
 
 _ALGORITHMS = ("fp8", "nvfp4", "mixed_precision")
 
@@ -32,6 +32,14 @@ class ModelOpt(Scheme):
         if any(matches(entry, name) for entry in self._excluded):
             return False
         return None if any(may_match(entry, name) for entry in self._excluded) else True
+
+    def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
+        said = (self._layers or {}).get(name) or self._algorithm
+        if said == "fp8":
+            return fp8_headers(shape, "F32")
+        if said == "nvfp4":
+            return nvfp4_headers("weight", "weight_scale_2", shape, self._group_size)
+        return super().headers(name, shape, dtype)
 
     def module(self, parts: Parts) -> QuantizedModule:
         algorithm = "nvfp4" if "weight_scale_2" in parts else "fp8"

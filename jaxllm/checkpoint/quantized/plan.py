@@ -9,12 +9,13 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.checkpoint.fill import WeightPart
-from jaxllm.checkpoint.quantized.fill import QuantizedFilling
+from jaxllm.checkpoint.quantized.fill import QuantizedFilling, fill_table
 from jaxllm.checkpoint.quantized.module import QuantizedModule
 from jaxllm.checkpoint.tensors import StoredTensor
 from jaxllm.errors import ModelFormatError
-from jaxllm.models.linear import Linear, LinearShape, joined
+from jaxllm.models.linear import Embedding, Linear, LinearShape, joined
 from jaxllm.models.quantized import QuantizedLinear, WeightForm
+from jaxllm.models.quantized_embedding import QuantizedEmbedding
 from jaxllm.models.weights import Weight
 
 Table = Mapping[str, Sequence[Weight]]  # of `WEIGHTS`, for all layers
@@ -33,13 +34,14 @@ class _Piece(NamedTuple):
 
 
 class QuantizedPlan(NamedTuple):
-    """The products that hold quantised modules, and where all other tensors go."""
+    """The products and tables that hold quantised modules, and where all other tensors go."""
 
-    shapes: Mapping[str, LinearShape]  # by the product's path
+    shapes: Mapping[str, LinearShape]  # by the product's path, or the table's
     sources: Mapping[str, Sequence[ModulePart]]
     table: Table
     stored: Mapping[str, StoredTensor]
-    spare: Collection[str] = ()  # of these, what a model may lack
+    tables: Collection[str] = ()  # of `shapes`, those of embeddings
+    spare: Collection[str] = ()  # of `stored`, what a model may lack
 
     @classmethod
     def of(
@@ -63,7 +65,10 @@ class QuantizedPlan(NamedTuple):
     def fill(self, path: str, source: ModulePart, hosts: Mapping[str, np.ndarray]) -> None:
         """Reads the module into the arrays of the product at `path`, which are given by the parameters' names."""
         own = {name.removeprefix(f"{path}."): host for name, host in hosts.items() if name.startswith(f"{path}.")}
-        QuantizedFilling(own, source.part, len(self.shapes[path].inputs)).fill(source.module.read())
+        if path in self.tables:
+            fill_table(own, source.part, source.module.read())
+        else:
+            QuantizedFilling(own, source.part, len(self.shapes[path].inputs)).fill(source.module.read())
 
     @classmethod
     def _after(
@@ -73,14 +78,14 @@ class QuantizedPlan(NamedTuple):
         sources: dict[str, list[ModulePart]] = {}
         rows: dict[str, int] = {}  # that have a place, of each module
         for module, weight in pieces:
-            weight, linear = _home(model, weight)
-            shapes[weight.path] = linear.shape
-            first_row, dense = rows.get(module.name, 0), tuple(linear.shape.weight_axes.values())
-            part = WeightPart.at(module.name, weight, dense, first_row)
-            rows[module.name] = first_row + part.shape[0]
-            if part.shape[1] != module.shape[1] or rows[module.name] > module.shape[0]:
-                raise _other_shape(module, part.shape)
-            sources.setdefault(weight.path, []).append(ModulePart(module, part))
+            first_row = rows.get(module.name, 0)
+            for place, dense, shape in _homes(model, weight):
+                shapes[place.path] = shape
+                part = WeightPart.at(module.name, place, dense, first_row)
+                rows[module.name] = first_row + part.shape[0]
+                if part.shape[1] != module.shape[1] or rows[module.name] > module.shape[0]:
+                    raise _other_shape(module, part.shape)
+                sources.setdefault(place.path, []).append(ModulePart(module, part))
         for module, _ in pieces:
             if rows[module.name] != module.shape[0]:
                 raise _other_shape(module, (rows[module.name], module.shape[1]))
@@ -89,7 +94,15 @@ class QuantizedPlan(NamedTuple):
             for name, weights in table.items()
             if not name.endswith(".weight") or name.removesuffix(".weight") not in rows
         }
-        return cls(shapes, sources, rest, stored)
+        tables = {path for path in shapes if isinstance(_find(model, path)[2], QuantizedEmbedding)}
+        return cls(shapes, sources, rest, stored, tables)
+
+
+def dense_owner(model: nnx.Module, weight: Weight) -> Linear | Embedding | None:
+    """The product or table of the abstract model whose dense weight this is a piece of; None for other parameters."""
+    path, dot, leaf = weight.path.rpartition(".")
+    owner = _find(model, path)[2] if dot and leaf == "weight" else None
+    return owner if type(owner) in (Linear, Embedding) else None
 
 
 def _pieces(name: str, module: QuantizedModule, table: Table) -> list[_Piece]:
@@ -100,7 +113,8 @@ def _pieces(name: str, module: QuantizedModule, table: Table) -> list[_Piece]:
     for weight in weights:
         path, dot, leaf = weight.path.rpartition(".")
         if leaf != "weight" or not dot:
-            raise ModelFormatError(f"{module.tensors[0].file}: {name} is quantised, but only products can be")
+            what = "is quantised, but only products and tables can be"
+            raise ModelFormatError(f"{module.tensors[0].file}: {name} {what}")
         found.append(_Piece(module, dataclasses.replace(weight, path=path)))
     return found
 
@@ -114,6 +128,9 @@ def _other_shape(module: QuantizedModule, wanted: Sequence[int]) -> ModelFormatE
 
 def _replace(model: nnx.Module, path: str, sources: Sequence[_Piece]) -> None:
     parent, key, linear = _find(model, path)
+    if type(linear) is Embedding:
+        _set(parent, key, _quantized_table(model, linear, sources[0].module))
+        return
     if type(linear) is not Linear:
         source = sources[0].module
         raise ModelFormatError(
@@ -139,11 +156,39 @@ def _replace(model: nnx.Module, path: str, sources: Sequence[_Piece]) -> None:
     _set(parent, key, joined(linear, parts))
 
 
+def _quantized_table(model: nnx.Module, table: Embedding, module: QuantizedModule) -> Embedding:
+    if module.form is None:
+        raise ModelFormatError(
+            f"{module.tensors[0].file}: {module.name} is a table quantised in a form that is read dense, which only "
+            "products are; take another quantised form of the model"
+        )
+    has_tied_head = _get(model, "embed") is table and _get(model, "cfg").has_tied_head
+    try:
+        return QuantizedEmbedding.abstract(table, module.form, has_tied_head=has_tied_head)
+    except ValueError as error:
+        raise ModelFormatError(f"{module.tensors[0].file}: {module.name}: {error}") from error
+
+
 def _abstract_part(linear: Linear, names: Sequence[str]) -> Linear:
     shape = linear.shape.part(names)
     axes = shape.weight_axes
     value = jax.ShapeDtypeStruct(tuple(axes.values()), linear.weight.get_value().dtype)
-    return Linear(shape, nnx.Param(value, axes=tuple(axes)))
+    return Linear(shape, nnx.Param(value, axes=tuple(axes), part_of=shape.part_of))
+
+
+def _homes(model: nnx.Module, weight: Weight) -> list[tuple[Weight, tuple[int, ...], LinearShape]]:
+    """The places of the piece in products and tables, whose paths are theirs, with the sizes of their dense weights.
+    That of a table with a tied head has two."""
+    _, _, table = _find(model, weight.path)
+    if not isinstance(table, QuantizedEmbedding):
+        place, linear = _home(model, weight)
+        return [(place, tuple(linear.shape.weight_axes.values()), linear.shape)]
+    (_, width), (_, rows) = table.shape.inputs[0], table.shape.outputs[0]
+    found = [(weight, (rows, width), table.shape)]
+    if table.head is not None:
+        head = dataclasses.replace(weight, path=f"{weight.path}.head", axes="v d -> d v")
+        found.append((head, (width, rows), table.head.shape))
+    return found
 
 
 def _home(model: nnx.Module, weight: Weight) -> tuple[Weight, Linear]:

@@ -4,7 +4,8 @@ configuration."""
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
 from jaxllm.checkpoint.quantized.options import Options
@@ -18,6 +19,8 @@ _KV_SCALE = re.compile(
     r"(?:.*\.)?layers\.(?P<layer>\d{1,5})\.(?:self_attn|attn|attention)\.(?:attn\.)?"
     r"(?:(?P<one>[kv])_scale|(?P<of>[kv])_proj\.(?:(?P=of)_scale|output_scale)|(?P<both>kv_scale))"
 )
+Place = Literal["layer", "head", "table"]  # of a product: in a layer or not; or it is an embedding
+Headers = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each kind of tensor
 _ONE_MODEL = "take config and weights of one model"
 
 
@@ -92,6 +95,7 @@ class Scheme(ABC):
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]  # what tensors of quantised modules are called beside "weight"
+    covers_heads: ClassVar[bool] = True  # whether products that are in no layer may be quantised
 
     def __init__(self, options: Options):
         self.options = options
@@ -103,6 +107,29 @@ class Scheme(ABC):
     @abstractmethod
     def says_quantized(self, name: str) -> bool | None:
         """Whether the module is quantised by the configuration; None if that does not tell."""
+
+    def expects(self, name: str, place: Place) -> bool:
+        """Whether files of this configuration hold this product quantised, where nothing but it tells: those in layers
+        that it doesn't exclude, but routers, and of others those that it means."""
+        says = self.says_quantized(name)
+        if place == "layer":
+            return says is True or says is None and not name.endswith(("gate", "router"))
+        return place == "head" and says is True and self.covers_heads
+
+    def expected(self, name: str, shape: tuple[int, int], dtype: str) -> QuantizedModule | None:
+        """A module of `shape` (outputs, inputs) as files of this configuration hold it, which can't be read; None for
+        one that is read dense. `dtype` is that of the model's floats, in files: "BF16"."""
+        file = Path(self.options.where)
+        headers = self.headers(name, shape, dtype)
+        tensors = {kind: StoredTensor(file, f"{name}.{kind}", *header, offset=0) for kind, header in headers.items()}
+        return self.module(Parts(name, tensors)) if tensors else None
+
+    def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
+        """Of the tensors that `expected` is made of; empty for a module that is read dense. ModelFormatError where the
+        configuration does not tell."""
+        raise self.options.error(
+            f"it does not say how {name} is quantised", "give the directory that holds the model's files"
+        )
 
     def modules(self, stored: Mapping[str, StoredTensor]) -> tuple[dict[str, QuantizedModule], dict[str, StoredTensor]]:
         """The quantised modules by name, and all other tensors but the scales of cached keys and values.
@@ -121,7 +148,7 @@ class Scheme(ABC):
                 found[owner] = self.module(Parts(owner, tensors))
                 for kind in tensors:
                     del left[f"{owner}.{kind}"]
-        if not found:
+        if not found and len(left) == len(stored):
             raise self.options.error(f"it says {self.name}, but no weight is quantised", _ONE_MODEL)
         return found, left
 
@@ -144,6 +171,16 @@ class Scheme(ABC):
                 ((which, tensor),) = layer.items()
                 raise wrong(tensor, f"is the scale of {which} alone; keys and values must both have one")
         return {i: (layer["k"], layer["v"]) for i, layer in found.items()}
+
+    @property
+    def kv_kind(self) -> str | None:
+        """What its scales of cached keys and values are for: "fp8", "int8", or None for what is neither."""
+        algorithm, given = self.options.values.get("kv_cache_quant_algo"), self.options.section("kv_cache_scheme")
+        if given is not None:
+            is_float, bits = given.values.get("type", "float") == "float", given.values.get("num_bits", 8)
+            return None if bits != 8 else "fp8" if is_float else "int8"
+        kind = algorithm.lower() if isinstance(algorithm, str) else "fp8"
+        return kind if kind in ("fp8", "int8") else None
 
     def _split(self, name: str) -> tuple[str, str] | None:
         for kind in (*self.kinds, "weight"):

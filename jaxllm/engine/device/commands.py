@@ -41,6 +41,8 @@ KINDS: Mapping[Hashable, CommandKind] = MappingProxyType(
     {
         # Once, and now and then:
         "update_params": CommandKind(),  # uses the parameters of version `key`, which each process has by its own means
+        "kv_scales": CommandKind((("caches", "2"),)),  # of 8-bit keys and values: the bits of floats
+        "measure_kv_scales": CommandKind((("rows", "len"),), runs=True),  # by what the parameters make of these tokens
         "init": CommandKind(runs=True),  # an empty state
         "measure_bandwidth": CommandKind((("blocks",),), num_results=1, is_repeatable=False),  # to host memory and back
         # Moves of blocks; copies in host memory have `key` as their name:

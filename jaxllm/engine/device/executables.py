@@ -25,6 +25,8 @@ from jaxllm.models.context import StepContext
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.paged_attention import PagedBatch
 
+_KV_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -47,7 +49,11 @@ class ModelShape:
     def cache_layout(self, config: EngineConfig, mesh: Mesh) -> CacheLayout:
         """Of an engine of this context length and block size."""
         sizes = {"max_model_len": config.max_model_len, "block_size": config.block_size}
-        return cache_layout(self.caches, self.dtype, mesh, **sizes)
+        return cache_layout(self.caches, self.kv_dtype(config), mesh, **sizes)
+
+    def kv_dtype(self, config: EngineConfig) -> Any:
+        """Of the keys and values in the pool."""
+        return _KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
 
     @cached_property
     def head_indices(self) -> tuple[int, ...]:
@@ -130,7 +136,9 @@ def step(
     placement: Placement,
 ) -> tuple[list[Array], Array, Slots, Array, Int[Array, "3"]]:
     """One forward pass over a ragged batch. Returns pools, history, slots and hidden states, and the batch's counts,
-    which nobody needs but to know that the step is over."""
+    which nobody needs but to know that the step is over. After the parameters `leaves` has the scales of pools of 8-bit
+    numbers."""
+    leaves, kv_scales = leaves[: len(model_shape.leaves)], leaves[len(model_shape.leaves) :]
     given = layout.unpack(packed)
     slots = slots._replace(block_tables=_with_new_blocks(slots.block_tables, given.new_blocks))
     rows = of_slots(slots, given.slots)
@@ -148,7 +156,7 @@ def step(
     views = [
         view_table(batch, *each, rows.length, layout.block_size) for each in zip(rows.block_tables, tables, strict=True)
     ]
-    given_caches = LayerCaches(kv_pools, views, model_shape.caches, caches, placement, layout.block_size)
+    given_caches = LayerCaches(kv_pools, views, model_shape.caches, caches, placement, layout.block_size, kv_scales)
     hidden, written = model(tokens, ctx, given_caches)
     slots = slots._replace(length=slots.length.at[given.slots].add(given.q_lens, mode="drop"))
     last_hidden = jax.lax.dynamic_update_slice_in_dim(last_hidden, hidden, 0, 0)

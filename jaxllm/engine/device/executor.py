@@ -18,7 +18,8 @@ from jaxllm.engine.device.compat import takes_four_bits
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.executable_store import open_store
 from jaxllm.engine.device.executables import ModelShape
-from jaxllm.engine.device.lowering import NUM_FIRST, Lowering
+from jaxllm.engine.device.kv_scales import place_scales
+from jaxllm.engine.device.lowering import Lowering
 from jaxllm.engine.device.state import DeviceState
 from jaxllm.models.transformer import Params
 from jaxllm.pallas_kernels.native import huge_pages
@@ -49,13 +50,15 @@ class Executor:
         check = partial(_check_memory, ("step", config.max_num_batched_tokens), self.temp_bound)
         jobs, compile = lowering.jobs(), open_store(compilation_cache, mesh)
         share = _COMPILE_SHARE if lowering.placement.platform == "cpu" else 1.0
-        first = list(jobs)[:NUM_FIRST]
+        first = list(jobs)[: lowering.num_first]
         self.compile_plan = CompilePlan(
             jobs, check, compile=lambda lowered: takes_four_bits(compile(lowered)), first=first, share=share
         )
         self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory
         self.moves = BlockMoves(self.compile_plan.awaited)
         self.leaves: list[Array] = []
+        self._scale_shapes = lowering.scales()
+        self.kv_scales: list[Array] = []  # of a pool of 8-bit numbers
         self._offered: dict[int, list[Array]] = {}  # parameters by version, for commands to come
         self.state: DeviceState | None = None
         self._head_indices, self._head = model_shape.head_indices, []
@@ -95,6 +98,7 @@ class Executor:
         self.compile_plan.close()
         self.release_params()
         self._offered.clear()
+        self.kv_scales = []
         self.release_state()
 
     def release_params(self) -> None:
@@ -120,6 +124,13 @@ class Executor:
         self.leaves, self._head = leaves, [leaves[i] for i in self._head_indices]
         self._pool_head = [leaves[i] for i in self._pool_indices]
         huge_pages.collapse_soon(leaves)
+
+    def _place_kv_scales(self, command: Command) -> None:
+        (pairs,) = command.arrays
+        self.kv_scales = place_scales(pairs, self._scale_shapes)
+
+    def _measure_kv_scales(self, command: Command) -> None:
+        self.kv_scales = self.compile_plan.awaited(command.name)(self.leaves, *command.arrays)
 
     def _init(self, command: Command) -> None:
         self.release_state()  # free the old pool first
@@ -150,7 +161,7 @@ class Executor:
     def _step(self, command: Command) -> list[Array]:
         pools, history, slots, _, _, hidden, _ = self._live
         pools, history, slots, hidden, done = self.compile_plan[command.name](
-            self.leaves, pools, history, slots, hidden, *command.arrays
+            [*self.leaves, *self.kv_scales], pools, history, slots, hidden, *command.arrays
         )
         self.state = self._live._replace(kv_pools=pools, history=history, slots=slots, hidden=hidden)
         return [done]
@@ -193,6 +204,8 @@ class Executor:
 
 HANDLERS: dict[Hashable, Callable[[Executor, Command], Sequence[Array | np.ndarray] | None]] = {  # of `KINDS`
     "update_params": Executor._update_params,
+    "kv_scales": Executor._place_kv_scales,
+    "measure_kv_scales": Executor._measure_kv_scales,
     "init": Executor._init,
     "measure_bandwidth": Executor._measure_bandwidth,
     **dict.fromkeys(("swap_out", "swap_in", "copy", "release"), Executor._move),

@@ -47,8 +47,10 @@ class LayerCaches:
         layout: CacheLayout,
         placement: Placement,
         block_size: int,
+        kv_scales: Sequence[Array] = (),  # of each cache of keys and values, where the pool has 8-bit numbers
     ):
         self.pools = list(pools)
+        self._kv_scales = kv_scales
         self._views, self._specs, self._layout = views, specs, layout
         self._placement, self._block_size = placement, block_size
 
@@ -57,7 +59,9 @@ class LayerCaches:
 
     def copy(self) -> "LayerCaches":
         """Which may be changed alone."""
-        return LayerCaches(self.pools, self._views, self._specs, self._layout, self._placement, self._block_size)
+        return LayerCaches(
+            self.pools, self._views, self._specs, self._layout, self._placement, self._block_size, self._kv_scales
+        )
 
     def __getitem__(self, layer: int) -> Any:
         return self.get(layer, 0) if len(self._specs[layer]) == 1 else CachesOfLayer(self, layer)
@@ -77,19 +81,25 @@ class LayerCaches:
 
     def get(self, layer: int, index: int) -> Paged | PagedState:
         """One of a layer's caches, with what has been put into the arrays so far."""
-        return self._cache(self._specs[layer][index], self._layout.places[layer][index])
+        spec, place = self._specs[layer][index], self._layout.places[layer][index]
+        scales = self._scales_of(layer, index) if self._kv_scales and not spec.is_state else None
+        return self._cache(spec, place, scales)
+
+    def _scales_of(self, layer: int, index: int) -> Array:
+        before = [*(spec for of_layer in self._specs[:layer] for spec in of_layer), *self._specs[layer][:index]]
+        return self._kv_scales[sum(not spec.is_state for spec in before)]
 
     def put(self, layer: int, index: int, cache: Paged | PagedState) -> None:
         """Writes one of a layer's caches back."""
         for array, pool in zip(_arrays(self._layout.places[layer][index]), _pools(cache), strict=True):
             self.pools[array] = pool
 
-    def _cache(self, spec: CacheSpec, place: Place) -> Paged | PagedState:
+    def _cache(self, spec: CacheSpec, place: Place, kv_scales: Array | None) -> Paged | PagedState:
         views = [self._views[place.group][cell.page] for cell in place.cells]
         arrays = _arrays(place)
         pools = tuple(self.pools[array] for array in arrays)
         if not spec.is_state:
-            return Paged(pools[0], views[0], self._placement)
+            return Paged(pools[0], views[0], self._placement, kv_scales)
         tables, cells = zip(
             *((view.block_tables, arrays.index(cell.array)) for view, cell in zip(views, place.cells, strict=True)),
             strict=True,

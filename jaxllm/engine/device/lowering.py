@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device import block_moves, executables
+from jaxllm.engine.device import block_moves, executables, kv_scales
 from jaxllm.engine.device.cache_layout import CacheLayout
 from jaxllm.engine.device.columns import RowLayout
 from jaxllm.engine.device.executables import ModelShape
@@ -42,7 +42,7 @@ from jaxllm.pallas_kernels.zeros import zeros
 from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import replicated, sharding
 
-NUM_FIRST = 4  # executables that suffice to serve a request: the first ones of a plan
+NUM_FIRST = 4  # executables that suffice to serve a request, where nothing is measured before
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,19 @@ class Lowering:
 
     def jobs(self) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
         """Name -> lowering of every executable: a step for each bucket of tokens, four for each bucket of samples, the
-        admits, three more, those that pool, and those that move blocks. A model that does not generate has no samplers.
+        admits, three more, those that pool, and those that move blocks; one that measures the scales of 8-bit keys and
+        values, where that is asked for. A model that does not generate has no samplers.
 
-        Smallest first: the first `NUM_FIRST` suffice to serve a request. On accelerators, where each takes seconds,
+        Smallest first: the first `num_first` suffice to serve a request. On accelerators, where each takes seconds,
         steps of 8 and 64 times as many tokens follow, with plain samplers: prompts and batches soon need few steps.
         """
         moves = block_moves.jobs(self.state().pools, self.config.max_num_seqs)
         admits = {("admit", rows): partial(self.lower_admit, rows) for rows in ADMIT_SIZES}
         pools = {("pool", n): partial(self.lower_pool, self._pool_layout(n)) for n in self._pool_buckets}
-        jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {"init": self.lower_init}
+        jobs: dict[Hashable, Callable[[], jax.stages.Lowered]] = {}
+        if self.config.measures_kv_scales:
+            jobs["measure_kv_scales"] = self.lower_measure
+        jobs["init"] = self.lower_init
         jobs["admit", 1] = admits["admit", 1]
         if not self.model_shape.generates:
             jobs["step", self.token_buckets[0]] = self._step_job(self.token_buckets[0])
@@ -84,6 +88,11 @@ class Lowering:
             jobs |= admits
             jobs |= {name: job for name, job in moves.items() if isinstance(name, tuple) and name[0] == "copy"}
         return jobs | pools | moves  # swaps last: until then, preempted sequences are recomputed
+
+    @property
+    def num_first(self) -> int:
+        """Executables that suffice to serve a request: the first ones of the plan."""
+        return NUM_FIRST + self.config.measures_kv_scales
 
     def _step_job(self, tokens: int) -> Callable[[], jax.stages.Lowered]:
         return partial(self.lower_step, self.step_layout(tokens))
@@ -187,7 +196,19 @@ class Lowering:
         written = state.kv_pools, state.history, state.slots, state.hidden
         out = *jax.tree.map(lambda x: x.sharding, written), replicated(self.mesh)
         jitted = jax.jit(fn, donate_argnums=(1, 2, 3, 4), out_shardings=out)
-        return jitted.lower(list(self.model_shape.leaves), *written, self._ints(layout.size))
+        return jitted.lower([*self.model_shape.leaves, *self.scales()], *written, self._ints(layout.size))
+
+    def scales(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what a step reads beside a pool of 8-bit numbers; none with another."""
+        return [] if self.config.kv_cache_dtype == "auto" else kv_scales.scale_shapes(self.model_shape, self.mesh)
+
+    def lower_measure(self) -> jax.stages.Lowered:
+        shape = self.model_shape
+        sizes = {"dtype": shape.kv_dtype(self.config), "placement": self.placement}
+        fn = partial(kv_scales.measure, model_shape=shape, **sizes)
+        tokens = kv_scales.measured_tokens(self.config, shape.vocab, None)
+        jitted = jax.jit(fn, out_shardings=[each.sharding for each in self.scales()])
+        return jitted.lower(list(shape.leaves), self._ints(*tokens.shape))
 
     def lower_sample(self, layout: SampleLayout) -> jax.stages.Lowered:
         slots, sampling, _, hidden, _ = self.small_state()

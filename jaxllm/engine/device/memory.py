@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 ALLOCATOR_SHARE = 0.98  # of what the runtime may allocate; the rest is fragmentation
 JAX_GPU_FRACTION = 0.75  # of a GPU's memory that JAX may allocate unless the environment says otherwise
 CPU_KV_SHARE = 1 / 16  # of the machine's memory, which others use too
+_COUNTED = 2**31, 2**32  # bytes: between them Triton's 32-bit offsets of elements of one byte overflow
 _IN_USE_GRID = 64 << 20  # bytes; arrays smaller than this beside the model do not change the pool's size
 
 
@@ -199,6 +200,40 @@ def num_blocks(shape: ModelShape, config: EngineConfig, budget: int, mesh: Mesh)
         return wanted
     least = blocks_of_one(config)
     return max(coarse(fit), least if fit >= least else 1)
+
+
+def check_arrays(shape: ModelShape, config: EngineConfig, num_blocks: int, mesh: Mesh) -> None:
+    """ValueError for arrays of 8-bit numbers whose cells the GPU's kernel can't count: see `_COUNTED`."""
+    each = _counted_bytes(shape, config, mesh)
+    if _COUNTED[0] < num_blocks * each <= _COUNTED[1]:
+        raise ValueError(
+            f"num_blocks={num_blocks} make arrays of {num_blocks * each / 2**30:.2f} GiB of 8-bit keys and values, of "
+            f"which the attention kernel counts the cells up to 2 GiB, and from 4 GiB on: give at most "
+            f"{_COUNTED[0] // each} blocks, or more than {_COUNTED[1] // each}"
+        )
+
+
+def countable(shape: ModelShape, config: EngineConfig, num_blocks: int, mesh: Mesh) -> int:
+    """`num_blocks`, or the most below that the GPU's kernel can count the cells of."""
+    each = _counted_bytes(shape, config, mesh)
+    if not _COUNTED[0] < num_blocks * each <= _COUNTED[1]:
+        return num_blocks
+    most = _COUNTED[0] // each
+    log.warning(
+        "the KV pool has %d blocks, not the %d that fit: the attention kernel counts the cells of a layer's 8-bit keys "
+        "and values up to 2 GiB, and from 4 GiB on",
+        *(most, num_blocks),
+    )
+    return most
+
+
+def _counted_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
+    """Of a block's pages in the largest array of 8-bit numbers on each GPU; 0 where kernels count all cells."""
+    if platform_of(mesh) != "gpu" or config.kv_cache_dtype == "auto":
+        return 0
+    arrays = shape.cache_layout(config, mesh).arrays
+    sizes = [math.prod(local_shape(each.shape, each.axes, mesh)) for each in arrays if each.dtype.itemsize == 1]
+    return max(sizes) * config.pages_per_block
 
 
 def blocks_of_one(config: EngineConfig) -> int:

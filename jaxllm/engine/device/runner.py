@@ -79,10 +79,12 @@ class Result(NamedTuple):
 
 
 class Runner:
-    """Runs plans on `executor`, for a model of `vocab` tokens. `set_params` must come before the first step."""
+    """Runs plans on `executor`, for a model of `vocab` tokens. `set_params` must come before the first step.
+    `kv_scales` is the command that gives a pool of 8-bit numbers its scales, or measures them."""
 
-    def __init__(self, executor: CommandExecutor, config: EngineConfig, vocab: int):
+    def __init__(self, executor: CommandExecutor, config: EngineConfig, vocab: int, kv_scales: Command | None = None):
         self.config, self.executor = config, executor
+        self._kv_scales = [] if kv_scales is None else [kv_scales]
         self.compile_plan = executor.compile_plan
         self._encoder = Encoder(config, vocab, self.compile_plan.ready)
         self._params_version = 0
@@ -98,10 +100,11 @@ class Runner:
 
     def set_params(self, params: Params, source: str = "") -> None:
         """Uses `params`, which lie where the executables want them, from the next step on; `source` is as in `Command`.
-        ValueError for a dtype other than that of the parameters before."""
+        Scales of keys and values that are measured are measured anew. ValueError for a dtype other than that of the
+        parameters before."""
         version = self._params_version + 1
         self.executor.offer_params(version, params)
-        self.executor.apply([Command("update_params", key=version, source=source)])
+        self.executor.apply([Command("update_params", key=version, source=source), *self._kv_scales])
         self._params_version = version
         self.compile_plan.stepped(is_stepping=False)
 

@@ -74,6 +74,19 @@ def test_greedy_tokens_are_those_of_the_safetensors(tmp_path, case):
     assert tokens[0] == tokens[1] and len(tokens[0][0]) == 16
 
 
+def test_greedy_tokens_of_blocks_that_stay(tmp_path):
+    """Also those of the table, to which the head is tied: its codes are looked up, and multiplied."""
+    directory, file = converted(tmp_path, "qwen3")
+    options = dict(tokenizer=NoText(), dtype="float32", max_num_seqs=2, max_num_batched_tokens=8, num_blocks=48)
+    tokens = []
+    for model, kept in ((directory, None), (file, "gguf")):
+        with LLM(model, quantization=kept, **options) as llm:
+            tokens.append(llm.generate([ids([3, 14, 15])[0]], greedy(16))[0].outputs[0].token_ids)
+            table = llm.params["embed"]
+            assert set(table) == ({"codes", "scales", "head"} if kept else {"weight"})
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 16
+
+
 @pytest.mark.parametrize("dtype", sorted(QUANTISED))
 @pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16])
 def test_types_that_the_package_writes(tmp_path, dtype, wanted):

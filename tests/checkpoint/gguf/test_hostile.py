@@ -75,6 +75,7 @@ HOSTILE = {
     "offset": (file_of(tensors=[tensor(offset=160)]), "'t' .* at offset 160 ends behind the file's end"),
     "huge_offset": (file_of(tensors=[tensor(offset=2**64 - 32)]), "ends behind the file's end"),
     "twice": (file_of(tensors=[tensor(), tensor(offset=128)]), "two tensors have one name"),
+    "overlap": (file_of(tensors=[tensor(), tensor(b"u", offset=96)]), "the tensors 't' and 'u' overlap"),
     "half_block": (file_of(tensors=[tensor(dims=(33, 1), kind=8)]), "Q8_0 has rows of blocks of 32"),
     "vector_of_blocks": (file_of(tensors=[tensor(dims=(32,), kind=8)]), "Q8_0 has rows of blocks of 32"),
     "iq2": (file_of(tensors=[tensor(kind=16)]), "'t' has type IQ2_XXS, which is not supported; take a file with F32"),

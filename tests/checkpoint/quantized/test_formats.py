@@ -1,8 +1,11 @@
 """Every format is read to the bit as it was made, in the form that its headers tell."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from jaxllm.checkpoint.tensors import FLOATS
 from jaxllm.models.quantized import WeightForm
 from tests.checkpoint.quantized import make
 from tests.checkpoint.quantized.make import compressed, method, open_made
@@ -264,3 +267,22 @@ def test_weights_are_read_to_the_bit(case, tmp_path):
     weight = opened.module.read()
     make.check_form(opened.module, weight)
     np.testing.assert_array_equal(make.dense(weight).view(np.uint32), made.weight.view(np.uint32))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_configuration_implies_the_form_that_headers_tell(case, tmp_path):
+    """But for the dtype of scales, where files of one format differ."""
+    config, made, _ = CASES[case](np.random.default_rng(0))
+    opened = open_made(tmp_path, config, made.tensors)
+    floats = [opened.stored[f"{make.NAME}.{kind}"] for kind in ("weight_scale", "scales") if kind in made.tensors]
+    dtype = next((tensor.dtype for tensor in floats if tensor.dtype in FLOATS), "BF16")
+    assert opened.scheme.expects(make.NAME, "layer")
+    implied, form = opened.scheme.expected(make.NAME, opened.module.shape, dtype), opened.module.form
+    assert (implied is None) == (form is None)
+    if implied is not None and form is not None:
+        assert implied.shape == opened.module.shape
+        assert replace(implied.form, scales="") == replace(form, scales="")
+        assert implied.form.scales == form.scales or case in OTHER_SCALES
+
+
+OTHER_SCALES = ("awq, symmetric, whole inputs, bf16", "fp8, 576 rows", "fp8, powers of two")

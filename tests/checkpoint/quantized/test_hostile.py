@@ -173,6 +173,7 @@ VALUES = {
             ("weight_global_scale", lambda old: old * 0, "weight_global_scale is 0; a scale must be positive"),
             ("weight_global_scale", lambda old: old * NAN, "weight_global_scale is nan; a scale must be"),
             ("weight_global_scale", lambda old: old * 0 + np.float32(1e-42), "weight_global_scale is out of range"),
+            ("weight_global_scale", lambda old: old * 0 + np.float32(1e-36), "weight_global_scale is out of range"),
         ],
     ),
     "mxfp4": (

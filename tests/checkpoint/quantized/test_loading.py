@@ -1,5 +1,7 @@
 """Quantised modules in a model: what it computes is what one with the dense weights computes."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,17 +10,20 @@ import pytest
 from flax import nnx
 
 from jaxllm.checkpoint.config import read_config
+from jaxllm.checkpoint.fill import WeightPart
 from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import load_params, plan_quantized
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import place_params
+from jaxllm.checkpoint.quantized.fill import fill_table
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
 from jaxllm.errors import MeshError, ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.cache import Dense
 from jaxllm.models.context import StepContext
-from jaxllm.models.linear import Joined
+from jaxllm.models.linear import Embedding, Joined
 from jaxllm.models.quantized import QuantizedLinear, WeightForm
+from jaxllm.models.quantized_embedding import QuantizedEmbedding
 from jaxllm.sharding.mesh import make_mesh
 from tests.checkpoints import FUSED, rewrite, write_checkpoint
 
@@ -159,10 +164,65 @@ def test_act_order_is_refused_where_inputs_are_split(tmp_path):
         load(tmp_path, "tensor=2", Scheme({"o_proj": FORMS["act-order"]}))
 
 
-def test_what_is_no_product_is_refused(tmp_path):
+def test_a_table_has_no_order_of_its_own(tmp_path):
     write(tmp_path)
-    with pytest.raises(ModelFormatError, match="embed_tokens is quantised, which is not supported for Embedding"):
-        load(tmp_path, None, Scheme({"embed_tokens": FORMS["int8"]}))
+    with pytest.raises(ModelFormatError, match="embed_tokens: the rows of a table have no order of their own"):
+        load(tmp_path, None, Scheme({"embed_tokens": FORMS["act-order"]}))
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("uint4", None), ("uint4", "tensor=2"), ("int8", "tensor=2")])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table(tmp_path, name, mesh, tied):
+    """Of 27 rows, which two devices share after padding; a head that is tied to it is a product of its codes."""
+    forms = dict.fromkeys(("embed_tokens", "down_proj"), FORMS[name])
+    model = check_equal(tmp_path, forms, mesh, vocab_size=27, tie_word_embeddings=tied)
+    assert isinstance(model.embed, QuantizedEmbedding) and (model.embed.head is None) == (not tied)
+    assert (model.embed.codes.get_value().shape, model.embed.codes.get_value().dtype) == (
+        (27 if mesh is None else 28, 64),
+        FORMS[name].codes,
+    )
+
+
+@pytest.mark.parametrize("name", ["int8", "uint4", "nvfp4", "mxfp4"])
+def test_looked_up_rows_are_those_that_the_codes_stand_for(name):
+    """To the bit, before they are rounded to the model's dtype."""
+    table = nnx.eval_shape(lambda: Embedding(nnx.Param(jnp.zeros((40, 64), jnp.bfloat16), axes=AXES)))
+    stored = random_weight(FORMS[name], (40, 64), seed=1)
+    made = QuantizedEmbedding.abstract(table, FORMS[name], has_tied_head=False)
+    hosts = {leaf: np.empty(x.get_value().shape, x.get_value().dtype) for leaf, x in nnx.state(made).items()}
+    fill_table(hosts, WeightPart("", "v d -> v d", {"v": 40, "d": 64}, (slice(None), slice(None)), 0), stored)
+    nnx.update(made, {leaf: jnp.asarray(host) for leaf, host in hosts.items()})
+    ids = jnp.asarray([[3, 39], [0, 3]])
+    want = dense(stored)[np.asarray(ids)]
+    np.testing.assert_array_equal(jax.jit(lambda: made.rows(ids))(), want)
+    np.testing.assert_array_equal(made(ids).astype(np.float32), want.astype(jnp.bfloat16).astype(np.float32))
+
+
+AXES = ("vocab", "embed")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_tokens_as_labels(tmp_path, tied):
+    """Of a language model that classifies: one's likelihood over the other's, by a quantised head or table."""
+    name = "embed_tokens" if tied else "lm_head"
+    write_checkpoint(tmp_path, **SIZES, tie_word_embeddings=tied)
+    scheme = Scheme({name: FORMS["uint4"]})
+    model = load(tmp_path, None, scheme)
+    model.cfg = replace(model.cfg, task="classify", labels=("yes",), label_tokens=(5, 2))
+    pooled = np.random.default_rng(0).standard_normal((3, 64), np.float32)
+    (weight,) = scheme.weights.values()
+    less, more = dense(weight)[[5, 2]]
+    got = model.head(jnp.asarray(pooled), StepContext.of(jnp.zeros(3, jnp.int32)))
+    np.testing.assert_allclose(got[:, 0], pooled @ (more - less), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["int8", "uint4", "nvfp4", "act-order"])
+def test_columns_are_those_that_the_codes_stand_for(tmp_path, name):
+    write_checkpoint(tmp_path, **SIZES)
+    scheme = Scheme({"lm_head": FORMS[name]})
+    head = load(tmp_path, None, scheme).lm_head
+    want = dense(scheme.weights["lm_head.weight"])[[5, 2]].T
+    np.testing.assert_array_equal(jax.jit(lambda: head.columns(jnp.asarray([5, 2])))(), want)
 
 
 def test_members_of_different_forms(tmp_path):
@@ -186,6 +246,22 @@ def test_biases_of_zeros_may_be_more_than_the_model_has(tmp_path):
     rewrite(tmp_path, {"model.layers.0.mlp.down_proj.bias": np.ones(64, np.float32)})
     with pytest.raises(ModelFormatError, match="unexpected model.layers.0.mlp.down_proj.bias"):
         load(tmp_path, None, Scheme({"down_proj": FORMS["int8"]}))
+
+
+@pytest.mark.parametrize("mesh", [None, "tensor=8"])
+def test_dense_weights_become_members_of_different_forms(tmp_path, mesh):
+    """Each member in the form that it has, or dense."""
+    write(tmp_path)
+    forms = {"q_proj": FORMS["int4"], "v_proj": FORMS["int8"], "up_proj": FORMS["int8"]}
+    model, new = load(tmp_path, mesh, Scheme(forms)), nnx.to_pure_dict(nnx.state(load(tmp_path)))
+    graph, abstract = nnx.split(model)
+    placed = nnx.merge(graph, place_params(new, abstract, make_mesh(mesh)))
+    want, got = forward(load(tmp_path)), forward(placed, mesh)
+    assert 0 < np.std(got - want) < 0.3 * np.std(want)
+    dense = new["layers"][0]["attn"]["qkv"]["weight"]
+    new["layers"][0]["attn"]["qkv"]["weight"] = dense[:, :, :-1]
+    with pytest.raises(ValueError, match=r"layers.0.attn.qkv.weight has shape .*wants \(64, 4, 4, 16\)"):
+        place_params(new, abstract, make_mesh(mesh))
 
 
 @pytest.mark.parametrize("name", ["uint4", "act-order", "nvfp4"])

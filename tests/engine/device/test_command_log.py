@@ -65,7 +65,7 @@ def recording(tmp_path_factory):
     """A file, and what the state was at the end."""
     folder = tmp_path_factory.mktemp("recording")
     model, path = chat_model.write_model(folder / "model"), folder / "run.commands"
-    with LLM(model, record=path, **SIZES) as llm:
+    with LLM(model, record=path, kv_cache_dtype="int8", **SIZES) as llm:
         llm.wait_compiled()
         run_mixed(llm)
         state = jax.tree.map(np.asarray, llm.engine.runner.executor.executor.state)
@@ -108,7 +108,7 @@ def test_a_run_has_commands_of_every_kind(recording):
     path, _ = recording
     assert path.stat().st_mode & 0o777 == 0o600
     seen = {command.kind for frame in frames_of(path) if isinstance(frame, Applied) for command in frame.commands}
-    assert seen == KINDS.keys()
+    assert seen == KINDS.keys() - {"kv_scales"}  # which a checkpoint brings: tests/engine/test_kv_cache_dtype.py
 
 
 def test_two_executors_fed_one_stream_are_equal_to_the_bit(recording, executor):
@@ -228,7 +228,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(monkeypatch, caplog):
 def test_the_executor_knows_exactly_the_commands_there_are(executor):
     assert HANDLERS.keys() == KINDS.keys()
     for name in ("reboot", ("reboot", 8), 7, ()):
-        with pytest.raises(ValueError, match="is no command; there are update_params, init"):
+        with pytest.raises(ValueError, match="is no command; there are update_params, .*init, "):
             executor.apply([Command(name)])
     check(COMMANDS[0])
     for command in (Command(("step", 8)), Command("init", (np.zeros(1, np.int32),)), Command("swap_in", (np.eye(2),))):

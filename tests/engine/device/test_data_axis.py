@@ -24,6 +24,7 @@ from jaxllm.sharding.mesh import make_mesh
 from tests.tiny import greedy, ids, make_llm, prompts_of
 
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=16, block_size=4, num_blocks=24, enable_prefix_caching=False)
+SIZES["kv_cache_dtype"] = "int8"
 LENGTHS = [9, 5, 14, 7]
 
 
@@ -46,11 +47,11 @@ class LiftedPlan(dict):
 class Shards(Executor):
     """An executor whose state and commands have a leading axis of the size of `mesh`."""
 
-    def __init__(self, lowering: Lowering, leaves, mesh: Mesh):
+    def __init__(self, lowering: Lowering, leaves, kv_scales, mesh: Mesh):
         self.mesh, self.lowering = mesh, lowering
         self.compile_plan = LiftedPlan()
         self.moves = block_moves.BlockMoves(self.compile_plan.awaited)
-        self.leaves = jax.device_put(leaves, NamedSharding(mesh, P()))
+        self.leaves, self.kv_scales = jax.device_put((leaves, kv_scales), NamedSharding(mesh, P()))
         self._head = [self.leaves[i] for i in lowering.model_shape.head_indices]
         self.state = self._logits = self._altered = None
 
@@ -168,10 +169,11 @@ def test_shards_on_a_leading_axis_draw_the_tokens_that_each_draws_alone(tiny):
     with make_llm(tiny.model, **SIZES) as llm:
         llm.generate(ids([1]), greedy(1))  # builds the state that the runs begin with anew
         one, other, config = stream_of(llm, 1), stream_of(llm, 2), llm.engine.config
+        scales = llm.engine.runner.executor.kv_scales  # which shards share, as the parameters
     graph, state = nnx.split(tiny.model)
     assert [command.name for command, _ in one] == [command.name for command, _ in other], "the same executables"
     lowering = Lowering(model_shape(tiny.cfg, graph, state, make_mesh(None)), config, make_mesh(None))
-    shards = Shards(lowering, jax.tree.leaves(state), Mesh(np.array(jax.devices()[:2]), ("data",)))
+    shards = Shards(lowering, jax.tree.leaves(state), scales, Mesh(np.array(jax.devices()[:2]), ("data",)))
     kinds, drawn = set(), 0
     for (ours, our_results), (theirs, their_results) in zip(one, other, strict=True):
         results = shards.apply_to_all([ours, theirs])
