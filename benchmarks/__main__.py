@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_tokenizers(commands)
     _add_compiling(commands)
     _add_embeddings(commands)
+    _add_experts(commands)
     return parser
 
 
@@ -90,6 +91,21 @@ def _add_embeddings(commands: Any) -> None:
     text = "embeddings of texts of mixed length, beside transformers (extra: test)"
     parser = commands.add_parser("embeddings", help=text, description=text, allow_abbrev=False)
     for name, default, what in (("--texts", 256, "to embed"), ("--repeats", 3, "of each"), ("--seed", 0, "of them")):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def _add_experts(commands: Any) -> None:
+    text = "decoding with a mixture of experts, beside transformers (extra: test)"
+    parser = commands.add_parser("experts", help=text, description=text, allow_abbrev=False)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], metavar="N", help="rows (default: 1 8)")
+    for name, default, what in (
+        ("--layers", 12, "25 million parameters each"),
+        ("--output-len", 64, "tokens of each output"),
+        ("--repeats", 5, "of each"),
+        ("--seed", 0, "of weights and prompts"),
+    ):
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
@@ -173,6 +189,16 @@ def _embeddings(arguments: argparse.Namespace) -> int:
     return _print(report, embeddings.table, arguments)
 
 
+def _experts(arguments: argparse.Namespace) -> int:
+    names = ("batches", "layers", "output_len", "repeats", "seed", "dtype")
+    options = {name: getattr(arguments, name) for name in names}
+    check_at_least(1, layers=arguments.layers, output_len=arguments.output_len, repeats=arguments.repeats)
+    setup_compilation_cache()
+    from benchmarks import experts
+
+    return _print(experts.run(**options), experts.table, arguments)
+
+
 def _print(report: dict[str, Any], table: Callable[[dict[str, Any]], str], arguments: argparse.Namespace) -> int:
     print(json.dumps(report) if arguments.json else table(report))
     return 0
@@ -186,6 +212,7 @@ _COMMANDS = {
     "tokenizers": _tokenizers,
     "compiling": _compiling,
     "embeddings": _embeddings,
+    "experts": _experts,
 }
 
 

@@ -1,16 +1,15 @@
 """The caches that attention runs over: `Paged` keys and values (engine) or `Dense` ones (training, evaluation).
 
-Both have `attend(q, k, v, *, scale, causal, sliding_window, soft_cap) -> (out, cache)`, so that one model class does
-both. Which keys a token sees is what `pallas_kernels.paged_attention.reference` says.
+Both have `attend(q, k, v, *, scale, causal, sliding_window, soft_cap, sinks) -> (out, cache)`, so that one model class
+does both. What these mean is what `pallas_kernels.paged_attention.reference` says.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Num
+from jaxtyping import Array, Float, Float32, Num
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.paged_attention import KV_AXES, PagedBatch, cap, ragged_paged_attention, rounded
@@ -37,24 +36,21 @@ class Paged:
         causal: bool = True,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Float[Array, " heads"] | None = None,
     ):
         """Writes `k`, `v` `[tokens, kv_heads, head_dim]`, attends `q` `[tokens, heads, head_dim]`."""
         heads, kv = (None, "heads", None), (None, "kv_heads", None)
-        op = partial(
-            ragged_paged_attention,
-            placement=self.placement,
-            scale=scale,
-            causal=causal,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-        )
+        known = {"sinks": (sinks, ("heads",)), "kv_scales": (self.kv_scales, (None, "kv_heads"))}
+        more = {name: each for name, each in known.items() if each[0] is not None}  # arrays and their axes
+        options = {"scale": scale, "causal": causal, "sliding_window": sliding_window, "soft_cap": soft_cap}
 
-        def attend(q, k, v, pool, batch, kv_scales):
-            return op(q, k, v, pool, batch, kv_scales=kv_scales)
+        def attend(q: Array, k: Array, v: Array, pool: Array, batch: PagedBatch, *given: Array) -> tuple[Array, Array]:
+            arrays = dict(zip(more, given, strict=True))
+            return ragged_paged_attention(q, k, v, pool, batch, placement=self.placement, **options, **arrays)
 
-        axes = (heads, kv, kv, KV_AXES, (), () if self.kv_scales is None else (None, "kv_heads"))
-        run = shard_map(attend, self.placement.mesh, in_axes=axes, out_axes=(heads, KV_AXES))
-        out, pool = run(q, k, v, self.kv_pool, self.batch, self.kv_scales)
+        in_axes = (heads, kv, kv, KV_AXES, (), *(axes for _, axes in more.values()))
+        op = shard_map(attend, self.placement.mesh, in_axes=in_axes, out_axes=(heads, KV_AXES))
+        out, pool = op(q, k, v, self.kv_pool, self.batch, *(array for array, _ in more.values()))
         return out, replace(self, kv_pool=pool)
 
 
@@ -78,23 +74,31 @@ class Dense:
         causal: bool = True,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Float[Array, " heads"] | None = None,
     ):
         """Attends `q` `[batch, len, heads, head_dim]` to `k`, `v` `[batch, len, kv_heads, head_dim]`."""
         if self.kv_scales is not None:
             k, v = (
                 rounded(x, scales[:, None], self.kv_dtype) for x, scales in zip((k, v), self.kv_scales, strict=True)
             )
-        if soft_cap is not None:
-            return _capped_attention(q, k, v, scale, causal, sliding_window, soft_cap), self
+        if soft_cap is not None or sinks is not None:
+            return _plain_attention(q, k, v, scale, causal, sliding_window, soft_cap, sinks), self
         window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
         out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, local_window_size=window)
         return out, self
 
 
-def _capped_attention(
-    q: Array, k: Array, v: Array, scale: float, causal: bool, window: int | None, soft_cap: float
+def _plain_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Array | None,
 ) -> Array:
-    """`jax.nn.dot_product_attention` with soft-capped scores, which it does not support."""
+    """`jax.nn.dot_product_attention` with soft-capped scores and sinks, which it does not support."""
     batch, length, heads, head_dim = q.shape
     grouped = q.reshape(batch, length, k.shape[2], -1, head_dim)
     scores = jnp.einsum("bqkgh,bskh->bkgqs", grouped, k, preferred_element_type=jnp.float32)
@@ -104,5 +108,8 @@ def _capped_attention(
     if window is not None:
         visible &= jnp.abs(age) < window
     scores = jnp.where(jnp.broadcast_to(visible, scores.shape), cap(scores * scale, soft_cap), -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    if sinks is not None:
+        column = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :length].astype(v.dtype)
     return jnp.einsum("bkgqs,bskh->bqkgh", weights, v).reshape(q.shape)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 
@@ -15,12 +15,14 @@ class StepContext:
     """Passed through all layers of a step.
 
     `rows` and `positions` are each token's sequence and place in it. `adapters` are the ids of the rows' adapters
-    (None: nobody has one), which mean something to the adapters alone. `placement` says where the arrays lie.
+    (None: nobody has one), which mean something to the adapters alone. `is_token` is False for padding, on which
+    nothing need be spent (None: there is none). `placement` says where the arrays lie.
     """
 
     positions: Int[Array, "*t"]
     rows: Int[Array, "*t"]
     adapters: Int[Array, " rows"] | None = None
+    is_token: Bool[Array, "*t"] | None = None
     placement: Placement = field(default=UNPLACED, metadata={"static": True})
 
     @classmethod
@@ -32,7 +34,7 @@ class StepContext:
         rows = jnp.zeros(tokens.shape, jnp.int32)
         if tokens.ndim == 2:
             rows = jnp.broadcast_to(jnp.arange(len(tokens), dtype=jnp.int32)[:, None], tokens.shape)
-        return cls(positions, rows, adapters, placement)
+        return cls(positions, rows, adapters, placement=placement)
 
     @property
     def token_adapters(self) -> Int[Array, "*t"] | None:
@@ -41,4 +43,5 @@ class StepContext:
 
     def at(self, index: Int[Array, " n"]) -> "StepContext":
         """Of the tokens at `index` among flat ones."""
-        return replace(self, positions=self.positions[index], rows=self.rows[index])
+        is_token = None if self.is_token is None else self.is_token[index]
+        return replace(self, positions=self.positions[index], rows=self.rows[index], is_token=is_token)

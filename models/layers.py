@@ -1,6 +1,7 @@
 """Layers. Weights carry logical axis names; activations are `[*t, ...]`, flat over tokens in the engine."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,19 +30,21 @@ ACTIVATIONS = {  # by their names in `config.json`
 class RMSNorm(nnx.Module):
     """Root mean square normalisation in float32 (arXiv 1910.07467).
 
-    With `unit_offset` the weight is stored as its difference from one, and applied before the result is rounded.
+    With `scales_first` the weight is applied before the result is rounded; with `unit_offset` too, and it is stored as
+    its difference from one.
     """
 
-    def __init__(self, dim: int, eps: float, *, dtype: Any, unit_offset: bool = False):
+    def __init__(self, dim: int, eps: float, *, dtype: Any, unit_offset: bool = False, scales_first: bool = False):
         self.scale = nnx.Param(jnp.zeros(dim, dtype) if unit_offset else jnp.ones(dim, dtype), axes=(None,))
-        self.eps, self.unit_offset = eps, unit_offset
+        self.eps, self.unit_offset, self.scales_first = eps, unit_offset, scales_first or unit_offset
 
     def __call__(self, x: Float[Array, "*t d"]) -> Float[Array, "*t d"]:
         x32 = x.astype(jnp.float32)
         var = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
         y = x32 * jax.lax.rsqrt(var + self.eps)
-        if self.unit_offset:
-            return (y * jnp.broadcast_to(1 + self.scale[...].astype(jnp.float32), y.shape)).astype(x.dtype)
+        if self.scales_first:
+            scale = self.scale[...].astype(jnp.float32) + float(self.unit_offset)
+            return (y * jnp.broadcast_to(scale, y.shape)).astype(x.dtype)
         return y.astype(x.dtype) * jnp.broadcast_to(self.scale[...].astype(x.dtype), y.shape)
 
 
@@ -64,8 +67,28 @@ class LayerNorm(nnx.Module):
         return y.astype(x.dtype)
 
 
+class HeadsNorm(nnx.Module):
+    """RMSNorm over all heads together, of queries `{"kv_heads": k, "group": g, "head_dim": h}` or of keys.
+
+    A mesh may hold a key several times, and queries of zeros (see `jaxllm.sharding.expand`): the mean is that of what
+    the model has.
+    """
+
+    def __init__(self, axes: Mapping[str, int], eps: float, *, dtype: Any):
+        self.scale = nnx.Param(jnp.ones(tuple(axes.values()), dtype), axes=tuple(axes))
+        self.eps, self.num_queries = eps, math.prod(axes.values()) if "group" in axes else None
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        scale, x32 = self.scale[...], x.astype(jnp.float32)
+        dims = tuple(range(x.ndim - scale.ndim, x.ndim))
+        var = jnp.sum(jnp.square(x32), axis=dims, keepdims=True) / (self.num_queries or scale.size)
+        y = (x32 * jax.lax.rsqrt(var + self.eps)).astype(x.dtype)
+        return y * jnp.broadcast_to(scale.astype(x.dtype), y.shape)
+
+
 NORMS = {
     "rms": RMSNorm,
+    "rms_scales_first": partial(RMSNorm, scales_first=True),
     "rms_unit_offset": partial(RMSNorm, unit_offset=True),
     "layer": LayerNorm,
     "layer_no_bias": partial(LayerNorm, bias=False),
@@ -94,6 +117,13 @@ class Attention(nnx.Module):
         self.o = Linear.random(heads, {"embed": d}, bias=cfg.o_bias, **options)
         self.q_norm = make_norm(cfg, h) if cfg.qk_norm else None
         self.k_norm = make_norm(cfg, h) if cfg.qk_norm else None
+        if cfg.qk_norm == "all heads":
+            self.q_norm = HeadsNorm(heads, cfg.eps, dtype=cfg.dtype)
+            self.k_norm = HeadsNorm({"kv_heads": k, "head_dim": h}, cfg.eps, dtype=cfg.dtype)
+        sinks = nnx.Param(jnp.zeros((k, g), cfg.dtype), axes=("kv_heads", "group")) if cfg.has_sinks else None
+        self.sinks = nnx.data(sinks)
+        self.clip = cfg.clip_qkv
+        self.interleaved = spec.rope is not None and spec.rope.interleaved
         self.scale = h**-0.5 if cfg.query_scale is None else cfg.query_scale
         self.window, self.soft_cap = spec.window, cfg.attn_soft_cap
         self.causal = cfg.causal
@@ -104,24 +134,40 @@ class Attention(nnx.Module):
         qkv = self.qkv(x, ctx)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         group_shape = q.shape
-        q = q.reshape(*q.shape[:-3], -1, q.shape[-1])  # [*t, heads, head_dim]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if sin_cos is not None:
-            q, k = rotate(q, *sin_cos), rotate(k, *sin_cos)
-        mask = {} if self.causal else {"causal": False}  # caches for causal models alone need not know of it
-        out, cache = cache.attend(q, k, v, scale=self.scale, sliding_window=self.window, soft_cap=self.soft_cap, **mask)
+        if self.clip is not None:
+            q, k, v = (jnp.clip(each, -self.clip, self.clip) for each in (q, k, v))
+        q = q.reshape(*q.shape[:-3], -1, q.shape[-1])  # [*t, heads, head_dim]
+        q, k = self.placed(q, k, ctx, sin_cos)
+        more: dict[str, Any] = {} if self.causal else {"causal": False}  # caches need not know what they aren't asked
+        if self.sinks is not None:
+            more["sinks"] = self.sinks[...].reshape(-1)
+        out, cache = cache.attend(q, k, v, scale=self.scale, sliding_window=self.window, soft_cap=self.soft_cap, **more)
         return self.o(out.reshape(group_shape), ctx), cache
+
+    def placed(
+        self,
+        q: Float[Array, "*t heads head_dim"],
+        k: Float[Array, "*t kv_heads head_dim"],
+        ctx: StepContext,
+        sin_cos: tuple[Array, Array] | None,
+    ) -> tuple[Array, Array]:
+        """Queries and keys that tell their positions."""
+        if sin_cos is None:
+            return q, k
+        turn = partial(rotate, sin=sin_cos[0], cos=sin_cos[1], interleaved=self.interleaved)
+        return turn(q), turn(k)
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward (arXiv 2002.05202), gate and up fused."""
+    """Gated feed-forward (arXiv 2002.05202), gate and up fused, of hidden width `width`; None: `cfg.mlp`."""
 
-    def __init__(self, cfg: Any, *, rngs: nnx.Rngs):
+    def __init__(self, cfg: Any, *, width: int | None = None, rngs: nnx.Rngs):
         options = {"bias": cfg.mlp_bias, "dtype": cfg.dtype, "rngs": rngs}
-        outputs = {"gate_up": {"gate": 1, "up": 1}, "mlp": cfg.mlp}
+        outputs = {"gate_up": {"gate": 1, "up": 1}, "mlp": width or cfg.mlp}
         self.gate_up = Linear.random({"embed": cfg.embed}, outputs, **options)
-        self.down = Linear.random({"mlp": cfg.mlp}, {"embed": cfg.embed}, **options)
+        self.down = Linear.random({"mlp": width or cfg.mlp}, {"embed": cfg.embed}, **options)
         self.activation = cfg.activation
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t embed"]:

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.context import StepContext
-from jaxllm.pallas_kernels import matmul
+from jaxllm.pallas_kernels import grouped_matmul, matmul
 
 Sizes = tuple[tuple[str, int], ...]  # names and sizes, in order
 
@@ -173,6 +173,32 @@ class Linear(nnx.Module):
             y = y + jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape)
         return y if self.adapter is None else self.adapter(x, y, ctx)
 
+    def grouped(
+        self, x: Float[Array, "rows ..."], offsets: Int[Array, " experts_plus_1"], ctx: StepContext
+    ) -> Float[Array, "rows ..."]:
+        """Of experts: rows `offsets[e]:offsets[e + 1]` of `x[rows, *inputs]` times the weight of expert e; rows of none
+        come out as zeros. On several devices it is called within `shard_map`, with the weights of each alone."""
+        y = self.grouped_product(x, offsets, ctx)
+        if self.bias is None:
+            return y
+        row = jnp.arange(len(x), dtype=jnp.int32)
+        expert = jnp.searchsorted(offsets, row, side="right", method="compare_all") - 1
+        bias = self.bias[...].astype(y.dtype).at[expert].get(mode="clip")
+        is_owned = (expert >= 0) & (expert < len(offsets) - 1)
+        return y + jnp.where(jnp.expand_dims(is_owned, range(1, y.ndim)), bias, jnp.zeros((), y.dtype))
+
+    def grouped_product(
+        self, x: Float[Array, "rows ..."], offsets: Int[Array, " experts_plus_1"], ctx: StepContext
+    ) -> Float[Array, "rows ..."]:
+        """Without bias."""
+        options = {"num_inputs": len(self.shape.inputs), "placement": ctx.placement}
+        return grouped_matmul.product(x, self._held, offsets, **options)
+
+    @property
+    def _held(self) -> Any:
+        """The weight as products take it."""
+        return self.weight[...]
+
 
 class Joined(Linear):
     """Members of several forms: each of `parts` multiplies those it has, and the results are put in order."""
@@ -184,6 +210,15 @@ class Joined(Linear):
     def product(self, x: Float[Array, "..."], ctx: StepContext, out_dtype: Any = None) -> Float[Array, "..."]:
         results = [(part.shape, part(x, ctx, out_dtype=out_dtype)) for part in self.parts]
         members = {name: shape.take(y, name) for shape, y in results for name, _ in shape.members}
+        return self._in_order(members)
+
+    def grouped_product(
+        self, x: Float[Array, "rows ..."], offsets: Int[Array, " experts_plus_1"], ctx: StepContext
+    ) -> Float[Array, "rows ..."]:
+        results = [(part.shape, part.grouped(x, offsets, ctx)) for part in self.parts]
+        return self._in_order({name: shape.take(y, name) for shape, y in results for name, _ in shape.members})
+
+    def _in_order(self, members: Mapping[str, Array]) -> Array:
         return jnp.concatenate([members[name] for name, _ in self.shape.members], axis=self.shape.member_dim)
 
 

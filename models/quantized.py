@@ -88,7 +88,9 @@ class QuantizedLinear(Linear):
         self.codes, self.scales, self.offsets = held("codes"), held("scales"), held("offsets")
         self.outer, self.order = held("outer"), held("order")
         # For those who quantise dense weights.
-        self.codes.set_metadata(form=form, num_inputs=len(self.shape.inputs), part_of=self.shape.part_of)
+        has_experts, part_of = self.shape.experts is not None, self.shape.part_of
+        about = {"form": form, "num_inputs": len(self.shape.inputs), "has_experts": has_experts, "part_of": part_of}
+        self.codes.set_metadata(**about)
 
     @classmethod
     def abstract(cls, linear: Linear, form: WeightForm) -> "QuantizedLinear":
@@ -112,7 +114,7 @@ class QuantizedLinear(Linear):
         if self.order is not None:
             rows, inputs = x.shape[: x.ndim - num_inputs], x.shape[x.ndim - num_inputs :]
             x = x.reshape(*rows, -1)[..., self.order[...]].reshape(*rows, *inputs)
-        weight = self._weight
+        weight = self._held
         if self.shape.experts is None:
             return self._product(x, weight, ctx, out_dtype)
         axis = x.ndim - num_inputs - 1
@@ -126,7 +128,7 @@ class QuantizedLinear(Linear):
 
     def columns(self, ids: Int[Array, " n"]) -> Float[Array, "*inputs n"]:
         axis = 0 if self.form.group is None else -1  # of the outputs
-        parts = {name: jnp.take(part, ids, axis) for name, part in self._weight._asdict().items() if part is not None}
+        parts = {name: jnp.take(part, ids, axis) for name, part in self._held._asdict().items() if part is not None}
         values = QuantizedWeight(**parts).dense(len(self.shape.inputs))
         if self.order is None:
             return values
@@ -134,7 +136,7 @@ class QuantizedLinear(Linear):
         return jnp.zeros_like(flat).at[self.order[...]].set(flat).reshape(values.shape)
 
     @property
-    def _weight(self) -> QuantizedWeight:
+    def _held(self) -> QuantizedWeight:
         parts = {name: getattr(self, name) for name in QuantizedWeight._fields}
         return QuantizedWeight(**{name: part[...] for name, part in parts.items() if part is not None})
 
@@ -143,7 +145,7 @@ class QuantizedLinear(Linear):
         mesh, platform = ctx.placement.mesh, ctx.placement.platform
         on_mesh = mesh is not None and mesh.size > 1 and platform in quantized_matmul.OP.on_mesh
         inputs, outputs = (tuple(name for name, _ in sizes) for sizes in (self.shape.inputs, self.shape.outputs))
-        summed = tuple(name for name in rules.partition_spec(inputs, mesh) if name) if on_mesh else ()
+        summed = tuple(name for axis in inputs for name in rules.mesh_axes(axis, inputs, mesh)) if on_mesh else ()
 
         def multiply(x: Array, *arrays: Array) -> Array:
             y = quantized_matmul.product(

@@ -6,11 +6,21 @@ from types import ModuleType
 _DECODERS = {
     "Llama": "llama",
     "Mistral": "mistral",
+    "Mixtral": "mixtral",
     "Qwen2": "qwen2",
     "Qwen3": "qwen3",
     "Gemma2": "gemma2",
     "Gemma3": "gemma3",
     "Phi3": "phi3",
+    "Qwen2Moe": "qwen2_moe",
+    "Qwen3Moe": "qwen3_moe",
+    "Olmoe": "olmoe",
+    "GptOss": "gpt_oss",
+    "Glm4Moe": "glm4_moe",
+    "MiniMaxM2": "minimax_m2",
+    "GraniteMoe": "granite_moe",
+    "Ernie4_5_Moe": "ernie4_5_moe",
+    "Llama4": "llama4",
 }
 _ENCODERS = {
     "Bert": "bert",
@@ -25,7 +35,7 @@ def _names(families: dict[str, str], *endings: str) -> dict[str, str]:
     return {family + ending: file for family, file in families.items() for ending in endings}
 
 
-_TEXT = {"Gemma3Text" if family == "Gemma3" else family: file for family, file in _DECODERS.items()}
+_TEXT = {f"{family}Text" if family in ("Gemma3", "Llama4") else family: file for family, file in _DECODERS.items()}
 ARCHITECTURES: dict[str, str | ModuleType] = {
     **_names(_DECODERS, "ForCausalLM"),
     "OPTForCausalLM": "opt",

@@ -14,10 +14,12 @@ class Rope:
     """Turns pairs of features, one of the first half with one of the second, by angles that grow with the position.
 
     `theta` is the base of the wavelengths, `fraction` the share of a head's features that are turned: the first ones.
+    With `interleaved`, pairs are neighbours.
     """
 
     theta: float
     fraction: float = 1.0
+    interleaved: bool = False
 
     @classmethod
     def parse(cls, p: dict, max_len: int, **common: Any) -> "Rope":
@@ -254,7 +256,7 @@ KINDS: dict[str, type[Rope]] = {
 }
 
 
-def rope_from_hf(hf: dict, params: dict | None = None, *, theta: float = 10000.0) -> Rope:
+def rope_from_hf(hf: dict, params: dict | None = None, *, theta: float = 10000.0, interleaved: bool = False) -> Rope:
     """From a checked `config.json`, in the form of transformers 5 (`rope_parameters`) or before (`rope_scaling` and
     `rope_theta`). `params` stands for that object where layers have several, `theta` where none is given.
 
@@ -269,7 +271,7 @@ def rope_from_hf(hf: dict, params: dict | None = None, *, theta: float = 10000.0
     fraction = p.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     theta = p.get("rope_theta", hf.get("rope_theta", theta))
     p = p | {"original_max_position_embeddings": original}
-    return KINDS[kind].parse(p, max_len, theta=float(theta), fraction=float(fraction))
+    return KINDS[kind].parse(p, max_len, theta=float(theta), fraction=float(fraction), interleaved=interleaved)
 
 
 def ropes_of(hf: dict, *, theta: float, local_theta: float) -> dict[str, Rope]:
@@ -290,11 +292,19 @@ def ropes_of(hf: dict, *, theta: float, local_theta: float) -> dict[str, Rope]:
     }
 
 
-def rotate(x: Float[Array, "*t heads head_dim"], sin: Array, cos: Array) -> Float[Array, "*t heads head_dim"]:
-    """Turns the first `2 * sin.shape[-1]` features of each head, in float32."""
+def rotate(
+    x: Float[Array, "*t heads head_dim"], sin: Array, cos: Array, *, interleaved: bool = False
+) -> Float[Array, "*t heads head_dim"]:
+    """Turns the first `2 * sin.shape[-1]` features of each head, in float32; see `Rope`."""
     turned = 2 * sin.shape[-1]
-    x1, x2 = jnp.split(x[..., :turned].astype(jnp.float32), 2, axis=-1)
-    y = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+    x32 = x[..., :turned].astype(jnp.float32)
+    if interleaved:  # neighbours change places by rolls: an axis of two would waste a TPU's lanes
+        is_first = jnp.broadcast_to(jnp.arange(turned) % 2 == 0, x32.shape)
+        other = jnp.where(is_first, -jnp.roll(x32, -1, axis=-1), jnp.roll(x32, 1, axis=-1))
+        y = (x32 * jnp.repeat(cos, 2, axis=-1) + other * jnp.repeat(sin, 2, axis=-1)).astype(x.dtype)
+    else:
+        x1, x2 = jnp.split(x32, 2, axis=-1)
+        y = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
     return y if turned == x.shape[-1] else jnp.concatenate([y, x[..., turned:]], axis=-1)
 
 

@@ -1,7 +1,7 @@
 """What most families are, decoders and encoders: configuration, layers and models, for their files to compose."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
@@ -25,7 +25,9 @@ class Config:
     """Sizes in elements; `max_len` in tokens. Raises `ValueError` for values that don't go together."""
 
     REFUSED: ClassVar[tuple[str, ...]] = ()  # keys of `config.json` that the family's layers do not support
+    FIXED: ClassVar[Mapping[str, Any]] = {}  # other keys, and the one value of each that is
     PARTIAL_ROPE: ClassVar[bool] = False  # whether a rope may rotate only some features of a head
+    LIMIT: ClassVar[str] = "max_position_embeddings and rope scaling of its config.json"  # what `max_len` comes from
 
     vocab: int
     embed: int
@@ -38,12 +40,14 @@ class Config:
     eps: float = 1e-6
     norm: str = field(default="rms", metadata={"help": f"one of {sorted(NORMS)}"})
     activation: str = field(default="silu", metadata={"help": f"one of {sorted(ACTIVATIONS)}"})
-    qk_norm: bool = False
+    qk_norm: bool | str = field(default=False, metadata={"help": 'True: of each head; "all heads": of all together'})
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     query_scale: float | None = field(default=None, metadata={"help": "None: head_dim ** -0.5"})
     attn_soft_cap: float | None = None
+    has_sinks: bool = field(default=False, metadata={"help": "a score of each head that no token has"})
+    clip_qkv: float | None = field(default=None, metadata={"help": "the most that queries, keys and values can be"})
     tie_embeddings: bool = False
     causal: bool = field(default=True, metadata={"help": "whether a token sees no later ones"})
     task: str = field(default="generate", metadata={"help": f"one of {TASKS}; see jaxllm.models.tasks"})
@@ -102,27 +106,35 @@ class Config:
         windows: Sequence[int | None] = (),
         rope: Rope | None = None,
         local_rope: Rope | None = None,
+        feed_forwards: Sequence[Callable[..., nnx.Module]] = (),
         **fields: Any,
     ) -> "Config":
         """From the keys of a checked `config.json` that most families share; `fields` go before them.
 
         `windows` are those of the layers, in tokens (none given: no layer has one), `rope` stands for what the file
-        says, and `local_rope` for `rope` in layers with a window. KeyError for a missing key, ValueError for a value
+        says, and `local_rope` for `rope` in layers with a window. `feed_forwards` are those of the layers, where they
+        are not `MLP`. KeyError for a missing key, ValueError for a value
         that is not supported.
         """
         for key in cls.REFUSED:
             if hf.get(key):
                 raise ValueError(f"{key}={hf[key]!r:.100} is not supported for this family")
+        for key, value in cls.FIXED.items():
+            if hf.get(key) not in (None, value):
+                raise ValueError(f"{key}={hf[key]!r:.100} is not supported for this family, only {value!r}")
         rope = rope or rope_from_hf(hf)
         if rope.fraction != 1 and not cls.PARTIAL_ROPE:
             raise ValueError(f"partial_rotary_factor={rope.fraction} is not supported for this family, only 1")
         num_layers = hf["num_hidden_layers"]
         if windows and len(windows) != num_layers:
             raise ValueError(f"{len(windows)} layer types or windows are given for {num_layers} layers")
+        layers = layers_of(windows or (None,) * num_layers, rope, local_rope)
+        if feed_forwards:
+            layers = tuple(replace(spec, feed_forward=one) for spec, one in zip(layers, feed_forwards, strict=True))
         shared = dict(
             vocab=hf["vocab_size"],
             embed=hf["hidden_size"],
-            layers=layers_of(windows or (None,) * num_layers, rope, local_rope),
+            layers=layers,
             heads=hf["num_attention_heads"],
             kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
             head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],

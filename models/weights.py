@@ -3,14 +3,17 @@
 Its `WEIGHTS` is a table of the tensors that every checkpoint of the family has. Of those whose parameters the model
 lacks, heads may be absent: a tied `lm_head`, and those of other tasks. `OPTIONAL_WEIGHTS`, if there is one, are tensors
 that come with parameters that only some configurations have, and `IGNORED` is a regular expression of the names of
-others, which are passed over.
+others, which are passed over; "{num_layers}" in it stands for the number of layers, which is that of the first beyond.
+
+Of layers with a mixture of experts, `EXPERTS` stands for what the others say of `layers.{i}.mlp`: tables of the forms
+in which files hold them, of which a checkpoint has one.
 
 A model that is saved without a head has names without the prefix of the model in it: `PREFIX`, "model." if the file has
 none.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -19,15 +22,17 @@ class Weight:
 
     `path` is the parameter ("layers.{i}.attn.qkv.weight"), `axes` the einops pattern from the tensor's axes to those of
     the parameter ("(k g h) d -> d k g h"), and `part` the (dimension, start, stop) that the tensor fills where several
-    share a parameter (None: all of it).
+    share a parameter (None: all of it). Of the parameter's first axis, `expert` is the one that the tensor is of.
     """
 
     path: str
     axes: str
     part: tuple[int, int | None, int | None] | None = None
+    expert: int | None = None
 
 
-# Checkpoint name, "{i}" standing for the layer -> its Weight, or those of the pieces that it stacks on its first axis.
+# Checkpoint name, "{i}" standing for the layer and "{e}" for one of its experts -> its Weight, or those of the pieces
+# that it stacks on its first axis.
 Table = Mapping[str, Weight | tuple[Weight, ...]]
 
 _QKV = {"q": (None, -2), "k": (-2, -1), "v": (-1, None)}  # of a KV head's `group + 2`
@@ -95,3 +100,51 @@ MLP_BIASES: Table = {
     LAYER + "mlp.up_proj.bias": Weight("layers.{i}.mlp.gate_up.bias", "(u f) -> u f", (0, 1, 2)),
     LAYER + "mlp.down_proj.bias": Weight("layers.{i}.mlp.down.bias", "d -> d"),
 }
+
+
+WHOLE_QK_NORMS: Table = {  # over all heads together
+    LAYER + "self_attn.q_norm.weight": Weight("layers.{i}.attn.q_norm.scale", "(k g h) -> k g h"),
+    LAYER + "self_attn.k_norm.weight": Weight("layers.{i}.attn.k_norm.scale", "(k h) -> k h"),
+}
+
+
+def router(tensor: str) -> Table:
+    return {f"{tensor}.weight": Weight("layers.{i}.mlp.router.gate.weight", "e d -> d e")}
+
+
+def experts(prefix: str, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Table:
+    """Weights of a layer's experts, with a tensor each: `prefix` names one, "{e}" standing for its number."""
+    gate_up = Weight("layers.{i}.mlp.gate_up.weight", "(e u f) d -> e d u f")
+    return {
+        f"{prefix}.{gate}.weight": replace(gate_up, part=(2, 0, 1)),
+        f"{prefix}.{up}.weight": replace(gate_up, part=(2, 1, 2)),
+        f"{prefix}.{down}.weight": Weight("layers.{i}.mlp.down.weight", "(e d) f -> e f d"),
+    }
+
+
+def stacked_experts(gate_up: str, down: str, *, outputs_first: bool = True, interleaved: bool = False) -> Table:
+    """Of all experts of a layer in one tensor each. Of what gate and up share, gate is the first half or, with
+    `interleaved`, each first of two."""
+    both = "(f u)" if interleaved else "(u f)"
+    return {
+        gate_up: Weight(
+            "layers.{i}.mlp.gate_up.weight", f"e {both} d -> e d u f" if outputs_first else f"e d {both} -> e d u f"
+        ),
+        down: Weight("layers.{i}.mlp.down.weight", "e d f -> e f d" if outputs_first else "e f d -> e f d"),
+    }
+
+
+def mlp(prefix: str, path: str) -> Table:
+    """A gated MLP's."""
+    gate_up = Weight(f"{path}.gate_up.weight", "(u f) d -> d u f")
+    return {
+        f"{prefix}gate_proj.weight": replace(gate_up, part=(1, 0, 1)),
+        f"{prefix}up_proj.weight": replace(gate_up, part=(1, 1, 2)),
+        f"{prefix}down_proj.weight": Weight(f"{path}.down.weight", "d f -> f d"),
+    }
+
+
+def expert_forms(prefix: str, common: Table) -> tuple[Table, ...]:
+    """`EXPERTS` of most families: with `common`, the tensors of experts under `prefix`, each alone or stacked."""
+    alone = experts(prefix + "{e}")
+    return common | alone, common | stacked_experts(prefix + "gate_up_proj", prefix + "down_proj")

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import MeshError
-from jaxllm.sharding.rules import AnyMesh, Axes, num_shards, partition_spec
+from jaxllm.sharding.rules import AnyMesh, Axes, mesh_axes, num_shards, partition_spec, say_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,9 @@ class Leaf:
     def unsplit(self, mesh: AnyMesh) -> int | None:
         """A dimension that `mesh` can't split, expanded or not."""
         for dim, (size, axis) in enumerate(zip(self.shape, self.axes, strict=True)):
-            if axis and axis != "vocab" and size % num_shards(axis, mesh):
-                copies, rest = divmod(num_shards(axis, mesh), size)
+            count = num_shards(axis, mesh, self.axes)
+            if axis != "vocab" and size % count:
+                copies, rest = divmod(count, size)
                 if axis != "kv_heads" or rest or not self._shares(copies):
                     return dim
         return None
@@ -161,7 +162,7 @@ class Repeated(Expansion):
 def expansion(leaf: Leaf, mesh: AnyMesh) -> Expansion | None:
     """What makes of `leaf`, which `check_splits` has let pass, what `mesh` can split; None if it can already."""
     for dim, (size, axis) in enumerate(zip(leaf.shape, leaf.axes, strict=True)):
-        count = num_shards(axis, mesh) if axis else 1
+        count = num_shards(axis, mesh, leaf.axes)
         if size % count:
             options = {"canonical": leaf.shape, "dim": dim}
             if axis == "vocab":
@@ -186,12 +187,15 @@ def check_splits(leaves: Mapping[str, Leaf], mesh: AnyMesh) -> None:
     for name, leaf in leaves.items():
         dim = leaf.unsplit(mesh)
         if dim is not None:
-            mesh_axis, axis = partition_spec(leaf.axes, mesh)[dim], leaf.axes[dim]
+            axis = leaf.axes[dim]
+            names = mesh_axes(axis, leaf.axes, mesh)
             queries = ", nor have a part of the queries of one head each" if axis == "kv_heads" else ""
-            fit = [n for n in range(1, 2 * mesh.shape[mesh_axis]) if _all_split(leaves, mesh, mesh_axis, n)]
+            sizes = range(1, 2 * mesh.shape[names[0]])
+            fit = [n for n in sizes if _all_split(leaves, mesh, names[0], n)]
+            remedy = f"{names[0]!r} can have {', '.join(map(str, fit))}" if fit else f"no size of {names[0]!r} does"
             raise MeshError(
-                f"mesh axis {mesh_axis!r} has {mesh.shape[mesh_axis]} devices, which do not divide the "
-                f"{leaf.shape[dim]} {axis} of {name}{queries}; for this model it can have {', '.join(map(str, fit))}"
+                f"{say_devices(names, mesh)}, which do not divide the {leaf.shape[dim]} {axis} of {name}{queries}; "
+                f"for this model {remedy if len(names) > 1 else remedy.replace(repr(names[0]), 'it', 1)}"
             )
 
 
@@ -207,10 +211,11 @@ def canonical_sharding(axes: Axes, expansion: Expansion, mesh: Mesh) -> NamedSha
     has all of it."""
     names = [*partition_spec(axes, mesh)]
     name, names[expansion.dim] = names[expansion.dim], None
+    count = num_shards(axes[expansion.dim], mesh, axes)
     fit = [
         (size, dim)
         for dim, size in enumerate(expansion.canonical)
-        if dim not in expansion.changed and names[dim] is None and size % mesh.shape[name] == 0
+        if dim not in expansion.changed and names[dim] is None and size % count == 0
     ]
     if fit:
         names[max(fit)[1]] = name

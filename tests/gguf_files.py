@@ -17,6 +17,9 @@ ARCHITECTURES = {
     "Gemma2": "gemma2",
     "Gemma3": "gemma3",
     "Phi3": "phi3",
+    "Mixtral": "llama",
+    "Qwen2Moe": "qwen2moe",
+    "Qwen3Moe": "qwen3moe",
 }
 QUANTISED = {"F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}  # types that the package can write
 
@@ -49,7 +52,17 @@ class Converted:
         self.state: dict[str, np.ndarray] = {}
         for name, tensor in model.state_dict().items():
             if name != "lm_head.weight" or not self.config.tie_word_embeddings:
-                self._add(name, tensor.float().numpy(), dtype)
+                add = self._add_experts if tensor.ndim == 3 else self._add
+                add(name, tensor.float().numpy(), dtype)
+
+    def _add_experts(self, name: str, value: np.ndarray, dtype: Callable[[str], str]) -> None:
+        """Gate and up in tensors of their own."""
+        members = [name]
+        if name.endswith("gate_up_proj"):
+            members = [name.replace("gate_up_proj", member) for member in ("gate_proj", "up_proj")]
+        for member, part in zip(members, np.split(value, len(members), axis=1), strict=True):
+            self._add(f"{member}.weight", part, dtype)
+        self.state[name] = np.concatenate([self.state.pop(f"{member}.weight") for member in members], axis=1)
 
     def _add(self, name: str, value: np.ndarray, dtype: Callable[[str], str]) -> None:
         stored_name = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -89,6 +102,13 @@ class Converted:
             keys |= {"attn_logit_softcapping": config.attn_logit_softcapping}
         if self.architecture == "phi3":
             keys |= {"attention.sliding_window": config.sliding_window or 0}
+        if hasattr(config, "num_experts_per_tok"):
+            experts = config.num_experts if self.architecture == "qwen2moe" else config.num_local_experts
+            keys |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+        if "moe" in self.architecture:
+            keys |= {"expert_feed_forward_length": config.moe_intermediate_size}
+        if self.architecture == "qwen2moe":
+            keys |= {"expert_shared_feed_forward_length": config.shared_expert_intermediate_size}
         return keys
 
     def write(self, file: Path, changes: dict[str, Any] | None = None, **tokenizer: Any) -> Path:
@@ -130,13 +150,3 @@ def add_key(writer: Any, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     else:
         writer.add_array(key, value)
-
-
-class NoText:
-    """A tokenizer for models that have none."""
-
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
-        return ""

@@ -26,6 +26,8 @@ GEMMA = {
     "query_pre_attn_scalar": 24,
     "final_logit_softcapping": 4.0,
 }
+MIXTURE = {"intermediate_size": 40}
+QWEN_MIXTURE = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "mlp_only_layers": [1]}
 FAMILIES = {  # transformers' name -> how its sizes differ from `SIZES`; None: it has no such key
     "Llama": {},
     "Mistral": {},
@@ -42,6 +44,51 @@ FAMILIES = {  # transformers' name -> how its sizes differ from `SIZES`; None: i
         "tie_word_embeddings": True,
         "ffn_dim": 80,
         "init_std": 0.2,
+    },
+    "Mixtral": MIXTURE | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "Qwen2Moe": MIXTURE | QWEN_MIXTURE | {"shared_expert_intermediate_size": 40, "head_dim": None},
+    "Qwen3Moe": MIXTURE | QWEN_MIXTURE | {"norm_topk_prob": True},
+    "Olmoe": MIXTURE | {"head_dim": None, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.5},
+    "GptOss": MIXTURE | {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 1.0},
+    "Glm4Moe": MIXTURE
+    | {
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "MiniMaxM2": MIXTURE
+    | {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "GraniteMoe": MIXTURE
+    | {
+        "head_dim": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "Ernie4_5_Moe": MIXTURE
+    | {"head_dim": None, "moe_intermediate_size": 24, "moe_num_experts": 8, "moe_k": 2, "tie_word_embeddings": True},
+    "Llama4": MIXTURE
+    | {
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 80,
+        "num_hidden_layers": 4,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 4,
+        "floor_scale": 16,
+        "pad_token_id": 0,
     },
 }
 FACTORS = [1.0, 1.1, 1.4, 1.7, 2.0, 2.5], [2.0, 3.0, 4.0, 6.0, 7.0, 8.0]
@@ -61,7 +108,7 @@ def config(family: str, **changes):
     """transformers' configuration of a tiny model."""
     transformers = pytest.importorskip("transformers")
     fields = {key: value for key, value in (SIZES | FAMILIES[family]).items() if value is not None}
-    name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    name = f"{family}TextConfig" if family in ("Gemma3", "Llama4") else f"{family}Config"
     return getattr(transformers, name)(**copy.deepcopy(fields | changes))  # it writes into what it is given
 
 
@@ -73,6 +120,9 @@ def checkpoint(path, family: str, seed: int = 0, **changes):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
+                weight.add_(torch.randn_like(weight) * 0.2)
+        for name, weight in model.named_buffers():
+            if name.endswith("correction_bias"):
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(path)
     return model

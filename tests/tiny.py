@@ -105,3 +105,13 @@ def clean(llm: LLM) -> None:
     llm.engine.scheduler.check()
     assert llm.stats().blocks_used == 0
     llm.engine.scheduler.pool.forget_keys()
+
+
+class NoText:
+    """A tokenizer for models that have none."""
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
+        return ""

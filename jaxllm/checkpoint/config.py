@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxllm.argument_checks import check_float, check_int
 from jaxllm.checkpoint import unsupported
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
+from jaxllm.checkpoint.mixture_config import check_mixture
 from jaxllm.checkpoint.quantized.detect import scheme_of
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import registry, tasks, transformer
@@ -108,6 +109,7 @@ def read_spec(checkpoint: Checkpoint, dtype: Any, overrides: Any = None, task: s
         module = registry.find(name)
         scheme_of(checkpoint, hf)  # refuses what can't be read
         _check_sizes(hf)
+        check_mixture(hf)
         _check_ropes(hf)
         cfg = module.Config.from_hf(hf, dtype=dtype, **tasks.task_fields(name, hf, task))
         if cfg.task == "classify" and hf.get("classifier_from_token") is not None:
@@ -169,6 +171,8 @@ def _architecture(hf: dict) -> str:
 
 def _check_sizes(hf: dict) -> None:
     """Checks types and ranges of the keys that some family reads; `from_hf` finds missing keys."""
+    if hf.get("sliding_window") == 0 and hf.get("use_sliding_window") is False:  # as transformers 5 writes Qwen2-MoE's
+        hf["sliding_window"] = None
     for key, most in (_SIZES | _OPTIONAL_SIZES).items():
         if key in hf and not (hf[key] is None and key in _OPTIONAL_SIZES):
             check_int(key, hf[key], 1, most)

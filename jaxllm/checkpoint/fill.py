@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -24,25 +25,17 @@ class WeightPart(NamedTuple):
     name: str
     axes: str  # einops pattern, from the tensor to the parameter
     sizes: dict[str, int]  # of the pattern's axes
+    shape: tuple[int, ...]  # of the part of the checkpoint's tensor
     place: tuple[slice, ...]
     first_row: int  # where the tensor stacks several parts
 
     @classmethod
     def at(cls, name: str, weight: Weight, shape: Sequence[int], first_row: int) -> "WeightPart":
         """Of the tensor `name`, from `first_row` on, in a parameter of this shape."""
-        place = [slice(None)] * len(shape)
-        if weight.part is not None:
-            dim, start, stop = weight.part
-            place[dim] = slice(start, stop)
-        dims = [len(range(size)[piece]) for size, piece in zip(shape, place, strict=True)]
-        sizes = dict(zip(weight.axes.split("->")[1].split(), dims, strict=True))
-        return cls(name, weight.axes, sizes, tuple(place), first_row)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the part of the checkpoint's tensor."""
-        groups = re.findall(r"\([^)]*\)|\S+", self.axes.split("->")[0])
-        return tuple(math.prod(self.sizes[axis] for axis in group.strip("()").split()) for group in groups)
+        sizes, part, place = _geometry(weight.axes, weight.part, weight.expert is not None, tuple(shape))
+        if weight.expert is not None:
+            place = (slice(weight.expert, weight.expert + 1), *place[1:])
+        return cls(name, weight.axes, sizes, part, place, first_row)
 
     def of(self, tensor: StoredTensor) -> StoredTensor:
         """These rows of the checkpoint's `tensor`; they lie together in the file."""
@@ -63,6 +56,28 @@ class WeightPart(NamedTuple):
         view = rearrange(target, f"{right} -> {axes}", **self.sizes)
         assert np.may_share_memory(view, target)
         return view
+
+
+@cache  # a mixture has tens of thousands of tensors, of a few kinds
+def _geometry(
+    axes: str, part: tuple[int, int | None, int | None] | None, is_of_expert: bool, shape: tuple[int, ...]
+) -> tuple[dict[str, int], tuple[int, ...], tuple[slice, ...]]:
+    """Sizes of the pattern's axes, the shape of the tensor's part, and its place; that of an expert is the first's."""
+    place = [slice(None)] * len(shape)
+    if part is not None:
+        dim, start, stop = part
+        place[dim] = slice(start, stop)
+    if is_of_expert:
+        place[0] = slice(0, 1)
+    dims = [len(range(size)[piece]) for size, piece in zip(shape, place, strict=True)]
+    left, right = axes.split("->")
+    sizes = dict(zip(right.split(), dims, strict=True))
+    groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", left)]
+    return (
+        sizes,
+        tuple(math.prod(sizes.get(axis, 1) for axis in group) for group in groups),
+        tuple(place),
+    )  # "1" is no axis
 
 
 class Filling(NamedTuple):

@@ -11,12 +11,13 @@ from jaxllm.checkpoint.config import ModelSpec
 from jaxllm.checkpoint.fill import WeightPart
 from jaxllm.checkpoint.formats import Checkpoint, HuggingFaceDirectory
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
-from jaxllm.checkpoint.loader import plan_blocks, plan_quantized, weights_table
+from jaxllm.checkpoint.loader import plan_blocks, plan_quantized
 from jaxllm.checkpoint.quantized.detect import scheme_of
 from jaxllm.checkpoint.quantized.make import quantize_model
 from jaxllm.checkpoint.quantized.plan import QuantizedPlan, dense_owner
 from jaxllm.checkpoint.quantized.scheme import Place, Scheme
 from jaxllm.checkpoint.tensors import has_tensors
+from jaxllm.checkpoint.weights_table import weights_table
 from jaxllm.models.linear import Embedding
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # of a configuration, and in files

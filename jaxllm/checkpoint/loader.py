@@ -1,6 +1,5 @@
 """Parameters from a checkpoint onto a mesh, tensor by tensor."""
 
-import dataclasses
 import logging
 import math
 import re
@@ -30,11 +29,11 @@ from jaxllm.checkpoint.quantized.module import QuantizedModule
 from jaxllm.checkpoint.quantized.plan import QuantizedPlan
 from jaxllm.checkpoint.quantized.scheme import Scheme, spare_biases
 from jaxllm.checkpoint.tensors import DTYPES, FLOATS, StoredTensor
+from jaxllm.checkpoint.weights_table import weights_table
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.linear import Embedding, Linear
 from jaxllm.models.transformer import Params
-from jaxllm.models.weights import Weight
 from jaxllm.pallas_kernels.native import huge_pages
 from jaxllm.sharding import rules
 
@@ -94,7 +93,9 @@ def load_params(
     """
     params = jax.tree.map(lambda leaf: leaf, params)
     check_mesh(params, mesh)
-    quantized = quantized or QuantizedPlan({}, {}, weights_table(spec), _stored(checkpoint, spec))
+    if quantized is None:
+        stored = _stored(checkpoint, spec)
+        quantized = QuantizedPlan({}, {}, weights_table(spec, stored), stored)
     plan = _plan(quantized, params)
     _check(checkpoint, spec, plan, quantized)
 
@@ -128,10 +129,15 @@ def load_params(
 
 
 def _stored(checkpoint: Checkpoint, spec: ModelSpec) -> Mapping[str, StoredTensor]:
-    """The tensors by the names of `WEIGHTS`, where a model saved without a head lacks their prefix."""
-    stored, table, prefix = checkpoint.tensors(), weights_table(spec), getattr(spec.module, "PREFIX", _PREFIX)
+    """The tensors by the names of `WEIGHTS`, where a model saved without a head lacks their prefix, but those that are
+    passed over."""
+    ignored = getattr(spec.module, "IGNORED", "").replace("{num_layers}", str(spec.cfg.num_layers))
+    is_ignored = re.compile(f"{_COMPUTED}|{ignored}").fullmatch
+    stored = {name: tensor for name, tensor in checkpoint.tensors().items() if not is_ignored(name)}
+    prefix = getattr(spec.module, "PREFIX", _PREFIX)
     if any(name.startswith(prefix) for name in stored):
         return stored
+    table = weights_table(spec, [prefix + name for name in stored])
     return {prefix + name if prefix + name in table else name: tensor for name, tensor in stored.items()}
 
 
@@ -192,25 +198,15 @@ def _plan(quantized: QuantizedPlan, params: Params) -> FillPlan:
     return plan
 
 
-def weights_table(spec: ModelSpec, *, optional: bool = True) -> dict[str, tuple[Weight, ...]]:
-    """`WEIGHTS` and, if wanted, `OPTIONAL_WEIGHTS` with their layers spelled out."""
-    module, table = spec.module, {}
-    weights = {**module.WEIGHTS, **(getattr(module, "OPTIONAL_WEIGHTS", {}) if optional else {})}
-    for name, entry in weights.items():
-        pieces = entry if isinstance(entry, tuple) else (entry,)
-        for i in range(spec.cfg.num_layers if "{i}" in name else 1):
-            table[name.replace("{i}", str(i))] = tuple(
-                dataclasses.replace(piece, path=piece.path.replace("{i}", str(i))) for piece in pieces
-            )
-    return table
-
-
 def plan_quantized(
     checkpoint: Checkpoint, spec: ModelSpec, model: nnx.Module, modules_of: Callable[[Mapping[str, StoredTensor]], Any]
 ) -> QuantizedPlan:
     """Gives the abstract `model` the forms that the checkpoint's weights have. `modules_of` is `Scheme.modules`."""
-    modules, rest = modules_of(_stored(checkpoint, spec))
-    return QuantizedPlan.of(model, weights_table(spec), modules, rest)._replace(spare=spare_biases(modules, rest))
+    stored = _stored(checkpoint, spec)
+    modules, rest = modules_of(stored)
+    names = {f"{name}.weight" for name in modules} | rest.keys()
+    plan = QuantizedPlan.of(model, weights_table(spec, names), modules, rest)
+    return plan._replace(spare=spare_biases(modules, rest))
 
 
 def stored_kv_scales(checkpoint: Checkpoint, spec: ModelSpec, scheme: Scheme, kind: str) -> Scales | None:
@@ -220,7 +216,8 @@ def stored_kv_scales(checkpoint: Checkpoint, spec: ModelSpec, scheme: Scheme, ki
 
 def plan_blocks(checkpoint: GgufCheckpoint, spec: ModelSpec, model: nnx.Module) -> QuantizedPlan:
     """Gives the abstract `model` the forms of a GGUF file's blocks. ValueError if no product has some that are kept."""
-    stored, table = _stored(checkpoint, spec), weights_table(spec)
+    stored = _stored(checkpoint, spec)
+    table = weights_table(spec, stored)
     kinds = (Linear, Embedding)
     products = {f"{'.'.join(map(str, path))}.weight" for path, node in nnx.iter_graph(model) if type(node) in kinds}
     modules: dict[str, QuantizedModule] = {}
@@ -243,11 +240,8 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, plan: FillPlan, quantized: Q
         rows = max(shapes.get(part.name, (0,))[0], part.first_row + part.shape[0])
         shapes[part.name] = (rows, *part.shape[1:])
     missing = sorted(shapes.keys() - stored.keys())
-    unused = (
-        stored.keys() - shapes.keys() - weights_table(spec, optional=False).keys()
-    )  # a tied lm_head is in the table
-    ignored = re.compile(f"{_COMPUTED}|{getattr(spec.module, 'IGNORED', '')}")
-    unexpected = sorted(name for name in unused - set(quantized.spare) if not ignored.fullmatch(name))
+    spare = weights_table(spec, optional=False).keys() | set(quantized.spare)  # a tied lm_head is in the table
+    unexpected = sorted(stored.keys() - shapes.keys() - spare)
     if missing or unexpected:
         raise ModelFormatError(
             f"{checkpoint.path}: the tensors are not those of its {checkpoint.config_name}: missing "

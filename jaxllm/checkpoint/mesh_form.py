@@ -45,13 +45,14 @@ def expand_model(model: nnx.Module, mesh: AnyMesh) -> bool:
 def _fit(path: Path, linear: QuantizedLinear, mesh: AnyMesh) -> None:
     """Makes the groups of a quantised weight such as each device has whole ones of. MeshError if that can't be."""
     name = ".".join(map(str, path))
-    if linear.order is not None and any(num_shards(axis, mesh) > 1 for axis, _ in linear.shape.inputs):
+    axes = tuple(linear.shape.weight_axes)
+    if linear.order is not None and any(num_shards(axis, mesh, axes) > 1 for axis, _ in linear.shape.inputs):
         raise MeshError(
             f"{name} takes its inputs in an order of its own (act-order), and the mesh {dict(mesh.shape)} splits them; "
             "take one device, or a checkpoint without act-order (desc_act or actorder)"
         )
     axis, size = linear.shape.inputs[-1]
-    count = num_shards(axis, mesh)
+    count = num_shards(axis, mesh, axes)
     if size % count == 0:
         try:
             linear.fit(size // count)

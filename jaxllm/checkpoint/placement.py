@@ -104,14 +104,15 @@ def _divided(name: str, leaf: Any, parts: dict[str, nnx.Variable]) -> dict[str, 
 
 def dense_shape(codes: nnx.Variable) -> jax.ShapeDtypeStruct:
     """The canonical shape of the dense weight of a product that has these codes."""
-    shape, num_inputs = canonical(codes).shape, codes.get_metadata("num_inputs")
+    whole, num_inputs = canonical(codes).shape, codes.get_metadata("num_inputs")
+    experts, shape = (whole[:1], whole[1:]) if codes.get_metadata("has_experts") else ((), whole)
     if codes.get_metadata("form").group is None:
         first = len(shape) - num_inputs
         shape = shape[first:] + shape[:first]
     else:
         inner = shape[num_inputs - 1] * shape[num_inputs]
         shape = (*shape[: num_inputs - 1], inner, *shape[num_inputs + 1 :])
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.ShapeDtypeStruct(experts + shape, jnp.float32)
 
 
 def canonical_params(placed: Params, mesh: Mesh) -> Params:

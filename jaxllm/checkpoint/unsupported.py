@@ -15,6 +15,11 @@ class ModelKind(NamedTuple):
     nearest: str | None = None  # a model to take; None: one that generates, of a family nearby
 
 
+# Mixtures of experts that are supported.
+_MIXTURES = (
+    r"(mixtral|(qwen[23]|granite|glm4|ernie45)moe|olmoe|gptoss|minimaxm2|llama4text)(for|model|$)|llama4forcausal"
+)
+
 # The first that matches is taken.
 KINDS = (
     ModelKind(
@@ -45,9 +50,21 @@ KINDS = (
         keys=("vision_config", "vision_tower"),
     ),
     ModelKind(
-        "is a mixture of experts, which is not supported yet",
-        r"moe|mixtral|gptoss|deepseekv|^dbrx|grok|arctic|jamba|llama4|qwen3next|qwen35moe|minimax|kimi|longcat"
-        r"|dots1|^hunyuan.*a13b|bailing|mimov2|hyv3|solaropen|laguna|afmoe",
+        "is a mixture of experts with multi-head latent attention (kv_lora_rank), which is not supported yet",
+        r"deepseekv[23]|kimi(?!linear)|longcat|glm4moelite|glmmoedsa",
+        keys=("kv_lora_rank",),
+        remedy="take a dense model",
+    ),
+    ModelKind(
+        "is a mixture of experts whose router compares scores within router_jitter_noise (sparsemixer), which is not "
+        "supported",
+        r"phi(3?5?)moe",
+        remedy="take a dense model",
+    ),
+    ModelKind(
+        "is a mixture of experts of a family that is not supported",
+        rf"^(?!{_MIXTURES})(?=.*(moe|mixtral|gptoss|deepseekv|^dbrx|grok|arctic|jamba|llama4|qwen3next|qwen35moe|minimax"
+        r"|dots1|^hunyuan.*a13b|bailing|mimov2|hyv3|solaropen|laguna|kimilinear))",
         keys=("num_experts", "num_local_experts", "n_routed_experts"),
         remedy="take a dense model",
     ),

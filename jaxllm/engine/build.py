@@ -21,9 +21,12 @@ from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.engine.kv_cache import check_kv_dtype, check_platform, fixed_scales, scale_command, with_scales
-from jaxllm.engine.model_source import Reading, cache_specs, model_source
+from jaxllm.engine.model_interface import cache_specs
+from jaxllm.engine.model_source import Reading, model_source
 from jaxllm.engine.pooling import Pooler, task_of
 from jaxllm.errors import OutOfMemoryError
+from jaxllm.models import transformer
+from jaxllm.models.moe import Experts
 from jaxllm.models.transformer import Params
 from jaxllm.sampling_checks import MAX_LOGPROBS
 from jaxllm.sharding.expand import padded, repeated
@@ -104,7 +107,7 @@ def build_engine(
         generates=shape.generates,
         whole_prompts=whole_prompts,
     )
-    _check_len(wanted.max_model_len, source.cfg.max_len)
+    _check_len(wanted.max_model_len, source.cfg)
     _check_swap_space(swap_space)
     check_platform(shape, wanted, mesh, source.cfg.heads)
     scales = fixed_scales(source, shape, wanted)
@@ -162,6 +165,9 @@ def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> Mod
     leaves, treedef = jax.tree.flatten(state)
     kv_heads = repeated(cfg.kv_heads, mesh)
     group = -(-cfg.heads // kv_heads)  # query heads of each
+    mixtures = [spec for spec in _feed_forwards(cfg) if isinstance(spec, Experts)]
+    top_k = max((spec.routing.top_k for spec in mixtures), default=0)
+    mlp = max((spec.mlp for spec in mixtures), default=0)
     return ModelShape(
         graph=graph,
         treedef=treedef,
@@ -170,18 +176,25 @@ def model_shape(cfg: Any, graph: nnx.GraphDef, state: Params, mesh: Mesh) -> Mod
         vocab=cfg.vocab,
         logits_width=padded(cfg.vocab, mesh),
         dtype=cfg.dtype,
-        token_widths=(cfg.embed, 2 * cfg.mlp, (group + 2) * kv_heads * cfg.head_dim),
+        token_widths=(cfg.embed, 2 * cfg.mlp, (group + 2) * kv_heads * cfg.head_dim, 2 * top_k * mlp),
+        routed_width=top_k * cfg.embed,
         generates=task_of(cfg) == "generate",
         has_head=task_of(cfg) == "classify",
     )
 
 
-def _check_len(max_model_len: int, limit: int) -> None:
-    if max_model_len > limit:
+def _feed_forwards(cfg: Any) -> list[Any]:
+    """Of the layers, where a caller's own configuration says them."""
+    return [getattr(spec, "feed_forward", None) for spec in getattr(cfg, "layers", ())]
+
+
+def _check_len(max_model_len: int, cfg: Any) -> None:
+    if max_model_len > cfg.max_len:
+        reason = getattr(cfg, "LIMIT", transformer.Config.LIMIT)
         raise ValueError(
-            f"max_model_len={max_model_len} is more than the {limit} tokens that the model was made for "
-            f"(max_position_embeddings and rope scaling of its config.json); give at most {limit}. Rope scaling in "
-            "config.json is the way to more, where the model has rotary embeddings"
+            f"max_model_len={max_model_len} is more than the {cfg.max_len} tokens that the model was made for "
+            f"({reason}); give at most {cfg.max_len}. Rope scaling in config.json is the way to more, where the model "
+            "has rotary embeddings"
         )
 
 

@@ -1,7 +1,6 @@
 """From what a user gives as a model to its configuration, its module and the source of its parameters."""
 
 import dataclasses
-import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.config import ModelSpec, read_spec, resolve_dtype
@@ -31,20 +29,16 @@ from jaxllm.checkpoint.quantized.scheme import Scheme
 from jaxllm.checkpoint.torch_model import TorchModel, is_torch_model
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.dummy import random_params
-from jaxllm.engine.pooling import task_of
+from jaxllm.engine.model_interface import check_interface, kv_dtype
 from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
-from jaxllm.models.cache_spec import CacheSpec
-from jaxllm.models.context import StepContext
 from jaxllm.models.transformer import Params
-from jaxllm.sharding.expand import padded, repeated
 from jaxllm.text.tokenizer import FILE as TOKENIZER_FILE
 from jaxllm.text.tokenizer import Tokenizer, wrap
 
 log = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"  # the name of the model in the package
-_SIZES = ("vocab", "embed", "num_layers", "heads", "kv_heads", "head_dim", "mlp", "max_len")  # read by the engine
 
 
 class ModelSource(NamedTuple):
@@ -77,7 +71,7 @@ class ModelSource(NamedTuple):
             return
         name, cfg = type(self.model).__qualname__, self.cfg
         try:
-            _kv_dtype(*nnx.split(self.model), cfg, name, mesh)
+            kv_dtype(*nnx.split(self.model), cfg, name, mesh)
         except ValueError as error:
             raise MeshError(
                 f"{name} can't be served on a mesh of {dict(mesh.shape)}, where its {cfg.kv_heads} KV heads are "
@@ -221,14 +215,14 @@ def _of_pair(cfg: Any, params: Any) -> tuple[Any, nnx.Module, Params]:
     for name, variable in named(shapes).items():
         if name in given and jnp.issubdtype(given[name], jnp.floating):
             variable.set_value(jax.ShapeDtypeStruct(variable.get_value().shape, given[name]))
-    cfg = dataclasses.replace(cfg, dtype=_kv_dtype(graph, shapes, cfg, type(model).__qualname__))
+    cfg = dataclasses.replace(cfg, dtype=kv_dtype(graph, shapes, cfg, type(model).__qualname__))
     return cfg, transformer.abstract(type(model), cfg), params
 
 
 def _of_module(model: Any) -> tuple[Any, nnx.Module, Params]:
     """Configuration, abstract copy and parameters of the user's module: of its own class, with its own attributes."""
     name = type(model).__qualname__
-    _check_interface(model, name)
+    check_interface(model, name)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     if others := [f"{path} ({type(leaf).__name__})" for path, leaf in named(rest).items()]:
         raise ValueError(
@@ -236,7 +230,7 @@ def _of_module(model: Any) -> tuple[Any, nnx.Module, Params]:
             "Make them nnx.Param, or compute them where they are used"
         )
     shapes = jax.tree.map(_abstract, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    dtype = _kv_dtype(graph, shapes, model.cfg, name)
+    dtype = kv_dtype(graph, shapes, model.cfg, name)
     return dataclasses.replace(model.cfg, dtype=dtype), nnx.merge(graph, shapes), params
 
 
@@ -245,97 +239,3 @@ def _abstract(variable: nnx.Variable) -> nnx.Variable:
     value = variable.get_value()
     axes = variable.get_metadata("axes", None) or (None,) * value.ndim
     return variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype), axes=axes)
-
-
-def _check_interface(model: nnx.Module, name: str) -> None:
-    cfg = getattr(model, "cfg", None)
-    missing = [name for name in (*_SIZES, "dtype") if not (dataclasses.is_dataclass(cfg) and hasattr(cfg, name))]
-    if missing:
-        raise TypeError(
-            f"{name}.cfg must be a dataclass with {', '.join(missing)}, as jaxllm.models.transformer.Config is"
-        )
-    methods: dict[str, tuple[str, ...]] = {"__call__": ("tokens", "ctx", "caches")}
-    if task_of(cfg) != "embed":
-        methods["logits" if task_of(cfg) == "generate" else "head"] = ("hidden", "ctx")
-    for method, arguments in methods.items():
-        function = getattr(model, method, None)
-        if not callable(function):
-            raise TypeError(f"{name} has no {method}({', '.join(arguments)}); see jaxllm.models.transformer.Decoder")
-        try:
-            inspect.signature(function).bind(*arguments)
-        except TypeError as error:
-            raise TypeError(f"{name}.{method} can't be called as {method}({', '.join(arguments)}): {error}") from error
-
-
-def cache_specs(model: Any, cfg: Any, mesh: Mesh | None) -> tuple[tuple[CacheSpec, ...], ...]:
-    """What each layer of a model caches on a mesh: keys and values of all tokens, if the model does not say."""
-    specs = [(CacheSpec.keys_and_values(cfg.kv_heads, cfg.head_dim),)] * cfg.num_layers
-    if hasattr(model, "cache_specs"):
-        specs = model.cache_specs()
-    return tuple(tuple(_expanded(spec, mesh) for spec in of_layer) for of_layer in specs)
-
-
-def _expanded(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
-    if spec.is_state or mesh is None:
-        return spec
-    kv_heads, head_dim = spec.shape
-    return dataclasses.replace(spec, shape=(repeated(kv_heads, mesh), head_dim))
-
-
-class _Watcher:
-    """A cache of one layer that notes the keys it is given, and gives the queries back; or runs a recurrence."""
-
-    def __init__(self, keys: list[Array]):
-        self.keys = keys
-
-    def attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, "_Watcher"]:
-        self.keys.append(k)
-        return q, self
-
-    def scan(self, step: Any, start: Array, inputs: Any) -> tuple[Any, "_Watcher"]:
-        return jax.lax.scan(step, start, inputs)[1], self
-
-
-def _kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str, mesh: Mesh | None = None) -> Any:
-    """Traces the module for a token as the engine will, checks what comes out, and returns the dtype of its keys.
-    `mesh` is that for which the model was expanded, if it was."""
-    has_logits = task_of(cfg) == "generate"
-    keys: list[Array] = []
-    wanted: list[tuple[int, ...]] = []  # shapes of the keys, of one token each
-    widths = {cfg.vocab} if mesh is None else {cfg.vocab, padded(cfg.vocab, mesh)}  # of the logits
-
-    def forward(params: Params, token: Array) -> tuple[Array, Array]:
-        module = nnx.merge(graph, params)
-        ctx = StepContext.of(token)
-        specs = cache_specs(module, cfg, mesh)
-        watchers = [[_Watcher(keys) for _ in of_layer] for of_layer in specs]
-        hidden, caches = module(token, ctx, [each[0] if len(each) == 1 else each for each in watchers])
-        if len(caches) != len(watchers):
-            raise ValueError(f"it returned {len(caches)} caches for {len(watchers)} layers")
-        wanted.extend(spec.shape for of_layer in specs for spec in of_layer if not spec.is_state)
-        logits = module.logits(hidden, ctx) if has_logits else jnp.zeros((1, cfg.vocab), jnp.float32)
-        return hidden, logits
-
-    try:
-        hidden, logits = jax.eval_shape(forward, params, jax.ShapeDtypeStruct((1,), jnp.int32))
-    except Exception as error:
-        raise ValueError(
-            f"{name} can't be served: called with tokens [tokens], a StepContext and a list of caches it raises "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    found = [key.shape for key in keys]
-    if sorted(found) != sorted((1, *shape) for shape in wanted):
-        raise ValueError(
-            f"{name} gave its {cfg.num_layers} caches {len(keys)} times keys of shapes {sorted(set(found))} for one "
-            "token; each cache of keys and values attends once, with keys [tokens, kv_heads, head_dim] of "
-            f"{sorted({(1, *shape) for shape in wanted})}"
-        )
-    dtype = keys[0].dtype if keys else hidden.dtype
-    if (hidden.shape, hidden.dtype) != ((1, cfg.embed), dtype) or logits.shape not in {(1, width) for width in widths}:
-        raise ValueError(
-            f"{name} makes of one token hidden states {hidden.shape} {hidden.dtype} and logits {logits.shape}; "
-            f"expected [1, {cfg.embed}] {dtype}, the dtype of its keys, and [1, {cfg.vocab}]"
-        )
-    if logits.dtype != jnp.float32:
-        raise ValueError(f"{name} makes logits of {logits.dtype}; expected float32, not rounded from the head's sums")
-    return dtype

@@ -16,7 +16,8 @@ _NO_PARALLEL = "a model is split by tensors only; give tensor_parallel_size, or 
 _NO_REPLICAS = (
     "an engine is one replica; start one for each part of the devices, and a server for each behind a balancer"
 )
-_NO_EXPERTS = "there are no models with experts yet"
+_EXPERTS = "the devices that share experts are an axis of the mesh; give mesh='expert=8' for tensor_parallel_size=8"
+_NO_EXPERT_MOVES = "experts stay on the devices that they are loaded to; leave it out"
 NO_LORA = "there are no LoRA adapters yet; merge the adapter into the weights (peft: merge_and_unload) and serve those"
 NO_MEDIA = "only text is served: there are no images, sounds or videos yet; leave it out"
 _BY_FILES = "what a model does is what its files say, and any that generates makes embeddings too; leave it out"
@@ -163,11 +164,11 @@ _ONLY: dict[str, Only] = {
     "data_parallel_external_lb": Only(_OFF, _NO_REPLICAS),
     "nnodes": Only(_is_one, "an engine is of one machine; use its devices: mesh='tensor=4'"),
     "node_rank": Only(_is_zero, "an engine is of one machine; use its devices: mesh='tensor=4'"),
-    "enable_expert_parallel": Only(_OFF, _NO_EXPERTS),
-    "enable_eplb": Only(_OFF, _NO_EXPERTS),
-    "enable_elastic_ep": Only(_OFF, _NO_EXPERTS),
-    "enable_dbo": Only(_OFF, _NO_EXPERTS),
-    "num_redundant_experts": Only(_is_zero, _NO_EXPERTS),
+    "enable_expert_parallel": Only(_OFF, _EXPERTS),
+    "enable_eplb": Only(_OFF, _NO_EXPERT_MOVES),
+    "enable_elastic_ep": Only(_OFF, _NO_EXPERT_MOVES),
+    "enable_dbo": Only(_OFF, "a step is one batch; leave it out"),
+    "num_redundant_experts": Only(_is_zero, _NO_EXPERT_MOVES),
     "quantization_config": Only((None,), _NO_QUANTIZATION),
     "kv_cache_dtype_skip_layers": Only(_is_nothing, _NO_SKIPPING),
     "mamba_cache_dtype": Only((None, "auto"), _OWN_STATES),

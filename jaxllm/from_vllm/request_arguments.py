@@ -26,7 +26,7 @@ SAMPLING_FIELDS: dict[str, Rule] = {
     "prompt_logprob_token_ids": Only((None,), _ALL_PROMPT),
     "prompt_logprob_start": Only((None, 0), _ALL_PROMPT),
     "flat_logprobs": Only((None, False), "log-probabilities are dicts, which are made when they are looked at"),
-    "routed_experts_prompt_start": Only((None, 0), "there are no models with experts yet"),
+    "routed_experts_prompt_start": Only((None, 0), "which experts took a token is not returned; leave it out"),
     "trace_decode_token_ids": Only((None,), _NO_REPLAY),
     "guided_decoding": Only((None,), "give structured_outputs=StructuredOutputsParams(...), as vLLM has it now"),
     "skip_clone": Hint(_INTERNAL),

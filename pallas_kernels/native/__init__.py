@@ -10,6 +10,7 @@ log = logging.getLogger(__name__)
 
 TARGETS = (
     "jaxllm_copy_blocks",
+    "jaxllm_grouped_matmul",
     "jaxllm_matmul",
     "jaxllm_paged_attention",
     "jaxllm_quantized_matmul",

@@ -9,20 +9,30 @@ constexpr int kVectors = 2;                             // columns of a tile, in
 constexpr int kMostRows = kRegisters == 32 ? 12 : 6;    // of a tile: its sums fill most registers
 constexpr int kLine = 64;                               // bytes that memory moves at once
 constexpr int64_t kDepth = 512;                         // rows of w that a tile goes through before it stores its sums
+constexpr int kWide = kRegisters == 32 ? 8 : 4;         // columns of a tile of few rows, in vectors
+constexpr int kWideRows = kMostRows * kVectors / kWide;
+constexpr int64_t kAheadRows = 32;                      // of w, that such a tile brings in before it reads them
 
-// What a tile brings into the second cache while it works: `lines` lines, of at most 2, for each 2^shift of its rows of
-// w, the first ones from `at` on, those of the next row `stride` bytes further.
+// What a tile brings into the second cache while it works: `lines` lines, one or all that a row of it has, for each
+// 2^shift of its rows of w, the first ones from `at` on, those of the next row `stride` bytes further.
 struct Ahead {
   const char* at = nullptr;
   int64_t stride = 0;
   int lines = 0, shift = 0;
 };
 
+// Of a row of a tile.
+template <int kVectors, class T>
+static constexpr int lines_of() {
+  return (kVectors * kWidth * sizeof(T) + kLine - 1) / kLine;
+}
+
 // y[rows, vectors * kWidth] += x^T[rows, depth] @ w[depth, vectors * kWidth], or = if first. `keep`, if kKeep, gets
 // this part of w, dense.
 template <int kRows, int kVectors, bool kKeep, class T>
 static void tile(const float* x, int64_t ldx, const T* w, int64_t ldw, float* y, int64_t ldy, int64_t depth,
                  bool first, Ahead ahead, float* keep) {
+  constexpr int kLines = lines_of<kVectors, T>();
   Floats acc[kRows][kVectors];
   for (int i = 0; i < kRows; i++)
     for (int j = 0; j < kVectors; j++) acc[i][j] = first ? Floats{} : load(y + i * ldy + j * kWidth);
@@ -35,7 +45,8 @@ static void tile(const float* x, int64_t ldx, const T* w, int64_t ldw, float* y,
     }
     const char* line = ahead.at + (k >> ahead.shift) * ahead.stride;
     if (ahead.lines > 0) __builtin_prefetch(line, 0, 2);
-    if (ahead.lines > 1) __builtin_prefetch(line + kLine, 0, 2);
+    if (ahead.lines > 1)
+      for (int i = 1; i < kLines; i++) __builtin_prefetch(line + i * kLine, 0, 2);
     for (int i = 0; i < kRows; i++) {
       const Floats factor = broadcast(x[k * ldx + i]);
       for (int j = 0; j < kVectors; j++) acc[i][j] += factor * row[j];
@@ -60,8 +71,8 @@ static Tile<T> tile_of(int64_t rows) {
 // multiplies, too.
 template <int kVectors, class T>
 static Ahead share_of(const Gemm& g, int64_t i, const T* next, int64_t depth) {
-  constexpr int kLines = (kVectors * kWidth * sizeof(T) + kLine - 1) / kLine;
-  static_assert(kLines <= 2);
+  constexpr int kLines = lines_of<kVectors, T>();
+  static_assert(kLines <= 2);  // those of a kept part are as many or more
   const int shift = g.groups >= 4 ? 2 : g.groups >= 2 ? 1 : 0;
   if (i >= 1 << shift) return {};
   const int64_t stride = g.n * sizeof(T);
@@ -89,6 +100,23 @@ static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ah
   }
 }
 
+// Few rows of `kWide * kWidth` columns from `n` on: long pieces of the rows of w, as memory likes it, in the order in
+// which they are brought in.
+template <class T>
+static void wide_panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ahead) {
+  const T* w = static_cast<const T*>(g.w) + k * g.n + n;
+  const auto some = [&](int64_t from, int64_t to, int64_t next) {
+    const Ahead lines{reinterpret_cast<const char*>(w + next), static_cast<int64_t>(g.n * sizeof(T)),
+                      next ? lines_of<kWide, T>() : 0, 0};
+    if (from < to)
+      tile_of<kWide, false, T, kWideRows>(g.rows)(g.x + (k + from) * g.rows, g.rows, w + from * g.n, g.n, g.y + n, g.n,
+                                                  to - from, k + from == 0, lines, nullptr);
+  };
+  const int64_t last = depth < kAheadRows ? 0 : depth - kAheadRows;
+  some(0, last, kAheadRows * g.n);
+  some(last, depth, ahead);
+}
+
 // Columns that fill no vector.
 template <class T>
 static void rest(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t end) {
@@ -107,11 +135,13 @@ static void rest(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t end
 
 template <class T>
 static void gemm_by_columns(const Gemm& g, int64_t begin, int64_t end) {
-  constexpr int64_t kColumns = kVectors * kWidth;
+  constexpr int64_t kColumns = kVectors * kWidth, kWideColumns = kWide * kWidth;
   for (int64_t k = 0; k < g.k; k += kDepth) {
     const int64_t depth = g.k - k < kDepth ? g.k - k : kDepth;
     const bool is_last = k + 2 * kDepth > g.k;  // a whole strip follows
     int64_t n = begin;
+    for (; g.rows <= kWideRows && n + kWideColumns <= end; n += kWideColumns)
+      wide_panel<T>(g, k, depth, n, n + 2 * kWideColumns <= end ? kWideColumns : is_last ? 0 : kDepth * g.n + begin - n);
     for (; n + kColumns <= end; n += kColumns) {
       const int64_t next_strip = is_last ? 0 : kDepth * g.n + begin - n;
       panel<kVectors, T>(g, k, depth, n, n + 2 * kColumns <= end ? kColumns : next_strip);

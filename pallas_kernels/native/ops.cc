@@ -42,9 +42,9 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
       w.element_type() != x.element_type() || (rounds && y->element_type() != x.element_type()))
     return ffi::Error::InvalidArgument("jaxllm_matmul: shapes or dtypes don't go together");
   const int64_t rows = xs[0], k = xs[1], n = ys[1];
-  const int64_t groups = transposed ? 1 : (rows + kernels().group_rows - 1) / kernels().group_rows;
-  Gemm gemm{nullptr, w.untyped_data(), static_cast<float*>(y->untyped_data()), rows, k, n, groups,
+  Gemm gemm{nullptr, w.untyped_data(), static_cast<float*>(y->untyped_data()), rows, k, n, 0,
             is_f32 ? DType::kF32 : DType::kBf16, transposed};
+  take_rows(gemm, rows, transposed);
   const std::unique_ptr<float[]> copy = pack_rows(pool, gemm, x);
   std::unique_ptr<float[]> sums;
   if (rounds) {

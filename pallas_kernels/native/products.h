@@ -30,17 +30,28 @@ inline Bf16 narrow(float f) {
   return {f != f ? (uint16_t)0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16)};
 }
 
-// Group `i` of the rows of x in float32, as the kernel reads it (see Gemm): transposed by 8 columns, so that what is
-// written stays in the cache until it is whole.
-template <class T>
-void pack(const Gemm& gemm, const T* x, float* to, int64_t i) {
+// Says how `rows` rows of x are read.
+inline void take_rows(Gemm& gemm, int64_t rows, bool transposed) {
+  gemm.rows = rows, gemm.transposed = transposed;
+  gemm.groups = transposed ? 1 : (rows + kernels().group_rows - 1) / kernels().group_rows;
+}
+
+// Group `i` of the rows of x, which row(0), row(1), ... point to, in float32, as the kernel reads it (see Gemm):
+// transposed by 8 columns, so that what is written stays in the cache until it is whole.
+template <class Row>
+void pack(const Gemm& gemm, const Row& row, float* to, int64_t i) {
   constexpr int64_t kColumns = 8;
   const int64_t first = gemm.first_row(i), height = gemm.first_row(i + 1) - first, k = gemm.k;
-  x += first * k, to += first * k;
+  to += first * k;
+  if (gemm.transposed) {
+    for (int64_t r = 0; r < height; r++)
+      std::transform(row(first + r), row(first + r) + k, to + r * k, [](auto value) { return widen(value); });
+    return;
+  }
   for (int64_t column = 0; column < k; column += kColumns)
-    for (int64_t row = 0; row < height; row++) {
-      const T* from = x + row * k + column;
-      float* at = to + column * height + row;
+    for (int64_t r = 0; r < height; r++) {
+      const auto* from = row(first + r) + column;
+      float* at = to + column * height + r;
       if (column + kColumns <= k)
         for (int64_t j = 0; j < kColumns; j++) at[j * height] = widen(from[j]);  // unrolled
       else
@@ -51,12 +62,11 @@ void pack(const Gemm& gemm, const T* x, float* to, int64_t i) {
 // All of x in float32, as the kernel reads it.
 template <class T>
 void prepare(xla::ffi::ThreadPool& pool, const Gemm& gemm, const T* x, float* to) {
-  if (gemm.transposed)
-    std::transform(x, x + gemm.rows * gemm.k, to, [](T value) { return widen(value); });
-  else if (gemm.rows * gemm.k < kAlonePacked)
-    for (int64_t i = 0; i < gemm.groups; i++) pack(gemm, x, to, i);
+  const auto pack_group = [&](int64_t i) { pack(gemm, [&](int64_t row) { return x + row * gemm.k; }, to, i); };
+  if (gemm.rows * gemm.k < kAlonePacked)
+    for (int64_t i = 0; i < gemm.groups; i++) pack_group(i);
   else
-    parallel(pool, gemm.groups, [&](int64_t i) { pack(gemm, x, to, i); });
+    parallel(pool, gemm.groups, pack_group);
 }
 
 // Lets `gemm` read x as the kernel does, from the copy that it returns if it has made one.

@@ -30,14 +30,21 @@ def product(
     """See `reference.product`. Rows are not rounded."""
     del activations
     rows, depth = x.shape[: x.ndim - num_inputs], math.prod(x.shape[x.ndim - num_inputs :])
-    by_output = not weight.is_grouped
-    columns = weight.scales.shape if by_output else weight.scales.shape[num_inputs + 1 :]
-    size = math.prod(columns)
-    scales = weight.scales.reshape((size,) if by_output else (-1, size))
-    offsets = jnp.zeros((0, 0)) if weight.offsets is None else weight.offsets.reshape(-1, size)
-    outer = jnp.zeros(0) if weight.outer is None else weight.outer.reshape(-1)
-    codes = weight.codes.reshape((size, depth) if by_output else (depth, size))
-    result = jax.ShapeDtypeStruct((math.prod(rows), size), out_dtype or x.dtype)
+    arrays, columns = operands(weight, num_inputs)
+    result = jax.ShapeDtypeStruct((math.prod(rows), math.prod(columns)), out_dtype or x.dtype)
     call = native.ffi_call("jaxllm_quantized_matmul", result)
-    y = call(x.reshape(-1, depth), codes, scales, offsets, outer, by_output=by_output)
-    return y.reshape(*rows, *columns)
+    return call(x.reshape(-1, depth), *arrays, by_output=not weight.is_grouped).reshape(*rows, *columns)
+
+
+def operands(weight: QuantizedWeight, num_inputs: int, lead: int = 0) -> tuple[list[Array], tuple[int, ...]]:
+    """Codes, scales, offsets and outer scales as the custom calls take them, with one axis of inputs, groups or outputs
+    for many; and the axes of the outputs. `lead` axes, of experts, stand before the others."""
+    axes = weight.scales.shape
+    columns = axes[lead + num_inputs + 1 :] if weight.is_grouped else axes[lead:]
+    experts, size = axes[:lead], math.prod(columns)
+    grouped = (*experts, -1, size)
+    scales = weight.scales.reshape(grouped if weight.is_grouped else (*experts, size))
+    offsets = jnp.zeros(0) if weight.offsets is None else weight.offsets.reshape(grouped)
+    outer = jnp.zeros(0) if weight.outer is None else weight.outer.reshape(*experts, size)
+    codes = weight.codes.reshape(grouped if weight.is_grouped else (*experts, size, -1))
+    return [codes, scales, offsets, outer], columns

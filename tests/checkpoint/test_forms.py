@@ -83,7 +83,7 @@ def dense(product):
     """The weight of a product or table, whose inputs may be in an order of their own."""
     if isinstance(product, QuantizedEmbedding):
         return product.rows(jnp.arange(product.codes.shape[0]))
-    return product._weight.dense(len(product.shape.inputs))
+    return product._held.dense(len(product.shape.inputs))
 
 
 @pytest.mark.parametrize(("case", "mesh"), [*((case, None) for case in CONFIGS), ("mlx, tied", "tensor=2")])

@@ -5,22 +5,23 @@ import pytest
 from jaxllm.checkpoint import unsupported
 from jaxllm.models.registry import ARCHITECTURES
 
-CLASSIFIER, SPEECH, ENCODER_DECODER, IMAGES, EXPERTS, RECURRENT, ENCODER, HEADLESS = (
+CLASSIFIER, SPEECH, ENCODER_DECODER, IMAGES, EXPERTS, LATENT, SPARSEMIXER, RECURRENT, ENCODER, HEADLESS = (
     "scores or labels",
     "speech",
     "an encoder-decoder",
     "reads images",
     "a mixture of experts",
+    "multi-head latent attention (kv_lora_rank)",
+    "router_jitter_noise",
     "recurrent",
     "an encoder:",
     "no head",
 )
 NAMES = {
-    EXPERTS: "MixtralForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM GptOssForCausalLM "
-    "DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekV32ForCausalLM DbrxForCausalLM Grok1ModelForCausalLM "
-    "OlmoeForCausalLM PhiMoEForCausalLM GraniteMoeForCausalLM Glm4MoeForCausalLM Llama4ForCausalLM JambaForCausalLM "
-    "MiniMaxM2ForCausalLM Ernie4_5_MoeForCausalLM LongcatFlashForCausalLM Dots1ForCausalLM ArcticForCausalLM "
-    "HunYuanMoEV1ForCausalLM BailingMoeForCausalLM mixtral qwen3_moe gpt_oss deepseek_v3 qwen2moe gpt-oss",
+    EXPERTS: "Qwen3NextForCausalLM DbrxForCausalLM Grok1ModelForCausalLM JambaForCausalLM Dots1ForCausalLM "
+    "ArcticForCausalLM HunYuanMoEV1ForCausalLM BailingMoeForCausalLM GraniteMoeSharedForCausalLM dbrx qwen3_next",
+    LATENT: "DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekV32ForCausalLM LongcatFlashForCausalLM deepseek_v3",
+    SPARSEMIXER: "PhiMoEForCausalLM PhimoeForCausalLM phimoe",
     ENCODER: "BertForMaskedLM BertModel RobertaForMaskedLM XLMRobertaModel DistilBertForMaskedLM DebertaV2ForMaskedLM "
     "ModernBertForMaskedLM ElectraForPreTraining AlbertForMaskedLM MPNetForMaskedLM NomicBertModel "
     "bert roberta xlm-roberta modernbert nomic-bert",
@@ -97,8 +98,7 @@ def test_no_model_of_transformers_is_taken_for_another_kind(task):
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        ("Qwen3MoeForCausalLM", "Qwen/Qwen3-4B"),
-        ("MixtralForCausalLM", "mistralai/Mistral-7B"),
+        ("Qwen3NextForCausalLM", "Qwen/Qwen3-4B"),
         ("DeepseekV3ForCausalLM", "R1-Distill-Qwen"),
         ("MllamaForConditionalGeneration", "Llama-3.1-8B"),
         ("SmolVLMForConditionalGeneration", "SmolLM2"),
@@ -117,6 +117,7 @@ def test_the_nearest_model_is_of_the_family(name, model):
     [
         ({"num_local_experts": 8}, EXPERTS),
         ({"n_routed_experts": 64}, EXPERTS),
+        ({"n_routed_experts": 64, "kv_lora_rank": 512}, LATENT),
         ({"vision_config": {"depth": 2}}, IMAGES),
         ({"audio_config": {"depth": 2}}, SPEECH),
     ],
@@ -128,5 +129,5 @@ def test_keys_tell_where_names_do_not(config, what):
 
 
 def test_the_first_name_that_tells_decides():
-    text = unsupported.describe(["NovelForCausalLM", "qwen3_moe"], {"vision_config": {}})
-    assert text.startswith("qwen3_moe is a mixture of experts")
+    text = unsupported.describe(["NovelForCausalLM", "dbrx"], {"vision_config": {}})
+    assert text.startswith("dbrx is a mixture of experts")

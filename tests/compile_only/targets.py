@@ -41,8 +41,13 @@ def mesh_of(chip: str, count: int = 1) -> Mesh:
 def prepare_few_layers(model: str, num_layers: int, target: chips.Target, **options: Any) -> Prepared:
     """The bundled model with its first layers alone; `options` are those of `prepare`."""
     config = json.loads((find_model(model) / "config.json").read_text())
+    return prepare_config(config | {"num_hidden_layers": num_layers}, target, **options)
+
+
+def prepare_config(config: dict[str, Any], target: chips.Target, **options: Any) -> Prepared:
+    """The model of a `config.json`."""
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+        (Path(directory) / "config.json").write_text(json.dumps(config))
         return prepare(directory, target, **options)
 
 

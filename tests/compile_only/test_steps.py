@@ -4,6 +4,7 @@ One decode step and one mixed step of each: they fit, the pool stays where it is
 checked holds layer by layer, so that models have their first few layers; JAXLLM_WHOLE=1 compiles all.
 """
 
+import math
 import os
 import re
 from functools import cache
@@ -16,11 +17,31 @@ from jaxllm.aot.chips import parse_target
 from jaxllm.aot.prepare import Prepared, prepare
 from jaxllm.aot.report import Executable, compile_one
 from jaxllm.engine.device import memory
-from tests.compile_only.targets import chip_names, prepare_few_layers
+from tests.compile_only.targets import chip_names, prepare_config, prepare_few_layers
 
 FEW_LAYERS = {"llama-3.1-8b": 4, "qwen3-0.6b": 4, "gemma-3-4b": 6}  # of both kinds
 MODELS = tuple(FEW_LAYERS)
 DEVICES = {("v5e", "llama-3.1-8b"): 4}  # others fit one
+MIXTURE = "mixture"  # of experts as Qwen3-30B-A3B has them, in few layers
+MIXTURE_CONFIG = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 2048,
+    "intermediate_size": 768,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
 DECODE, MIXED = 64, 2048  # tokens
 CONTEXT = 1024  # tokens of each sequence that is decoded
 
@@ -28,25 +49,24 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @cache  # by every argument, so that each step compiles once; `count` 0 is as many devices as it needs
-def prepared(chip: str, model: str, count: int, kv_cache_dtype: str = "auto") -> Prepared:
+def prepared(chip: str, model: str, count: int, **options: Any) -> Prepared:
     target = parse_target(f"{chip}-{count or DEVICES.get((chip, model), 1)}")
-    sizes: dict[str, Any] = {"max_model_len": 8192, "max_num_seqs": DECODE, "max_num_batched_tokens": MIXED}
-    sizes["kv_cache_dtype"] = kv_cache_dtype
+    options |= {"max_model_len": 8192, "max_num_seqs": DECODE, "max_num_batched_tokens": MIXED}
+    if model == MIXTURE:
+        return prepare_config(MIXTURE_CONFIG, target, **options)
     if os.environ.get("JAXLLM_WHOLE"):
-        return prepare(model, target, **sizes)
-    return prepare_few_layers(model, FEW_LAYERS[model], target, **sizes)
+        return prepare(model, target, **options)
+    return prepare_few_layers(model, FEW_LAYERS[model], target, **options)
 
 
 @cache
-def compiled(
-    chip: str, model: str, tokens: int, count: int, kind: str = "step", kv_cache_dtype: str = "auto"
-) -> Executable:
-    plan = prepared(chip, model, count, kv_cache_dtype)
+def compiled(chip: str, model: str, tokens: int, count: int, kind: str = "step", **options: Any) -> Executable:
+    plan = prepared(chip, model, count, **options)
     return compile_one(plan, (kind, tokens), plan.jobs()[kind, tokens])
 
 
-def counted(chip: str, model: str, tokens: int, count: int, kv_cache_dtype: str = "auto") -> traffic.Traffic:
-    module = hlo.parse(compiled(chip, model, tokens, count, kv_cache_dtype=kv_cache_dtype).text)
+def counted(chip: str, model: str, tokens: int, count: int, **options: Any) -> traffic.Traffic:
+    module = hlo.parse(compiled(chip, model, tokens, count, **options).text)
     return traffic.count(module, lambda p: "pool" if p.op_name.startswith("kv_pools[") else "rest")
 
 
@@ -55,9 +75,9 @@ def pool_arrays(plan: Prepared) -> set[tuple[int, ...]]:
     return {pool.sharding.shard_shape(pool.shape) for pool in plan.lowering.state().kv_pools}
 
 
-def check(chip: str, model: str, tokens: int, count: int = 0, kv_cache_dtype: str = "auto") -> None:
-    plan = prepared(chip, model, count, kv_cache_dtype)
-    step = compiled(chip, model, tokens, count, kv_cache_dtype=kv_cache_dtype)
+def check(chip: str, model: str, tokens: int, count: int = 0, **options: Any) -> None:
+    plan = prepared(chip, model, count, **options)
+    step = compiled(chip, model, tokens, count, **options)
     pool = memory.leaf_bytes(plan.lowering.state().kv_pools)
     assert step.peak_bytes < plan.target.chip.usable_bytes
     assert step.alias_bytes >= pool
@@ -69,7 +89,7 @@ def check(chip: str, model: str, tokens: int, count: int = 0, kv_cache_dtype: st
         for op in computation.instructions.values():
             copied = op.opcode in moving and any(a.dims in pool_arrays(plan) for a in hlo.arrays(op.shape))
             assert not copied, f"{op.name} copies a pool"
-    moved = counted(chip, model, tokens, count, kv_cache_dtype)
+    moved = counted(chip, model, tokens, count, **options)
     assert moved.pallas_calls >= plan.cfg.num_layers
     assert moved.num_bytes["pool"] == 0, "something but the attention kernel touches the pool"
 
@@ -87,10 +107,10 @@ def test_steps_with_keys_and_values_in_eight_bits(chip, kv_cache_dtype):
     """Half the bytes a token, and no array between 2 and 4 GiB on a GPU."""
     if (chip, kv_cache_dtype) == ("a100", "fp8"):
         with pytest.raises(ValueError, match="needs a GPU of compute capability 8.9 or more.* give 'int8'"):
-            prepared(chip, "qwen3-0.6b", 0, kv_cache_dtype)
+            prepared(chip, "qwen3-0.6b", 0, kv_cache_dtype=kv_cache_dtype)
         return
-    check(chip, "qwen3-0.6b", DECODE, 0, kv_cache_dtype)
-    plan, plain = prepared(chip, "qwen3-0.6b", 0, kv_cache_dtype), prepared(chip, "qwen3-0.6b", 0)
+    check(chip, "qwen3-0.6b", DECODE, kv_cache_dtype=kv_cache_dtype)
+    plan, plain = prepared(chip, "qwen3-0.6b", 0, kv_cache_dtype=kv_cache_dtype), prepared(chip, "qwen3-0.6b", 0)
     (pool, *_), (wide, *_) = (each.lowering.state().kv_pools for each in (plan, plain))
     assert (pool.dtype.itemsize, wide.dtype.itemsize) == (1, 2) and pool.shape[1:] == wide.shape[1:]
     bytes_of = pool.size
@@ -106,6 +126,35 @@ def test_steps_with_keys_and_values_in_eight_bits(chip, kv_cache_dtype):
 @pytest.mark.parametrize("chip", chip_names())
 def test_a_step_on_two_devices(chip):
     check(chip, "qwen3-0.6b", DECODE, count=2)
+
+
+@pytest.mark.parametrize("tokens", [DECODE, MIXED])
+@pytest.mark.parametrize("chip", chip_names())
+def test_a_step_of_a_mixture_of_experts(chip, tokens):
+    """Two grouped products a layer are kernels, and nothing makes an array of the size of a weight."""
+    check(chip, MIXTURE, tokens)
+    text = compiled(chip, MIXTURE, tokens, 0).text
+    layers, weight = MIXTURE_CONFIG["num_hidden_layers"], 128 * 768 * 2048
+    kernels = re.findall(r"custom-call\([^\n]*op_name=\"[^\"]*jaxllm_grouped_matmul", text)
+    assert len(kernels) == 2 * layers
+    pools = pool_arrays(prepared(chip, MIXTURE, 0))
+    for computation in hlo.parse(text).computations.values():
+        for op in computation.instructions.values():
+            if op.opcode not in ("parameter", "bitcast", "get-tuple-element", "tuple"):
+                sizes = {math.prod(a.dims) for a in hlo.arrays(op.shape) if a.dims not in pools}
+                assert not sizes & {weight, 2 * weight}, op.name
+
+
+@pytest.mark.parametrize("chip", chip_names())
+def test_devices_with_experts_of_their_own_sum_twice_a_layer(chip):
+    """After attention, whose heads they share, and after the experts; and once for the table of embeddings."""
+    mesh = "expert=8"
+    plan, step = prepared(chip, MIXTURE, 8, mesh=mesh), compiled(chip, MIXTURE, DECODE, 8, mesh=mesh)
+    layers = MIXTURE_CONFIG["num_hidden_layers"]
+    assert len(re.findall(r" all-reduce(?:-start)?\(", step.text)) == 2 * layers + 1
+    assert not re.findall(r" (?:all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(", step.text)
+    (experts,) = {leaf.sharding.shard_shape(leaf.shape)[0] for name, leaf in plan.tensors() if "gate_up" in name}
+    assert experts == 128 // 8
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -15,6 +15,7 @@ from jaxllm.errors import ModelFormatError, OutOfMemoryError
 from jaxllm.models import registry
 from jaxllm.sharding.mesh import make_mesh
 from jaxllm.sharding.rules import sharding
+from tests import mixtures
 from tests.checkpoints import HF, write_config
 
 FAMILY_KEYS = {  # that some family wants and the others don't mind
@@ -39,7 +40,11 @@ CLASSIFIERS = "ModernBertForSequenceClassification", "Qwen3ForSequenceClassifica
 
 @pytest.mark.parametrize("architecture", [*ONE_OF_EACH_FILE.values(), *CLASSIFIERS])
 def test_dummy_weights_of_each_architecture(tmp_path, architecture):
-    write_config(tmp_path, architectures=[architecture], **FAMILY_KEYS)
+    family = architecture.removesuffix("ForCausalLM")
+    if family in mixtures.FAMILIES:
+        mixtures.write_config(tmp_path, family, num_key_value_heads=4)
+    else:
+        write_config(tmp_path, architectures=[architecture], **FAMILY_KEYS)
     mesh = make_mesh("tensor=4")
     cfg, params = dummy.dummy_model(tmp_path, "bfloat16", mesh)
     spec = read_config(tmp_path, jnp.bfloat16)

@@ -186,9 +186,9 @@ def test_the_reference_makes_room_for_the_model(tmp_path, monkeypatch):
     layers = []
 
     class Watching(Scorer):
-        def __init__(self, *args):
+        def __init__(self, *args, **options):
             assert not [ref for ref in layers if ref() is not None]
-            super().__init__(*args)
+            super().__init__(*args, **options)
             head = self.shape.head_indices
             layers.extend(weakref.ref(leaf) for i, leaf in enumerate(self._leaves) if i not in head)
 

@@ -94,7 +94,7 @@ def test_that_build_an_engine(snippet, shared, names):
 
 def test_most_of_them_run():
     snippets = [*construction.SNIPPETS, *ON_ONE_ENGINE]
-    assert len(snippets) == len({(snippet.name, snippet.code) for snippet in snippets}) == 151
+    assert len(snippets) == len({(snippet.name, snippet.code) for snippet in snippets}) == 152
     num_running = sum(not snippet.error for snippet in snippets)
     assert num_running >= LEAST_THAT_RUN
     assert f"Of {len(snippets)} snippets that are common in programs for it, {num_running} run" in README.read_text()

@@ -12,16 +12,17 @@ from jaxllm import LLM
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import load_params
-from jaxllm.models import gemma2, gemma3, llama, mistral, opt, phi3, qwen2, qwen3, transformer
+from jaxllm.models import gemma2, gemma3, gpt_oss, llama, llama4, mistral, opt, phi3, qwen2, qwen3, transformer
 from jaxllm.models.cache import Dense, Paged
 from jaxllm.models.context import StepContext
 from jaxllm.models.layers import LayerSpec, PlainMLP, RMSNorm
+from jaxllm.models.moe import Activation, Experts, Routing
 from jaxllm.models.registry import model_for
 from jaxllm.models.rope import LongRope, Rope
 from jaxllm.models.transformer import layers_of
 from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape
 from jaxllm.sharding.mesh import make_mesh
-from tests.hf_models import LONGROPE, YARN, checkpoint, logits
+from tests.hf_models import LLAMA3, LONGROPE, YARN, checkpoint, logits
 
 LENGTH = 72
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
@@ -67,6 +68,33 @@ CASES = {
     ),
     "opt_no_final_norm": ("OPT", {"_remove_final_layer_norm": True, "word_embed_proj_dim": 32}),
     "phi3_short": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
+    "mixtral_gelu": ("Mixtral", {"hidden_act": "gelu", "sliding_window": 8}),
+    "qwen2_moe_windows": (
+        "Qwen2Moe",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "qkv_bias": False},
+    ),
+    "qwen3_moe_windows": (
+        "Qwen3Moe",
+        {"use_sliding_window": True, "sliding_window": 8, "decoder_sparse_step": 2, "attention_bias": True},
+    ),
+    "olmoe_unclipped": ("Olmoe", {"clip_qkv": None, "attention_bias": True, "norm_topk_prob": True}),
+    "gpt_oss_global": ("GptOss", {"layer_types": ["full_attention"] * 3, "attention_bias": False}),
+    "glm4_moe_plain": (
+        "Glm4Moe",
+        {"use_qk_norm": False, "attention_bias": False, "norm_topk_prob": False, "first_k_dense_replace": 2},
+    ),
+    "ernie4_5_moe_interval": ("Ernie4_5_Moe", {"moe_layer_interval": 2, "moe_num_shared_experts": 0}),
+    "llama4_plain": (
+        "Llama4",
+        {
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "num_experts_per_tok": 2,
+            "no_rope_layers": [1, 0, 0, 1],
+            "rope_parameters": LLAMA3,
+        },
+    ),
 }
 
 
@@ -103,6 +131,7 @@ LONG = LongRope(
 )
 LOCAL = {"layers": layers_of((4, None, 4), Rope(theta=1e4))}
 PLAIN = {"layers": (LayerSpec(feed_forward=PlainMLP),) * 3}
+EXPERTS = Experts(routing=Routing(experts=4, top_k=2), mlp=24, has_bias=True, activation=Activation(limit=1.0))
 CONFIGS = {
     "llama": llama.Config(**TINY, **ROPE, qkv_bias=True, o_bias=True, mlp_bias=True),
     "mistral": mistral.Config(**TINY, layers=layers_of((4, 4, 4), Rope(theta=1e4))),
@@ -111,6 +140,16 @@ CONFIGS = {
     "gemma2": gemma2.Config(**TINY, **LOCAL, attn_soft_cap=2.0, logit_soft_cap=4.0, query_scale=0.2),
     "gemma3": gemma3.Config(**TINY, layers=layers_of((4, None, 4), Rope(theta=1e6), Rope(theta=1e4))),
     "phi3": phi3.Config(**TINY, layers=layers_of((4, 4, 4), LONG)),
+    "gpt_oss": gpt_oss.Config(**TINY, layers=(dataclasses.replace(LOCAL["layers"][0], feed_forward=EXPERTS),) * 3),
+    "llama4": llama4.Config(
+        **TINY,
+        layers=tuple(
+            LayerSpec(
+                rope=rope, attention=llama4.PlacedAttention, feed_forward=dataclasses.replace(EXPERTS, shared_mlp=24)
+            )
+            for rope in (Rope(theta=1e4, interleaved=True), None)
+        ),
+    ),
     "opt": opt.Config(**(TINY | {"kv_heads": 4}), **PLAIN, word_embed=16),
     "opt_350m": opt.Config(**(TINY | {"kv_heads": 4}), **PLAIN, word_embed=12, post_norm=True, final_norm=False),
 }
@@ -137,7 +176,7 @@ def test_activations_keep_their_dtype_and_logits_are_float32(family):
     assert (out.dtype, out.shape) == (jnp.float32, (10, 32))
 
 
-@pytest.mark.parametrize("family", ["gemma2", "opt_350m"])
+@pytest.mark.parametrize("family", ["gemma2", "opt_350m", "gpt_oss"])
 def test_gradients_reach_every_parameter(family):
     cfg = dataclasses.replace(CONFIGS[family], layers=CONFIGS[family].layers[:2])
     model = model_for(cfg)(cfg, rngs=nnx.Rngs(params=0))

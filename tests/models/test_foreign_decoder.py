@@ -17,8 +17,7 @@ from jaxllm.checkpoint.loader import abstract_params, load_params
 from jaxllm.models import registry
 from jaxllm.sharding.mesh import make_mesh
 from tests.checkpoints import HF
-from tests.models.test_hf_parity import NoText
-from tests.tiny import Tiny, greedy, ids, make_llm, prompts_of, tokens
+from tests.tiny import NoText, Tiny, greedy, ids, make_llm, prompts_of, tokens
 
 PROMPTS = prompts_of([1, 7, 20], vocab=24)
 

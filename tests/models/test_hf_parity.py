@@ -6,7 +6,7 @@ import pytest
 from jaxllm import LLM
 from jaxllm.engine.device.executor import Executor
 from tests.hf_models import LLAMA3, LONGROPE, YARN, checkpoint, logits
-from tests.tiny import TIE, greedy, ids
+from tests.tiny import TIE, NoText, greedy, ids
 
 pytest.importorskip("torch")
 PROMPTS = [[7], [3, 14, 15, 92, 65, 35], np.random.default_rng(0).integers(2, 160, 37).tolist()]
@@ -51,6 +51,16 @@ CASES = {
     # transformers chooses by the sequence at hand, so the sequences here lie on one side of the original length.
     "phi3_long": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}, {}),
     "phi3_short": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}, {"num_blocks": 16}),
+    "mixtral": ("Mixtral", LOCAL, {}),
+    "qwen2_moe": ("Qwen2Moe", {}, {}),
+    "qwen3_moe": ("Qwen3Moe", {}, {}),
+    "olmoe": ("Olmoe", {}, {}),
+    "gpt_oss": ("GptOss", {}, {}),
+    "glm4_moe": ("Glm4Moe", {}, {}),
+    "minimax_m2": ("MiniMaxM2", {}, {}),
+    "granite_moe": ("GraniteMoe", {"attention_bias": True}, {}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {}, {}),
+    "llama4": ("Llama4", {}, {}),
 }
 
 
@@ -73,11 +83,3 @@ def test_engine_equals_transformers(tmp_path, monkeypatch, case):
             assert np.abs(got - want).max() <= 1e-4 * scale
             lost = want.max(axis=-1) - want[np.arange(64), output]  # greedy, but for ties
             assert lost.max() <= TIE * scale
-
-
-class NoText:
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
-        return ""

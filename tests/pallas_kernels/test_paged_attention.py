@@ -131,6 +131,7 @@ def test_scales_go_with_a_pool_that_needs_them():
 
 def test_what_no_kernel_supports_falls_back_with_one_warning(caplog, monkeypatch):
     monkeypatch.setattr(api, "OP", dataclasses.replace(api.OP, preferred={"cpu": ("native",)}))
+    monkeypatch.setattr(native, "is_built", lambda: False)
     batch = Batch(CASES["float8"], (1, [1], [5], [0], 0))
     op = partial(ragged_paged_attention, placement=Placement.default(), **batch.case.options)
     with caplog.at_level(logging.WARNING):

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import MeshError
 from jaxllm.sharding.mesh import make_mesh, rename_axes
-from jaxllm.sharding.rules import partition_spec
+from jaxllm.sharding.rules import check_divides, local_shape, partition_spec
 from tests.tiny import Tiny, clean, greedy, ids, make_llm, prompts_of, tokens
 
 PROMPTS = prompts_of([1, 5, 16, 33, 7])
@@ -113,3 +113,16 @@ def test_rules():
     assert partition_spec(("experts",), mesh) == PartitionSpec(None)  # the mesh has no such axis
     with pytest.raises(ValueError, match="twice"):
         partition_spec(("heads", "kv_heads"), mesh)
+
+
+def test_devices_that_share_experts_share_the_rest_too():
+    mesh = make_mesh("tensor=2,expert=4")
+    assert partition_spec(("experts", "embed", None, "mlp"), mesh) == PartitionSpec("expert", None, None, "tensor")
+    assert partition_spec(("embed", None, "mlp"), mesh) == PartitionSpec(None, None, ("tensor", "expert"))
+    assert partition_spec(("embed", "kv_heads"), make_mesh("expert=4")) == PartitionSpec(None, "expert")
+    assert local_shape((8, 16, 2, 6), ("experts", "embed", None, "mlp"), mesh) == (2, 16, 2, 3)
+    assert local_shape((8, 16), ("vocab", "embed"), mesh) == (1, 16)
+    with pytest.raises(
+        MeshError, match="'tensor' and 'expert' have 8 devices together, which do not divide the 12 mlp"
+    ):
+        check_divides("x", (12,), ("mlp",), mesh)

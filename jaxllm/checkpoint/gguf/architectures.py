@@ -26,6 +26,14 @@ _GEMMA = _BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_MIXTURE = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}  # stacked
 _PHI3 = _BLOCK | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 
@@ -39,13 +47,24 @@ class Architecture:
     norm_shift: float = 0.0  # from norms in the file to those of Hugging Face
     full_attention_each: int | None = None  # of so many layers the last has no window
     default_window: int | None = None  # in tokens
+    mixture: str | None = None  # the class's name where there are experts
+    renormalises: bool = False  # the weights of a token's experts, where the file does not say
     wide_query_scale_at: int | None = None  # layers of the size whose query scale is not that of its heads
 
 
 ARCHITECTURES = {
-    "llama": Architecture(name="LlamaForCausalLM", is_interleaved=True),  # and Mistral
+    "llama": Architecture(  # and Mistral, Mixtral
+        name="LlamaForCausalLM", block=_BLOCK | _MIXTURE, is_interleaved=True, mixture="MixtralForCausalLM"
+    ),
     "qwen2": Architecture(name="Qwen2ForCausalLM"),
+    "qwen2moe": Architecture(name="Qwen2MoeForCausalLM", block=_BLOCK | _MIXTURE, mixture="Qwen2MoeForCausalLM"),
     "qwen3": Architecture(name="Qwen3ForCausalLM", block=_BLOCK | _QK_NORMS),
+    "qwen3moe": Architecture(
+        name="Qwen3MoeForCausalLM",
+        block=_BLOCK | _QK_NORMS | _MIXTURE,
+        mixture="Qwen3MoeForCausalLM",
+        renormalises=True,
+    ),
     "gemma2": Architecture(
         name="Gemma2ForCausalLM",
         block=_GEMMA,
@@ -65,22 +84,36 @@ ARCHITECTURES = {
 }
 
 
-def hugging_face_tensor(architecture: Architecture, tensor: StoredTensor) -> tuple[str, StoredTensor] | None:
-    """The name that a tensor of the file has in a Hugging Face checkpoint, and the tensor with what makes its values
-    the ones there. None for a name that the architecture does not have."""
+def hugging_face_tensors(architecture: Architecture, tensor: StoredTensor) -> dict[str, StoredTensor]:
+    """The names that a tensor of the file has in a Hugging Face checkpoint, several where it stacks those of experts,
+    and the tensors with what makes their values the ones there. Empty for a name that the architecture does not
+    have."""
     stem, _, kind = tensor.name.rpartition(".")
     if kind not in ("weight", "bias"):
-        return None
+        return {}
     if stem in _TOP:
-        name = _TOP[stem]
-    else:
-        first, _, rest = stem.partition(".")
-        layer, _, member = rest.partition(".")
-        if first != "blk" or not layer.isdecimal() or member not in architecture.block:
-            return None
-        name = LAYER.format(i=int(layer)) + architecture.block[member]
-        if member in ("attn_q", "attn_k"):
-            tensor = tensor._replace(is_interleaved=architecture.is_interleaved)
-    if stem.endswith("norm"):
-        tensor = tensor._replace(shift=architecture.norm_shift)
-    return f"{name}.{kind}", tensor
+        return {f"{_TOP[stem]}.{kind}": _shifted(architecture, tensor, stem)}
+    first, _, rest = stem.partition(".")
+    layer, _, member = rest.partition(".")
+    if first != "blk" or not layer.isdecimal():
+        return {}
+    prefix = LAYER.format(i=int(layer))
+    if member in _EXPERTS and architecture.mixture and kind == "weight" and len(tensor.shape) == 3:
+        size, shape = tensor.row_bytes, tensor.shape[1:]
+        return {
+            f"{prefix}mlp.experts.{e}.{_EXPERTS[member]}.weight": tensor._replace(
+                shape=shape, offset=tensor.offset + e * size
+            )
+            for e in range(tensor.shape[0])
+        }
+    if member not in architecture.block:
+        return {}
+    if member in ("attn_q", "attn_k"):
+        tensor = tensor._replace(is_interleaved=architecture.is_interleaved)
+    if member == "ffn_gate_inp_shexp":
+        tensor = tensor._replace(shape=(1, *tensor.shape[-1:]))  # in files a vector
+    return {f"{prefix}{architecture.block[member]}.{kind}": _shifted(architecture, tensor, stem)}
+
+
+def _shifted(architecture: Architecture, tensor: StoredTensor, stem: str) -> StoredTensor:
+    return tensor._replace(shift=architecture.norm_shift) if stem.endswith("norm") else tensor

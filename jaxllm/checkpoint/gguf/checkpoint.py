@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint.gguf.architectures import ROPE_TENSORS, hugging_face_tensor
+from jaxllm.checkpoint.gguf.architectures import ROPE_TENSORS, hugging_face_tensors
 from jaxllm.checkpoint.gguf.blocks import dequantize
 from jaxllm.checkpoint.gguf.config import architecture_of, hugging_face_config
 from jaxllm.checkpoint.gguf.metadata import Metadata
@@ -49,15 +49,15 @@ class GgufCheckpoint:
         for tensor in tensors.values():
             if tensor.name in ROPE_TENSORS:
                 continue
-            named = hugging_face_tensor(architecture, tensor)
-            if named is None:
+            named = hugging_face_tensors(architecture, tensor)
+            if not named:
                 raise ModelFormatError(
                     f"{tensor.file}: the tensor {tensor.name!r:.100} is unknown in a model of general.architecture="
                     f"{metadata.text('general.architecture')!r}; this variant is not supported"
                 )
-            if named[0] in found:
-                raise ModelFormatError(f"{tensor.file}: two tensors are {named[0]}; convert the model again")
-            found[named[0]] = named[1]
+            if twice := named.keys() & found.keys():
+                raise ModelFormatError(f"{tensor.file}: two tensors are {min(twice)}; convert the model again")
+            found |= named
         return found
 
     def tokenizer(self) -> Tokenizer:

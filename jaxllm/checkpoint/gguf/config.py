@@ -15,7 +15,6 @@ from jaxllm.errors import ModelFormatError
 
 # Keys that change what a model computes, in ways that no architecture here has; with these values they don't.
 _UNSUPPORTED = {
-    "expert_count": (0,),
     "logit_scale": (0, 1),
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -27,6 +26,9 @@ _UNSUPPORTED = {
     "rope.scaling.yarn_log_multiplier": (0,),
     "rope.scaling.yarn_ext_factor": (1, -1),
     "nextn_predict_layers": (0,),
+    "expert_weights_scale": (0, 1),
+    "expert_group_count": (0, 1),
+    "leading_dense_block_count": (0,),
 }
 
 
@@ -71,13 +73,33 @@ def hugging_face_config(
         "attention_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         "eos_token_id": stop_ids(metadata),
-    }
+    } | _mixture_keys(architecture, keys)
     if scaling := _rope_scaling(keys, vector, tensors, config["max_position_embeddings"]):
         config["rope_scaling"] = scaling
     turned = keys.integer("rope.dimension_count", head_dim)
     if turned != head_dim:
         config["partial_rotary_factor"] = _fraction(turned, head_dim)
     return config | _family_keys(architecture, keys, config)
+
+
+def _mixture_keys(architecture: Architecture, keys: "_Keys") -> dict[str, Any]:
+    """Those of the experts, where there are some."""
+    experts = keys.integer("expert_count", 0)
+    if not experts:
+        return {}
+    if architecture.mixture is None:
+        raise keys.error("expert_count", "is not supported for this architecture")
+    mixture = {
+        "architectures": [architecture.mixture],
+        "num_experts": experts,
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "norm_topk_prob": architecture.renormalises,
+    }
+    if architecture.mixture != "MixtralForCausalLM":  # whose experts are as wide as a dense layer
+        mixture["moe_intermediate_size"] = keys.integer("expert_feed_forward_length")
+    if "expert_shared_feed_forward_length" in keys:
+        mixture["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length")
+    return mixture
 
 
 class _Keys:

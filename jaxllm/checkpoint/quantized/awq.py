@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
-from jaxllm.checkpoint.quantized.options import Options, matches, may_match
+from jaxllm.checkpoint.quantized.options import Options, matches_any, may_match_any
 from jaxllm.checkpoint.quantized.packing import centered, centered_offsets
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme, group_of_form
 from jaxllm.checkpoint.quantized.values import SCALE_NAMES, read_scales, wrong
@@ -30,10 +30,10 @@ class Awq(Scheme):
         self._excluded = options.names("modules_to_not_convert") or ()
 
     def says_quantized(self, name: str) -> bool | None:
-        if any(matches(entry, name) for entry in self._excluded):
+        if matches_any(self._excluded, name):
             return False
         is_router = name.endswith(("gate", "router"))
-        return None if is_router or any(may_match(entry, name) for entry in self._excluded) else True
+        return None if is_router or may_match_any(self._excluded, name) else True
 
     def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
         num_outputs, num_inputs = shape

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
-from jaxllm.checkpoint.quantized.options import Options, matches, may_match
+from jaxllm.checkpoint.quantized.options import Options, matches_any, may_match_any
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme
 from jaxllm.checkpoint.quantized.values import check_scales, read_finite, read_scales, wrong
 from jaxllm.checkpoint.tensors import StoredTensor, read_array, read_bytes
@@ -42,9 +42,9 @@ class BitsAndBytes(Scheme):
         """The list may name no modules of the model, and is missing where the default was taken."""
         if self._excluded is None:
             return None
-        if any(matches(entry, name) for entry in self._excluded):
+        if matches_any(self._excluded, name):
             return False
-        return None if any(may_match(entry, name) for entry in self._excluded) else True
+        return None if may_match_any(self._excluded, name) else True
 
     def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
         return {"weight": ("I8", shape), "SCB": ("F32", shape[:1])} if self._is_int8 else {}

@@ -12,7 +12,7 @@ from jaxllm.checkpoint.quantized.compressed_integers import (
 from jaxllm.checkpoint.quantized.fp4 import mxfp4_headers, mxfp4_module, nvfp4_headers, nvfp4_module
 from jaxllm.checkpoint.quantized.fp8 import ACTIVATIONS, fp8_headers, fp8_module, read_block
 from jaxllm.checkpoint.quantized.module import QuantizedModule
-from jaxllm.checkpoint.quantized.options import Options, matches, may_match
+from jaxllm.checkpoint.quantized.options import Options, matches, matches_any, may_match_any
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme
 
 _FORMATS = (
@@ -119,9 +119,9 @@ class CompressedTensors(Scheme):
         self._ignored = options.names("ignore") or ()
 
     def says_quantized(self, name: str) -> bool | None:
-        if any(matches(entry, name) for entry in self._ignored):
+        if matches_any(self._ignored, name):
             return False
-        if any(may_match(entry, name) for entry in self._ignored):
+        if may_match_any(self._ignored, name):
             return None
         return self._group_of(name) is not None
 

@@ -13,6 +13,7 @@ from jaxllm.checkpoint.quantized.fp8 import Fp8
 from jaxllm.checkpoint.quantized.gptq import Gptq
 from jaxllm.checkpoint.quantized.mlx import Mlx
 from jaxllm.checkpoint.quantized.modelopt import ModelOpt
+from jaxllm.checkpoint.quantized.mxfp4 import Mxfp4
 from jaxllm.checkpoint.quantized.options import Options
 from jaxllm.checkpoint.quantized.scheme import Scheme
 
@@ -25,12 +26,10 @@ _METHODS: Mapping[str, type[Scheme]] = {
     "fp8": Fp8,
     "modelopt": ModelOpt,
     "modelopt_fp4": ModelOpt,
+    "mxfp4": Mxfp4,
 }
 _GPTQ_FILE, _MODELOPT_FILE = "quantize_config.json", "hf_quant_config.json"
-_WHY_NOT = {
-    "mxfp4": "the stacked experts of gpt-oss, a mixture of experts, which is not supported yet",
-    "torchao": "whose files describe classes of torch",
-}
+_WHY_NOT = {"torchao": "whose files describe classes of torch"}
 
 
 def scheme_of(checkpoint: Checkpoint, hf: Mapping[str, Any]) -> Scheme | None:

@@ -28,32 +28,35 @@ class QuantizedFilling(NamedTuple):
     hosts: Mapping[str, np.ndarray]
     part: WeightPart
     num_inputs: int
+    num_experts: int = 0  # axes of experts before the inputs: one or none
 
     def fill(self, stored: StoredWeight) -> None:
         """Puts the module's arrays, or those of its rows that belong here, into their places."""
         rows = slice(self.part.first_row, self.part.first_row + self.part.shape[0])
         left, _ = self.part.axes.split("->")
         if "weight" in self.hosts:  # of a form that no product has
-            self._put("weight", stored.codes[rows], left, self._inputs + self._outputs)
+            self._put("weight", stored.codes[rows], left, self._experts + self._inputs + self._outputs)
         elif stored.scales.ndim == 2:
             self._fill_groups(stored, rows)
         else:
-            self._put("codes", stored.codes[rows], left, self._outputs + self._inputs)
-            self._put("scales", stored.scales[rows], self._left_outputs, self._outputs)
+            self._put("codes", stored.codes[rows], left, self._experts + self._outputs + self._inputs)
+            self._put("scales", stored.scales[rows], self._left_outputs, self._experts + self._outputs)
         if stored.outer is not None:
-            self._put("outer", stored.outer[rows], self._left_outputs, self._outputs)
+            self._put("outer", stored.outer[rows], self._left_outputs, self._experts + self._outputs)
         if stored.order is not None:
             self.hosts["order"][...] = stored.order
 
     def _fill_groups(self, stored: StoredWeight, rows: slice) -> None:
-        group = self.hosts["codes"].shape[self.num_inputs]  # a part of the module's, if devices or heads want that
+        group = self.hosts["codes"].shape[
+            self.num_experts + self.num_inputs
+        ]  # a part of the module's, if devices or heads want that
         times = stored.codes.shape[1] // stored.scales.shape[1] // group
         inner = self._inputs[-1]
         left, _ = self.part.axes.split("->")
         split = f"{inner} {_GROUP}" if left.endswith(") ") else f"({inner} {_GROUP})"
         left = re.sub(rf"\b{inner}\b", split, left)
         sizes = self.part.sizes | {inner: self.part.sizes[inner] // group}
-        right = (*self._inputs, _GROUP, *self._outputs)
+        right = (*self._experts, *self._inputs, _GROUP, *self._outputs)
         self._put("codes", stored.codes[rows], left, right, sizes | {_GROUP: group})
         for name, values in (("scales", stored.scales), ("offsets", stored.offsets)):
             if values is not None:
@@ -69,12 +72,20 @@ class QuantizedFilling(NamedTuple):
         self.hosts[name][place] = rearrange(values, f"{left} -> {' '.join(right)}", **used)
 
     @property
+    def _axes(self) -> tuple[str, ...]:
+        return tuple(self.part.axes.split("->")[1].split())
+
+    @property
+    def _experts(self) -> tuple[str, ...]:
+        return self._axes[: self.num_experts]
+
+    @property
     def _inputs(self) -> tuple[str, ...]:
-        return tuple(self.part.axes.split("->")[1].split()[: self.num_inputs])
+        return self._axes[self.num_experts : self.num_experts + self.num_inputs]
 
     @property
     def _outputs(self) -> tuple[str, ...]:
-        return tuple(self.part.axes.split("->")[1].split()[self.num_inputs :])
+        return self._axes[self.num_experts + self.num_inputs :]
 
     @property
     def _left_outputs(self) -> str:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from jaxllm.checkpoint.quantized.quantize import KINDS, check_form, codes_and_scales, form_of
 from jaxllm.errors import ModelFormatError
 from jaxllm.models.linear import Linear
+from jaxllm.models.moe import GATES
 from jaxllm.models.quantized import QuantizedLinear, WeightForm
 from jaxllm.sharding import rules
 
@@ -29,7 +30,7 @@ def quantize_model(model: nnx.Module, name: str) -> None:
     num_products = 0
     for path, node in list(nnx.iter_graph(model)):
         for key, child in list(vars(node).items()) if isinstance(node, nnx.Module) and "layers" in path else ():
-            if type(child) is Linear:
+            if type(child) is Linear and not GATES & dict(child.shape.outputs).keys():
                 inner = child.shape.inputs[-1][1]
                 try:
                     setattr(node, key, QuantizedLinear.abstract(child, form_of(name, inner)))
@@ -53,8 +54,9 @@ def quantized_leaves(
     shardings = None if mesh is None else tuple(rules.sharding(abstract[name].axes, mesh) for name in names)
     codes = abstract[names[0]]
     form, num_inputs = codes.get_metadata("form"), codes.get_metadata("num_inputs")
-    check_form(form, math.prod(weight.shape[:num_inputs]))
-    make = _quantizer(form, num_inputs, shardings)
+    has_experts = codes.get_metadata("has_experts")
+    check_form(form, math.prod(weight.shape[int(has_experts) :][:num_inputs]))
+    make = _quantizer(form, num_inputs, has_experts, shardings)
     *arrays, is_finite = make(weight)
     if not is_finite:
         raise ModelFormatError(f"{path}.weight has values that are not finite, which can't be quantised")
@@ -62,18 +64,22 @@ def quantized_leaves(
 
 
 @cache
-def _quantizer(form: WeightForm, num_inputs: int, shardings: tuple[NamedSharding, ...] | None) -> Callable[..., Any]:
-    @jax.jit(out_shardings=None if shardings is None else (*shardings, None))
-    def make(weight: Array) -> tuple[Array, Array, Array]:
+def _quantizer(
+    form: WeightForm, num_inputs: int, has_experts: bool, shardings: tuple[NamedSharding, ...] | None
+) -> Callable[..., Any]:
+    def of_one(weight: Array) -> tuple[Array, Array]:
         inputs, outputs = weight.shape[:num_inputs], weight.shape[num_inputs:]
         if form.group is None:
             rows = jnp.moveaxis(weight, range(num_inputs), range(-num_inputs, 0)).reshape(*outputs, -1)
             codes, scales = codes_and_scales(rows, form)
-            codes = codes.reshape(*outputs, *inputs)
-        else:
-            groups = weight.reshape(*inputs[:-1], inputs[-1] // form.group, form.group, *outputs)
-            both = codes_and_scales(jnp.moveaxis(groups, num_inputs, -1), form)
-            codes, scales = (jnp.moveaxis(x, -1, num_inputs) for x in both)
+            return codes.reshape(*outputs, *inputs), scales
+        groups = weight.reshape(*inputs[:-1], inputs[-1] // form.group, form.group, *outputs)
+        codes, scales = codes_and_scales(jnp.moveaxis(groups, num_inputs, -1), form)
+        return jnp.moveaxis(codes, -1, num_inputs), jnp.moveaxis(scales, -1, num_inputs)
+
+    @jax.jit(out_shardings=None if shardings is None else (*shardings, None))
+    def make(weight: Array) -> tuple[Array, Array, Array]:
+        codes, scales = (jax.vmap(of_one) if has_experts else of_one)(weight)
         return codes, scales, jnp.all(jnp.isfinite(scales.astype(jnp.float32)))
 
     return make

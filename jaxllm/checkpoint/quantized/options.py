@@ -3,6 +3,7 @@
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from jaxllm.errors import ModelFormatError
@@ -109,6 +110,25 @@ def matches(entry: str, name: str) -> bool:
     return bool(entry) and f".{entry}." in f".{name}."
 
 
-def may_match(entry: str, name: str) -> bool:
-    """Whether it names the module in any dialect: also by letters within the name."""
-    return matches(entry, name) or bool(entry) and entry in name
+def matches_any(entries: tuple[str, ...], name: str) -> bool:
+    """Whether one of the entries does. Plain ones are looked up by the parts of the name: a mixture of experts has tens
+    of thousands of modules."""
+    plain, patterns = _kinds(entries)
+    if plain:
+        parts = name.split(".")
+        runs = (".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1))
+        if not plain.isdisjoint(runs):
+            return True
+    return any(matches(entry, name) for entry in patterns)
+
+
+def may_match_any(entries: tuple[str, ...], name: str) -> bool:
+    """Whether one names the module in any dialect: also by letters within the name."""
+    return matches_any(entries, name) or any(entry and entry in name for entry in entries)
+
+
+@cache
+def _kinds(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Plain names, and what is matched as a pattern."""
+    patterns = tuple(one for one in entries if one.startswith("re:") or any(letter in one for letter in "*?["))
+    return frozenset(entries) - {"", *patterns}, patterns

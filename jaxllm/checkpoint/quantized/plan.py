@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.checkpoint.fill import WeightPart
+from jaxllm.checkpoint.placement import some_of
 from jaxllm.checkpoint.quantized.fill import QuantizedFilling, fill_table
 from jaxllm.checkpoint.quantized.module import QuantizedModule
 from jaxllm.checkpoint.tensors import StoredTensor
@@ -19,6 +20,9 @@ from jaxllm.models.quantized_embedding import QuantizedEmbedding
 from jaxllm.models.weights import Weight
 
 Table = Mapping[str, Sequence[Weight]]  # of `WEIGHTS`, for all layers
+
+
+_DENSE = ("", None)  # what a member is that no quantised module has
 
 
 class ModulePart(NamedTuple):
@@ -53,6 +57,7 @@ class QuantizedPlan(NamedTuple):
         by_product: dict[str, list[_Piece]] = {}
         for piece in pieces:
             by_product.setdefault(piece.weight.path, []).append(piece)
+        _check_experts(table, modules)
         for path, sources in by_product.items():
             _replace(model, path, sources)
         return cls._after(model, table, pieces, stored)
@@ -67,8 +72,9 @@ class QuantizedPlan(NamedTuple):
         own = {name.removeprefix(f"{path}."): host for name, host in hosts.items() if name.startswith(f"{path}.")}
         if path in self.tables:
             fill_table(own, source.part, source.module.read())
-        else:
-            QuantizedFilling(own, source.part, len(self.shapes[path].inputs)).fill(source.module.read())
+            return
+        shape = self.shapes[path]
+        QuantizedFilling(own, source.part, len(shape.inputs), int(shape.experts is not None)).fill(source.module.read())
 
     @classmethod
     def _after(
@@ -119,6 +125,26 @@ def _pieces(name: str, module: QuantizedModule, table: Table) -> list[_Piece]:
     return found
 
 
+def _check_experts(table: Table, modules: Mapping[str, QuantizedModule]) -> None:
+    """ModelFormatError unless all experts of a member are quantised, or none."""
+    members = {member for name in modules for member in _expert_members(table.get(f"{name}.weight", ()))}
+    missing = [
+        name
+        for name, weights in table.items()
+        if name.removesuffix(".weight") not in modules and not members.isdisjoint(_expert_members(weights))
+    ]
+    if missing:
+        file = next(iter(modules.values())).tensors[0].file
+        raise ModelFormatError(
+            f"{file}: other experts of their layers are quantised, but not {some_of(missing)}, or they are missing; "
+            "download the files again"
+        )
+
+
+def _expert_members(weights: Sequence[Weight]) -> list[tuple[Any, ...]]:
+    return [(weight.path, weight.part) for weight in weights if weight.expert is not None]
+
+
 def _other_shape(module: QuantizedModule, wanted: Sequence[int]) -> ModelFormatError:
     return ModelFormatError(
         f"{module.tensors[0].file}: {module.name} is a weight of {list(module.shape)} (outputs, inputs), but the "
@@ -136,12 +162,14 @@ def _replace(model: nnx.Module, path: str, sources: Sequence[_Piece]) -> None:
         raise ModelFormatError(
             f"{source.tensors[0].file}: {source.name} is quantised, which is not supported for {type(linear).__name__}"
         )
-    forms: dict[str, tuple[Hashable, WeightForm | None]] = {name: ("", None) for name in _members(linear.shape)}
+    forms: dict[str, tuple[Hashable, WeightForm | None]] = dict.fromkeys(_members(linear.shape), _DENSE)
     for source in sources:
         form = source.module.form
         # Each has an order of its own, and what is read dense is not with what is dense in the file.
         owner = "read dense" if form is None else source.module.name if form.is_reordered else ""
         for name in _covered(linear.shape, source.weight):
+            if source.weight.expert is not None:
+                _check_expert(source, forms[name], (owner, form))
             forms[name] = (owner, form)
     groups: dict[tuple[Hashable, WeightForm | None], list[str]] = {}
     for name, kind in forms.items():
@@ -167,6 +195,23 @@ def _quantized_table(model: nnx.Module, table: Embedding, module: QuantizedModul
         return QuantizedEmbedding.abstract(table, module.form, has_tied_head=has_tied_head)
     except ValueError as error:
         raise ModelFormatError(f"{module.tensors[0].file}: {module.name}: {error}") from error
+
+
+def _check_expert(
+    source: _Piece, before: tuple[Hashable, WeightForm | None], kind: tuple[Hashable, WeightForm | None]
+) -> None:
+    """ModelFormatError for a form that experts can't have, or that the one before has not."""
+    module, form = source.module, kind[1]
+    if form is not None and form.is_reordered:
+        raise ModelFormatError(
+            f"{module.tensors[0].file}: {module.name} takes its inputs in an order of its own (act-order), which is "
+            "not supported for experts; take a checkpoint without it (desc_act or actorder)"
+        )
+    if before not in (_DENSE, kind):
+        raise ModelFormatError(
+            f"{module.tensors[0].file}: {module.name} is {form}, but other experts of its layer are {before[1]}; "
+            "experts of different forms are not supported. Take another quantised form of the model"
+        )
 
 
 def _abstract_part(linear: Linear, names: Sequence[str]) -> Linear:

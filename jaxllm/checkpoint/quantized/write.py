@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from tqdm import tqdm
 from jaxllm.checkpoint.config import read_spec
 from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
 from jaxllm.checkpoint.formats import HuggingFaceDirectory
-from jaxllm.checkpoint.loader import weights_table
 from jaxllm.checkpoint.quantized.make import quantize_model
 from jaxllm.checkpoint.quantized.quantize import form_of, quantize
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, find_tensors, read
+from jaxllm.checkpoint.weights_table import weights_table
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.quantized import QuantizedLinear, WeightForm
@@ -37,8 +37,13 @@ def write_quantized(src: Path, folder: Path, name: str, *, dtype: str, max_shard
     hf = checkpoint.config()
     if found := [key for key in ("quantization_config", "compression_config", "quantization") if hf.get(key)]:
         raise ModelFormatError(f"{checkpoint.config_path} has {found[0]}: the weights are quantised already")
-    names = _products(checkpoint, name)
     stored = find_tensors(src)
+    names = _products(checkpoint, name, stored)
+    if stacked := [one for one in names if one in stored and len(stored[one].shape) != 2]:
+        raise ModelFormatError(
+            f"{src}: {min(stacked)} stacks the weights of several experts; those are quantised as they load "
+            f"(--quantization {name}), but written only from a checkpoint with a tensor for each"
+        )
     if missing := sorted(names - stored.keys()):
         raise ModelFormatError(f"{src} has no tensor {missing[0]}, which its configuration implies")
     group = math.gcd(*(stored[one].shape[1] for one in names))
@@ -57,20 +62,20 @@ def write_quantized(src: Path, folder: Path, name: str, *, dtype: str, max_shard
                 writer.add_all([(one, values if dtype == "auto" else values.astype(FLOATS[_DTYPES[dtype]]))])
             bar.update(tensor.num_bytes)
     num_bytes, num_files = writer.finish()
-    config = hf | {"quantization_config": _description(form)}
+    config = hf | {"quantization_config": _description(form, _left_dense(stored, names))}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     files = f"{num_files} file{'s' if num_files > 1 else ''}"
     return f"{num_bytes / 1e9:.2f} GB of weights in {files}, {len(names)} of them {name}"
 
 
-def _products(checkpoint: HuggingFaceDirectory, name: str) -> set[str]:
+def _products(checkpoint: HuggingFaceDirectory, name: str, stored: Collection[str]) -> set[str]:
     """The tensors of products that are quantised."""
     spec = read_spec(checkpoint, jnp.float32)
     model = transformer.abstract(spec.module.Model, spec.cfg)
     quantize_model(model, "int8" if name == "int4" else name)  # whose groups are another matter in files
     nodes = {".".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
     paths = {f"{path}.weight" for path, node in nodes.items() if isinstance(node, QuantizedLinear)}
-    table = weights_table(spec)
+    table = weights_table(spec, stored)
     return {tensor for tensor, pieces in table.items() if all(piece.path in paths for piece in pieces)}
 
 
@@ -109,7 +114,13 @@ def _packed(codes: np.ndarray, bits: int) -> np.ndarray:
     return words.view(np.int32)
 
 
-def _description(form: WeightForm) -> dict[str, Any]:
+def _left_dense(stored: Mapping[str, StoredTensor], names: Collection[str]) -> list[str]:
+    """The products of layers that stay as they are: those of routers."""
+    matrices = [name for name, tensor in stored.items() if len(tensor.shape) == 2 and name.endswith(".weight")]
+    return [name.removesuffix(".weight") for name in matrices if ".layers." in name and name not in names]
+
+
+def _description(form: WeightForm, left_dense: Sequence[str]) -> dict[str, Any]:
     """The `quantization_config` of such products."""
     is_float = form.codes == "float8_e4m3fn"
     weights = {
@@ -127,7 +138,7 @@ def _description(form: WeightForm) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": kind,
         "quantization_status": "compressed",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *left_dense],
         "kv_cache_scheme": None,
         "config_groups": {"group_0": group | {"output_activations": None, "format": kind}},
     }

@@ -40,6 +40,7 @@ class ModelShape:
     logits_width: int  # of them, and of what pads them on several devices
     token_widths: tuple[int, ...]  # elements of a token: the residual stream, then a layer's intermediate results
     dtype: Any
+    routed_width: int = 0  # elements of a token's rows for its experts, which each device has whole
     generates: bool = True  # whether hidden states become logits
     has_head: bool = False  # whether pooled hidden states go through the model's `head`
 
@@ -152,7 +153,7 @@ def step(
     history = history.at[page, positions % layout.block_size].set(tokens, mode="drop")
 
     model = model_shape.model(leaves)
-    ctx = StepContext(positions, row, placement=placement)
+    ctx = StepContext(positions, row, is_token=is_token, placement=placement)
     views = [
         view_table(batch, *each, rows.length, layout.block_size) for each in zip(rows.block_tables, tables, strict=True)
     ]

@@ -89,7 +89,7 @@ def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
     widest = max(shape.token_widths)
     # Residuals whole, the wide middle in shards; as many as tests/compile_only finds enough on every chip.
-    wide = 4 * shape.token_widths[0] + 5 * widest // num_shards("mlp", mesh)
+    wide = 4 * shape.token_widths[0] + 5 * widest // num_shards("mlp", mesh) + 3 * shape.routed_width
     activations = tokens * wide * max(4, jnp.dtype(shape.dtype).itemsize)  # kernels and norms work in float32
     arrays = shape.cache_layout(config, mesh).arrays
     cell = max(math.prod(local_shape(array.shape, array.axes, mesh)) for array in arrays)

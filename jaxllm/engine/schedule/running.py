@@ -85,8 +85,12 @@ class RunningSet:
         """Gives up the blocks that neither the sequence's next token reads nor siblings that wait to go on from it,
         which others may still hit."""
         self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))
-        kept = sequence.fork_len - 1 if sequence.fork_len else sequence.num_computed
-        sequence.table.release_behind(min(sequence.num_computed, kept))
+        next_read = sequence.num_computed
+        if sequence.fork_len:
+            next_read = min(next_read, sequence.fork_len - 1)
+        if sequence.propose is not None:  # drafts in flight may be taken back, to the last token that is known
+            next_read = min(next_read, sequence.num_tokens - 1)
+        sequence.table.release_behind(next_read)
 
     def drop_stem(self, group: SequenceGroup) -> None:
         """Those of the group that wait for a slot hold no blocks any more."""

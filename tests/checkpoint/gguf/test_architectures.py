@@ -11,13 +11,14 @@ from jaxllm import LLM
 from jaxllm.checkpoint.config import read_config
 from jaxllm.errors import ModelFormatError
 from tests.checkpoints import check_same, load
-from tests.gguf_files import QUANTISED, Converted, NoText
+from tests.gguf_files import QUANTISED, Converted
 from tests.hf_models import FACTORS, LLAMA3, LONGROPE, YARN, checkpoint
-from tests.tiny import greedy, ids
+from tests.tiny import NoText, greedy, ids
 
 pytest.importorskip("torch")
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 192}
 YARN_KEYS = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
+MOE = {"moe_intermediate_size": 32, "mlp_only_layers": [], "decoder_sparse_step": 1}
 CASES = {  # family, changes of the model, keys beside those that each file has
     "llama": ("Llama", {}, {}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}, {}),
@@ -38,6 +39,9 @@ CASES = {  # family, changes of the model, keys beside those that each file has
             "rope.freq_base_swa": 10000.0,
         },
     ),
+    "mixtral": ("Mixtral", {"sliding_window": None}, {}),
+    "qwen2_moe": ("Qwen2Moe", MOE | {"shared_expert_intermediate_size": 32, "head_dim": 16}, {}),
+    "qwen3_moe": ("Qwen3Moe", MOE, {}),
     "phi3": ("Phi3", {"sliding_window": 8}, {"rope.dimension_count": 16}),
     "phi4_mini": ("Phi3", {"partial_rotary_factor": 0.75, "sliding_window": None}, {"rope.dimension_count": 12}),
 }
@@ -140,7 +144,7 @@ def _plain(name):
 
 
 REFUSED = {
-    "llama.expert_count": (8, "expert_count=8 is not supported"),
+    "llama.expert_count": (8, "lacks the key llama.expert_used_count"),
     "llama.logit_scale": (0.5, "logit_scale=0.5 is not supported"),
     "llama.attention.causal": (False, "attention.causal=False is not supported"),
     "llama.attention.value_length": (8, "value_length=8 differs"),
@@ -167,8 +171,8 @@ def test_what_is_not_supported_is_named(tmp_path, key):
 
 def test_unknown_architectures_and_tensors_are_named(tmp_path):
     written = Converted("Llama", checkpoint(tmp_path / "hf", "Llama", **WIDE))
-    written.tensors["blk.0.ffn_gate_inp.weight"] = (np.ones((4, 64), np.float32), None)
-    with pytest.raises(ModelFormatError, match="'blk.0.ffn_gate_inp.weight' is unknown in a model of .*'llama'"):
+    written.tensors["blk.0.ffn_norm_exps.weight"] = (np.ones((4, 64), np.float32), None)
+    with pytest.raises(ModelFormatError, match="'blk.0.ffn_norm_exps.weight' is unknown in a model of .*'llama'"):
         load(written.write(tmp_path / "model.gguf"))
     written.architecture = "mamba"
     with pytest.raises(

@@ -190,7 +190,7 @@ def test_looked_up_rows_are_those_that_the_codes_stand_for(name):
     stored = random_weight(FORMS[name], (40, 64), seed=1)
     made = QuantizedEmbedding.abstract(table, FORMS[name], has_tied_head=False)
     hosts = {leaf: np.empty(x.get_value().shape, x.get_value().dtype) for leaf, x in nnx.state(made).items()}
-    fill_table(hosts, WeightPart("", "v d -> v d", {"v": 40, "d": 64}, (slice(None), slice(None)), 0), stored)
+    fill_table(hosts, WeightPart("", "v d -> v d", {"v": 40, "d": 64}, (40, 64), (slice(None), slice(None)), 0), stored)
     nnx.update(made, {leaf: jnp.asarray(host) for leaf, host in hosts.items()})
     ids = jnp.asarray([[3, 39], [0, 3]])
     want = dense(stored)[np.asarray(ids)]

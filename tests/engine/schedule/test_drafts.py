@@ -3,6 +3,7 @@ the device decides how long it is. `test_scheduler_random.py` has them among all
 
 import pytest
 
+from jaxllm.engine.schedule.cache_groups import CacheGroup
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_ACCEPTED, NOT_FINITE, Chunk
 from jaxllm.engine.schedule.sequence import Sequence
 from tests.fake_engine import Ends, FakeEngine, truth
@@ -181,6 +182,15 @@ def test_a_victim_is_drained_and_comes_back_with_its_drafts(swap_blocks):
     assert (preemption.num_swapped > 0) == (swap_blocks > 0)
     assert preemption.num_swapped + preemption.num_recomputed > 0 and engine.executor.num_verified > 6
     assert all(request.finish_reason == "length" for request in requests)
+
+
+def test_a_window_keeps_what_is_read_again_when_drafts_are_taken_back():
+    groups = (CacheGroup(), CacheGroup(window=4))
+    engine = FakeEngine(num_blocks=5, block_size=4, max_num_seqs=2, prefix_caching=False, groups=groups)
+    engine.executor.accepts = [0, 3]
+    for prompt, seed in (([1, 2, 1, 2], 3), ([1, 2, 1, 2, 1, 2], 2)):  # in a pool that they just fit
+        engine.add(prompt, 9, seed=seed, drafts=True)
+    engine.run()
 
 
 def test_nobody_is_preempted_for_a_draft():

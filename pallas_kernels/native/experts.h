@@ -1,0 +1,85 @@
+// Products of rows with the weights of experts, which lie one after the other: one list of work for all threads.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "products.h"
+#include "weights.h"
+
+namespace jaxllm {
+
+constexpr int64_t kTileGroups = 20;  // groups of rows, at most, for which an expert's weight is read once
+
+// Some rows of one expert. Its x and y lie where those of the tile's rows do.
+struct ExpertTile {
+  QuantizedGemm q;
+  int64_t first;  // row
+
+  int64_t rows() const { return q.gemm.rows; }
+};
+
+// Rows offsets[e] to offsets[e + 1] of x and y for each expert e; of experts without rows there is none.
+inline std::vector<ExpertTile> tiles_of(const Weight& weight, const int32_t* offsets, const float* x, float* y) {
+  std::vector<ExpertTile> tiles;
+  const int64_t most = kTileGroups * kernels().group_rows;
+  for (int64_t e = 0; e < weight.experts; e++) {
+    const int64_t rows = offsets[e + 1] - offsets[e], count = (rows + most - 1) / most;
+    for (int64_t i = 0; i < count; i++) {
+      const int64_t first = offsets[e] + rows * i / count;
+      ExpertTile tile{weight.of(e), first};
+      tile.q.gemm.x = x + first * weight.k(), tile.q.gemm.y = y + first * weight.n();
+      const int64_t height = offsets[e] + rows * (i + 1) / count - first;
+      take_rows(tile.q.gemm, height, weight.transposes(height));
+      tiles.push_back(tile);
+    }
+  }
+  return tiles;
+}
+
+// Copies the rows of all tiles, to which row(0), row(1), ... point, to where the tiles read them, from x on.
+template <class Row>
+void pack_rows(xla::ffi::ThreadPool& pool, const std::vector<ExpertTile>& tiles, const Row& row, float* x) {
+  struct Group {
+    const ExpertTile* tile;
+    int64_t index;
+  };
+  std::vector<Group> groups;
+  int64_t size = 0;
+  for (const ExpertTile& tile : tiles) {
+    for (int64_t i = 0; i < tile.q.gemm.groups; i++) groups.push_back({&tile, i});
+    size += tile.rows() * tile.q.gemm.k;
+  }
+  const auto work = [&](int64_t i) {
+    const ExpertTile& tile = *groups[i].tile;
+    pack(tile.q.gemm, [&](int64_t r) { return row(tile.first + r); }, x + tile.first * tile.q.gemm.k, groups[i].index);
+  };
+  if (size < kAlonePacked)
+    for (size_t i = 0; i < groups.size(); i++) work(i);
+  else
+    parallel(pool, groups.size(), work);
+}
+
+// Calls work(tile, begin, end) for columns 0 to `columns` of all tiles. The parts take about as long as each other: to
+// read a weight costs what it costs to multiply it with a group of rows.
+template <class Work>
+void each_part(xla::ffi::ThreadPool& pool, const Weight& weight, const std::vector<ExpertTile>& tiles,
+               int64_t columns, const Work& work) {
+  struct Part {
+    const ExpertTile* tile;
+    int64_t begin, end;
+  };
+  const int64_t step = kernels().columns, reading = kernels().group_rows;
+  int64_t total = 0;
+  for (const ExpertTile& tile : tiles) total += reading + tile.rows();
+  const int64_t wanted = num_parts(pool, columns * tiles.size(), weight.bytes() * tiles.size());
+  std::vector<Part> parts;
+  for (const ExpertTile& tile : tiles) {
+    const int64_t own = std::max<int64_t>(1, (wanted * (reading + tile.rows()) + total / 2) / total);
+    const int64_t width = std::max<int64_t>(1, ((columns + own - 1) / own + step - 1) / step) * step;
+    for (int64_t n = 0; n < columns; n += width) parts.push_back({&tile, n, std::min(n + width, columns)});
+  }
+  parallel(pool, parts.size(), [&](int64_t i) { work(*parts[i].tile, parts[i].begin, parts[i].end); });
+}
+
+}  // namespace jaxllm
