@@ -4,7 +4,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from os import cpu_count
@@ -130,15 +130,24 @@ def load_params(
 
 def _stored(checkpoint: Checkpoint, spec: ModelSpec) -> Mapping[str, StoredTensor]:
     """The tensors by the names of `WEIGHTS`, where a model saved without a head lacks their prefix, but those that are
-    passed over."""
-    ignored = getattr(spec.module, "IGNORED", "").replace("{num_layers}", str(spec.cfg.num_layers))
-    is_ignored = re.compile(f"{_COMPUTED}|{ignored}").fullmatch
-    stored = {name: tensor for name, tensor in checkpoint.tensors().items() if not is_ignored(name)}
+    passed over. (Of those that only some configurations have, `_check` passes over what this one lacks.)"""
+    tensors = checkpoint.tensors()
+    ignored = _ignored(spec, tensors)
+    if ignored:
+        ignored -= weights_table(spec, tensors).keys()
+    stored = {name: tensor for name, tensor in tensors.items() if name not in ignored}
     prefix = getattr(spec.module, "PREFIX", _PREFIX)
     if any(name.startswith(prefix) for name in stored):
         return stored
     table = weights_table(spec, [prefix + name for name in stored])
     return {prefix + name if prefix + name in table else name: tensor for name, tensor in stored.items()}
+
+
+def _ignored(spec: ModelSpec, names: Iterable[str]) -> set[str]:
+    """Those of the `names` that `IGNORED` is of."""
+    ignored = getattr(spec.module, "IGNORED", "").replace("{num_layers}", str(spec.cfg.num_layers))
+    is_ignored = re.compile(f"{_COMPUTED}|{ignored}").fullmatch
+    return {name for name in names if is_ignored(name)}
 
 
 class _Unit(NamedTuple):
@@ -241,7 +250,8 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, plan: FillPlan, quantized: Q
         shapes[part.name] = (rows, *part.shape[1:])
     missing = sorted(shapes.keys() - stored.keys())
     spare = weights_table(spec, optional=False).keys() | set(quantized.spare)  # a tied lm_head is in the table
-    unexpected = sorted(stored.keys() - shapes.keys() - spare)
+    unexpected = stored.keys() - shapes.keys() - spare
+    unexpected = sorted(unexpected - _ignored(spec, unexpected))
     if missing or unexpected:
         raise ModelFormatError(
             f"{checkpoint.path}: the tensors are not those of its {checkpoint.config_name}: missing "
