@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxllm.server.openai.parsing.calls import MAX_HELD_CHARS
@@ -307,6 +307,7 @@ def test_pythonic(text, content, calls):
     assert every_way(text, tools="pythonic") == {"content": content, "reasoning": "", "calls": calls}
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine draws slowly
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
