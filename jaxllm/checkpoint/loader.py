@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from os import cpu_count
 from typing import Any, NamedTuple
@@ -106,12 +106,10 @@ def load_params(
     with bar, ThreadPoolExecutor(min(16, cpu_count() or 1)) as pool:
         arena, filler, previous = huge_pages.Arena(), Filler(pool), []
         for group in _groups(units):
-            variables = {name: var for unit in group for name, var in unit.variables.items()}
             own = huge_pages.Arena()  # a chunk lives as long as any of its arrays
+            variables = {name: var for unit in group for name, var in unit.variables.items()}
             hosts = {name: _empty(canonical(var), own if name in brief else arena) for name, var in variables.items()}
-            filler.fill([Filling(hosts[name], part, tensor) for unit in group for name, part, tensor in unit.plain])
-            for read in [pool.submit(fill, hosts) for unit in group for fill in unit.quantized]:
-                read.result()
+            _read(group, hosts, filler, pool)
             bar.update(sum(unit.num_bytes for unit in group))
             jax.block_until_ready(previous)  # one transfer runs while the next group is read, and no more
             previous = []
@@ -174,6 +172,13 @@ def _units(params: Params, plan: FillPlan, quantized: QuantizedPlan) -> list[_Un
         fills = [partial(quantized.fill, path, source) for source in sources]
         units.append(_Unit(variables, sum(tensor.num_bytes for tensor in tensors), quantized=fills))
     return units
+
+
+def _read(group: Sequence[_Unit], hosts: Mapping[str, np.ndarray], filler: Filler, pool: Executor) -> None:
+    """Fills the parameters of a group, given by their names."""
+    filler.fill([Filling(hosts[name], part, tensor) for unit in group for name, part, tensor in unit.plain])
+    for read in [pool.submit(fill, hosts) for unit in group for fill in unit.quantized]:
+        read.result()
 
 
 def _groups(units: Sequence[_Unit]) -> Iterator[list[_Unit]]:

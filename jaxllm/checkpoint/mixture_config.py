@@ -5,6 +5,8 @@ from typing import Any
 from jaxllm.argument_checks import check_float, check_int
 
 _LAYERS, _EXPERTS, _WIDTH, _LEN = 2**10, 2**14, 2**20, 2**30
+_ALL_EXPERTS = 2**17  # of a model, which has a name for each tensor of each: four times what is known
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _SIZES = {  # least and most
     "num_experts": (0, _EXPERTS),
     "num_local_experts": (0, _EXPERTS),
@@ -62,6 +64,13 @@ def check_mixture(hf: dict[str, Any]) -> None:
     for key, (least, most) in _SIZES.items():
         if hf.get(key) is not None:
             check_int(key, hf[key], least, most)
+    layers = hf.get("num_hidden_layers", 0)
+    for key in _COUNTS:
+        if layers * (hf.get(key) or 0) > _ALL_EXPERTS:
+            raise ValueError(
+                f"{key}={hf[key]} in each of {layers} layers are more than {_ALL_EXPERTS} experts; take the model's "
+                "own config.json"
+            )
     for key, most in _LISTS.items():
         values = hf.get(key, [])
         if not isinstance(values, list) or len(values) > _LAYERS:

@@ -166,6 +166,7 @@ def test_the_plan_of_many_tensors_is_linear_work(tmp_path):
         ("Qwen3Moe", {"mlp_only_layers": "all"}, "mlp_only_layers='all' must be a list"),
         ("Qwen3Moe", {"mlp_only_layers": [None]}, "mlp_only_layers=None must be an int"),
         ("Qwen3Moe", {"norm_topk_prob": "yes"}, "norm_topk_prob='yes' must be true or false"),
+        ("Mixtral", {"num_local_experts": 2**14, "num_hidden_layers": 9}, "in each of 9 layers are more than 131072"),
         ("Glm4Moe", {"n_group": 3}, "1 of 3 groups can't be taken of 4 experts"),
         ("Glm4Moe", {"routed_scaling_factor": float("nan")}, "routed_scaling_factor=nan must be"),
         ("Glm4Moe", {"first_k_dense_replace": 10**9}, "first_k_dense_replace=1000000000 must be"),

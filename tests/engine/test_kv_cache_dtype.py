@@ -204,6 +204,17 @@ def test_what_is_measured(tiny):
             np.testing.assert_array_equal(scale, old)
 
 
+def test_what_is_not_finite_when_it_is_measured_fails_each_request():
+    """Rather than be served with scales that fit nothing."""
+    tiny = Tiny()
+    qkv = tiny.model.layers[1].attn.qkv.weight
+    qkv.set_value(qkv[...].at[0, 0, -1, 0].set(jnp.inf))  # a value's
+    with make_llm(tiny.model, kv_cache_dtype="int8", max_num_seqs=2, max_num_batched_tokens=8) as llm:
+        assert not np.isfinite(np.asarray(llm.engine.runner.executor.kv_scales[1][1])).all()
+        (out,) = llm.generate(ids([1, 2, 3]), greedy(4))
+        assert out.outputs[0].finish_reason == "error"
+
+
 def test_models_in_bfloat16_are_measured():
     mesh, half = make_mesh(None), Tiny(dtype=jnp.bfloat16, attn_soft_cap=3.0)
     graph, params = nnx.split(half.model)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
-from jaxllm.checkpoint.quantized.options import Options, matches_any, may_match_any
+from jaxllm.checkpoint.quantized.options import Options, is_left_in
 from jaxllm.checkpoint.quantized.packing import centered, centered_offsets
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme, group_of_form
 from jaxllm.checkpoint.quantized.values import SCALE_NAMES, read_scales, wrong
@@ -30,10 +30,8 @@ class Awq(Scheme):
         self._excluded = options.names("modules_to_not_convert") or ()
 
     def says_quantized(self, name: str) -> bool | None:
-        if matches_any(self._excluded, name):
-            return False
-        is_router = name.endswith(("gate", "router"))
-        return None if is_router or may_match_any(self._excluded, name) else True
+        said = is_left_in(self._excluded, name)
+        return None if said and name.endswith(("gate", "router")) else said
 
     def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
         num_outputs, num_inputs = shape

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
-from jaxllm.checkpoint.quantized.options import Options, matches_any, may_match_any
+from jaxllm.checkpoint.quantized.options import Options, is_left_in
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme
 from jaxllm.checkpoint.quantized.values import check_scales, read_finite, read_scales, wrong
 from jaxllm.checkpoint.tensors import StoredTensor, read_array, read_bytes
@@ -40,11 +40,7 @@ class BitsAndBytes(Scheme):
 
     def says_quantized(self, name: str) -> bool | None:
         """The list may name no modules of the model, and is missing where the default was taken."""
-        if self._excluded is None:
-            return None
-        if matches_any(self._excluded, name):
-            return False
-        return None if may_match_any(self._excluded, name) else True
+        return is_left_in(self._excluded, name)
 
     def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
         return {"weight": ("I8", shape), "SCB": ("F32", shape[:1])} if self._is_int8 else {}

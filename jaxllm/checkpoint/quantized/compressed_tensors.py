@@ -12,7 +12,7 @@ from jaxllm.checkpoint.quantized.compressed_integers import (
 from jaxllm.checkpoint.quantized.fp4 import mxfp4_headers, mxfp4_module, nvfp4_headers, nvfp4_module
 from jaxllm.checkpoint.quantized.fp8 import ACTIVATIONS, fp8_headers, fp8_module, read_block
 from jaxllm.checkpoint.quantized.module import QuantizedModule
-from jaxllm.checkpoint.quantized.options import Options, matches, matches_any, may_match_any
+from jaxllm.checkpoint.quantized.options import Options, is_left_in, matches
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme
 
 _FORMATS = (
@@ -119,11 +119,8 @@ class CompressedTensors(Scheme):
         self._ignored = options.names("ignore") or ()
 
     def says_quantized(self, name: str) -> bool | None:
-        if matches_any(self._ignored, name):
-            return False
-        if may_match_any(self._ignored, name):
-            return None
-        return self._group_of(name) is not None
+        said = is_left_in(self._ignored, name)
+        return self._group_of(name) is not None if said else said
 
     def _group_of(self, name: str) -> _Group | None:
         """That which names the module, or else has a pattern for it, or else all linear layers."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
-from jaxllm.checkpoint.quantized.options import Options, matches_any, may_match_any
+from jaxllm.checkpoint.quantized.options import Options, is_left_in
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme, group_of_form
 from jaxllm.checkpoint.quantized.values import SCALE_NAMES, read_e4m3, read_scales, wrong
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor
@@ -39,11 +39,7 @@ class Fp8(Scheme):
 
     def says_quantized(self, name: str) -> bool | None:
         """Without a list of those that are not, only the tensors tell."""
-        if self._excluded is None:
-            return None
-        if matches_any(self._excluded, name):
-            return False
-        return None if may_match_any(self._excluded, name) else True
+        return is_left_in(self._excluded, name)
 
     def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
         scales = ("weight_scale", ()) if self._block is None else ("weight_scale_inv", blocks_of(shape, self._block))

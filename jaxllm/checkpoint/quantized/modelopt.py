@@ -3,7 +3,7 @@
 from jaxllm.checkpoint.quantized.fp4 import nvfp4_headers, nvfp4_module
 from jaxllm.checkpoint.quantized.fp8 import fp8_headers, fp8_module
 from jaxllm.checkpoint.quantized.module import QuantizedModule
-from jaxllm.checkpoint.quantized.options import Options, matches_any, may_match_any
+from jaxllm.checkpoint.quantized.options import Options, is_left_in
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme
 
 _ALGORITHMS = ("fp8", "nvfp4", "mixed_precision")
@@ -29,9 +29,7 @@ class ModelOpt(Scheme):
     def says_quantized(self, name: str) -> bool | None:
         if self._layers is not None:
             return name in self._layers
-        if matches_any(self._excluded, name):
-            return False
-        return None if may_match_any(self._excluded, name) else True
+        return is_left_in(self._excluded, name)
 
     def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
         said = (self._layers or {}).get(name) or self._algorithm

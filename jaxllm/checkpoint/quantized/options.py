@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from jaxllm.errors import ModelFormatError
@@ -127,7 +127,17 @@ def may_match_any(entries: tuple[str, ...], name: str) -> bool:
     return matches_any(entries, name) or any(entry and entry in name for entry in entries)
 
 
-@cache
+def is_left_in(excluded: tuple[str, ...] | None, name: str) -> bool | None:
+    """Whether a list of modules that are not quantised, if there is one, leaves the module quantised; None where that
+    does not tell."""
+    if excluded is None:
+        return None
+    if matches_any(excluded, name):
+        return False
+    return None if may_match_any(excluded, name) else True
+
+
+@lru_cache(maxsize=8)
 def _kinds(entries: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
     """Plain names, and what is matched as a pattern."""
     patterns = tuple(one for one in entries if one.startswith("re:") or any(letter in one for letter in "*?["))

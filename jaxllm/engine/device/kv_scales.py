@@ -77,11 +77,12 @@ def measure(
     placement: Placement,
 ) -> list[Float32[Array, "2 kv_heads"]]:
     """Scales with which a pool of `dtype` holds `MARGIN` times the largest keys and values of each head that the model
-    makes of `tokens`. A head whose keys are all zero, or not finite, gets 1."""
+    makes of `tokens`. A head whose keys are all zero gets 1; of what is not finite comes a scale that is not, with
+    which no logits are finite, so that requests fail and say so."""
     num_rows, row_len = tokens.shape
     positions = jnp.tile(jnp.arange(row_len, dtype=jnp.int32), num_rows)
     rows = jnp.repeat(jnp.arange(num_rows, dtype=jnp.int32), row_len)
     ctx = StepContext(positions, rows, placement=placement)
     _, caches = model_shape.model(leaves)(tokens.reshape(-1), ctx, range_caches(model_shape.caches, row_len))
     unit = MARGIN / _LARGEST[jnp.dtype(dtype).name]
-    return [jnp.where((x > 0) & jnp.isfinite(x), x * unit, 1.0) for x in ranges_of(caches)]
+    return [jnp.where(x == 0, 1.0, x * unit) for x in ranges_of(caches)]
