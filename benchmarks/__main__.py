@@ -96,10 +96,11 @@ def _add_embeddings(commands: Any) -> None:
 
 
 def _add_experts(commands: Any) -> None:
-    text = "decoding with a mixture of experts, beside transformers (extra: test)"
+    text = "decoding with a mixture of experts, beside transformers (extra: test) and vLLM"
     parser = commands.add_parser("experts", help=text, description=text, allow_abbrev=False)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], metavar="N", help="rows (default: 1 8)")
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment that has vLLM, which then takes its turns")
     for name, default, what in (
         ("--layers", 12, "25 million parameters each"),
         ("--output-len", 64, "tokens of each output"),
@@ -190,7 +191,7 @@ def _embeddings(arguments: argparse.Namespace) -> int:
 
 
 def _experts(arguments: argparse.Namespace) -> int:
-    names = ("batches", "layers", "output_len", "repeats", "seed", "dtype")
+    names = ("batches", "layers", "output_len", "repeats", "seed", "dtype", "vllm")
     options = {name: getattr(arguments, name) for name in names}
     check_at_least(1, layers=arguments.layers, output_len=arguments.output_len, repeats=arguments.repeats)
     setup_compilation_cache()

@@ -1,15 +1,21 @@
-"""Decoding with a mixture of experts on a CPU, beside transformers and what memory allows. The model is a Mixtral of
-random weights, 4 of 32 experts a token: 300 million parameters at 12 layers."""
+"""Decoding with a mixture of experts on a CPU, beside transformers, vLLM if there is one, and what memory allows. The
+model is a Mixtral of random weights, 4 of 32 experts a token: 300 million parameters at 12 layers."""
 
+import contextlib
+import json
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.runs import table_lines
+
+Way = Callable[[np.ndarray], np.ndarray]  # tokens [rows, output_len] that follow prompts [rows, len]
 
 _EXPERTS, _TOP_K = 32, 4
 _SIZES: dict[str, Any] = {
@@ -26,22 +32,17 @@ _SIZES: dict[str, Any] = {
 }
 _PROMPT = 8  # tokens
 _READ_BYTES = 1 << 29  # by which the memory's bandwidth is measured
-_COLUMNS = (
-    ("tokens_per_s", "tokens/s", ".1f"),
-    ("theirs_per_s", "transformers", ".1f"),
-    ("ratio", "ratio", ".2f"),
-    ("mb", "MB a step", ".0f"),
-    ("of_floor", "x the floor", ".2f"),
-)
+_REST_S = 0.3  # between two runs: what threads of others spin
+_COLUMNS = (("mb", "MB a step", ".0f"), ("of_floor", "x the floor", ".2f"))
 
 
-def run(*, dtype: str, batches: Sequence[int], layers: int, output_len: int, repeats: int, seed: int) -> dict[str, Any]:
+def run(
+    *, dtype: str, batches: Sequence[int], layers: int, output_len: int, repeats: int, seed: int, vllm: str | None
+) -> dict[str, Any]:
     """The report; medians of `repeats` runs, which take turns. Greedy; a run is a prompt of 8 tokens a row and then
-    `output_len` steps."""
+    `output_len` steps. `vllm`: the Python of an environment that has it."""
     import torch
     import transformers
-
-    from jaxllm import LLM, SamplingParams
 
     torch.manual_seed(seed)
     config = transformers.MixtralConfig(num_hidden_layers=layers, **_SIZES)
@@ -49,67 +50,96 @@ def run(*, dtype: str, batches: Sequence[int], layers: int, output_len: int, rep
     model.generation_config.eos_token_id = None
     rng = np.random.default_rng(seed)
     prompts = {n: rng.integers(0, _SIZES["vocab_size"], (n, _PROMPT)) for n in batches}
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-    options = {"dtype": dtype, "max_num_seqs": max(batches), "max_num_batched_tokens": max(64, _PROMPT * max(batches))}
-    options |= {"max_model_len": 512, "enable_prefix_caching": False}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         model.save_pretrained(folder)
-        with LLM(folder, skip_tokenizer_init=True, **options) as llm:
-            llm.wait_compiled()
-
-            def ours(batch: int) -> np.ndarray:
-                rows = [{"prompt_token_ids": ids.tolist()} for ids in prompts[batch]]
-                outputs = llm.generate(rows, params, use_tqdm=False)
-                return np.array([output.outputs[0].token_ids for output in outputs])
-
-            def theirs(batch: int) -> np.ndarray:
-                ids = torch.tensor(prompts[batch])
-                limits = {"min_new_tokens": output_len, "max_new_tokens": output_len, "pad_token_id": 0}
-                with torch.inference_mode():
-                    made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limits)
-                return made[:, _PROMPT:].numpy()
-
-            ways = {(name, n): (way, n) for n in batches for name, way in (("ours", ours), ("theirs", theirs))}
-            made = {key: way(n) for key, (way, n) in ways.items()}
-            seconds, bandwidths = _take_turns(ways, repeats)
-    bandwidth = max(bandwidths)
+        ways = {"ours": stack.enter_context(_ours(folder, dtype, batches, output_len))}
+        ways["transformers"] = _transformers(model, output_len)
+        if vllm is not None:
+            ways["vllm"] = stack.enter_context(_vllm(vllm, folder, dtype, output_len))
+        made = {(name, n): way(prompts[n]) for name, way in ways.items() for n in batches}
+        seconds, bandwidth = _take_turns(ways, prompts, repeats)
     rows = []
     for n in batches:
-        own, other = (median(seconds[name, n]) for name in ("ours", "theirs"))
-        step_bytes = _bytes_of_step(model, prompts[n], made["theirs", n])
-        rows.append(
-            {
-                "batch": n,
-                "tokens_per_s": n * output_len / own,
-                "theirs_per_s": n * output_len / other,
-                "ratio": other / own,
-                "mb": step_bytes / 1e6,
-                "of_floor": own / output_len / (step_bytes / bandwidth),
-                "equal_tokens": float((made["ours", n] == made["theirs", n]).mean()),
-            }
-        )
+        speeds = {name: n * output_len / median(seconds[name, n]) for name in ways}
+        step_bytes = _bytes_of_step(model, prompts[n], made["transformers", n])
+        row = {"batch": n, "tokens_per_s": speeds, "mb": step_bytes / 1e6}
+        row["of_floor"] = n / speeds["ours"] / (step_bytes / bandwidth)
+        row["equal_tokens"] = float((made["ours", n] == made["transformers", n]).mean())
+        rows.append(row)
     size = sum(p.numel() for p in model.parameters())
     options = {"dtype": dtype, "parameters": size, "output_len": output_len, "repeats": repeats, "seed": seed}
     return {"benchmark": "experts", "options": options, "gb_per_s": bandwidth / 1e9, "results": rows}
 
 
-def _take_turns(
-    ways: dict[tuple[str, int], tuple[Callable[[int], Any], int]], repeats: int
-) -> tuple[dict[tuple[str, int], list[float]], list[float]]:
-    """Seconds of each way, and bytes that memory gave in a second between them."""
+@contextlib.contextmanager
+def _ours(folder: str, dtype: str, batches: Sequence[int], output_len: int) -> Iterator[Way]:
+    from jaxllm import LLM, SamplingParams
+
+    options: dict[str, Any] = {"max_num_seqs": max(batches), "max_num_batched_tokens": max(64, _PROMPT * max(batches))}
+    options |= {"max_model_len": 512, "enable_prefix_caching": False, "skip_tokenizer_init": True}
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    with LLM(folder, dtype=dtype, **options) as llm:
+        llm.wait_compiled()
+
+        def generate(prompts: np.ndarray) -> np.ndarray:
+            outputs = llm.generate([{"prompt_token_ids": ids.tolist()} for ids in prompts], params, use_tqdm=False)
+            return np.array([output.outputs[0].token_ids for output in outputs])
+
+        yield generate
+
+
+def _transformers(model: Any, output_len: int) -> Way:
     import torch
 
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in ways}
-    memory, bandwidths = torch.ones(_READ_BYTES // 4), []
+    limits = {"min_new_tokens": output_len, "max_new_tokens": output_len, "pad_token_id": 0}
+
+    def generate(prompts: np.ndarray) -> np.ndarray:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limits)
+        return made[:, _PROMPT:].numpy()
+
+    return generate
+
+
+@contextlib.contextmanager
+def _vllm(python: str, folder: str, dtype: str, output_len: int) -> Iterator[Way]:
+    """In a process of its own, in its own environment."""
+    command = [python, "-I", str(Path(__file__).with_name("vllm_peer.py")), folder, dtype]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None and process.stdout is not None
+        asks, answers = process.stdin, process.stdout
+
+        def generate(prompts: np.ndarray) -> np.ndarray:
+            question = json.dumps({"prompts": prompts.tolist(), "output_len": output_len})
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and gives no answer
+                asks.write(f"{question}\n".encode())
+            if not (line := answers.readline()):
+                raise ValueError(f"vLLM in {python} ended: what it wrote is above; take an environment that has it")
+            return np.array(json.loads(line))
+
+        yield generate
+        asks.close()
+
+
+def _take_turns(
+    ways: Mapping[str, Way], prompts: Mapping[int, np.ndarray], repeats: int
+) -> tuple[dict[tuple[str, int], list[float]], float]:
+    """Seconds of each way, and the most bytes that memory gave in a second between them."""
+    import torch
+
+    seconds: dict[tuple[str, int], list[float]] = {(name, n): [] for name in ways for n in prompts}
+    memory, bandwidth = torch.ones(_READ_BYTES // 4), 0.0
     for _ in range(repeats):
-        for key, (way, batch) in ways.items():
+        for name, n in seconds:
+            time.sleep(_REST_S)
             start = time.perf_counter()
-            way(batch)
-            seconds[key].append(time.perf_counter() - start)
+            ways[name](prompts[n])
+            seconds[name, n].append(time.perf_counter() - start)
         start = time.perf_counter()
         memory.sum()
-        bandwidths.append(_READ_BYTES / (time.perf_counter() - start))
-    return seconds, bandwidths
+        bandwidth = max(bandwidth, _READ_BYTES / (time.perf_counter() - start))
+    return seconds, bandwidth
 
 
 def _bytes_of_step(model: Any, prompts: np.ndarray, made: np.ndarray) -> float:
@@ -131,12 +161,19 @@ def _bytes_of_step(model: Any, prompts: np.ndarray, made: np.ndarray) -> float:
 
 
 def table(report: dict[str, Any]) -> str:
-    options = report["options"]
-    equal = min(row["equal_tokens"] for row in report["results"])
+    options, results = report["options"], report["results"]
+    names = list(results[0]["tokens_per_s"])
+    columns = [(name, name, ".1f") for name in names] + [(f"{name} x", f"x {name}", ".2f") for name in names[1:]]
+    rows = []
+    for row in results:
+        speeds = row["tokens_per_s"]
+        rows.append({**row, **speeds, **{f"{name} x": speeds["ours"] / speeds[name] for name in names[1:]}})
+    equal = min(row["equal_tokens"] for row in results)
+    millions = options["parameters"] / 1e6
     lines = [
-        f"{options['parameters'] / 1e6:.0f} million parameters, {options['dtype']}, {options['output_len']} steps",
-        *table_lines(report["results"], "batch", _COLUMNS, 14),
-        f"medians of {options['repeats']} runs; at least {equal:.0%} of the tokens equal; the floor is at "
-        f"{report['gb_per_s']:.1f} GB/s, the most that was measured between the runs",
+        f"{millions:.0f} million parameters, {options['dtype']}, {options['output_len']} steps; tokens/s",
+        *table_lines(rows, "batch", [*columns, *_COLUMNS], 15),
+        f"medians of {options['repeats']} runs; at least {equal:.0%} of the tokens equal those of transformers; the "
+        f"floor is at {report['gb_per_s']:.1f} GB/s, the most that was measured between the runs",
     ]
     return "\n".join(lines)

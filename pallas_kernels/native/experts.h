@@ -9,6 +9,7 @@
 
 namespace jaxllm {
 
+constexpr int64_t kSmallPart = 256;  // columns of those that come last
 constexpr int64_t kTileGroups = 20;  // groups of rows, at most, for which an expert's weight is read once
 
 // Some rows of one expert. Its x and y lie where those of the tile's rows do.
@@ -37,7 +38,7 @@ inline std::vector<ExpertTile> tiles_of(const Weight& weight, const int32_t* off
   return tiles;
 }
 
-// Copies the rows of all tiles, to which row(0), row(1), ... point, to where the tiles read them, from x on.
+// Copies the rows of the tiles of several groups, to which row(0), row(1), ... point, to where they are read, from x on.
 template <class Row>
 void pack_rows(xla::ffi::ThreadPool& pool, const std::vector<ExpertTile>& tiles, const Row& row, float* x) {
   struct Group {
@@ -47,6 +48,7 @@ void pack_rows(xla::ffi::ThreadPool& pool, const std::vector<ExpertTile>& tiles,
   std::vector<Group> groups;
   int64_t size = 0;
   for (const ExpertTile& tile : tiles) {
+    if (tile.q.gemm.groups == 1) continue;
     for (int64_t i = 0; i < tile.q.gemm.groups; i++) groups.push_back({&tile, i});
     size += tile.rows() * tile.q.gemm.k;
   }
@@ -60,8 +62,22 @@ void pack_rows(xla::ffi::ThreadPool& pool, const std::vector<ExpertTile>& tiles,
     parallel(pool, groups.size(), work);
 }
 
+// The product of a tile, whose rows are copied now if they are a group.
+template <class Row>
+void multiply(const Weight& weight, const ExpertTile& tile, const Row& row, int64_t begin, int64_t end) {
+  if (tile.q.gemm.groups > 1) return weight.multiply(tile.q, begin, end);
+  thread_local std::vector<float> copy;
+  const size_t size = tile.rows() * tile.q.gemm.k;
+  if (copy.size() < size) copy.resize(size);
+  QuantizedGemm q = tile.q;
+  pack(q.gemm, [&](int64_t r) { return row(tile.first + r); }, copy.data(), 0);
+  q.gemm.x = copy.data();
+  weight.multiply(q, begin, end);
+}
+
 // Calls work(tile, begin, end) for columns 0 to `columns` of all tiles. The parts take about as long as each other: to
-// read a weight costs what it costs to multiply it with a group of rows.
+// read a weight costs what it costs to multiply it with a group of rows. Of many, the last are small, so that no thread
+// waits long for another.
 template <class Work>
 void each_part(xla::ffi::ThreadPool& pool, const Weight& weight, const std::vector<ExpertTile>& tiles,
                int64_t columns, const Work& work) {
@@ -73,11 +89,14 @@ void each_part(xla::ffi::ThreadPool& pool, const Weight& weight, const std::vect
   int64_t total = 0;
   for (const ExpertTile& tile : tiles) total += reading + tile.rows();
   const int64_t wanted = num_parts(pool, columns * tiles.size(), weight.bytes() * tiles.size());
+  const size_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const size_t last = threads > 1 && tiles.size() >= 4 * threads ? tiles.size() - threads : tiles.size();
   std::vector<Part> parts;
-  for (const ExpertTile& tile : tiles) {
-    const int64_t own = std::max<int64_t>(1, (wanted * (reading + tile.rows()) + total / 2) / total);
+  for (size_t i = 0; i < tiles.size(); i++) {
+    int64_t own = std::max<int64_t>(1, (wanted * (reading + tiles[i].rows()) + total / 2) / total);
+    if (i >= last) own = std::max(own, columns / kSmallPart);
     const int64_t width = std::max<int64_t>(1, ((columns + own - 1) / own + step - 1) / step) * step;
-    for (int64_t n = 0; n < columns; n += width) parts.push_back({&tile, n, std::min(n + width, columns)});
+    for (int64_t n = 0; n < columns; n += width) parts.push_back({&tiles[i], n, std::min(n + width, columns)});
   }
   parallel(pool, parts.size(), [&](int64_t i) { work(*parts[i].tile, parts[i].begin, parts[i].end); });
 }

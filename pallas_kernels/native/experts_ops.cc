@@ -24,18 +24,18 @@ bool are_offsets(const int32_t* offsets, int64_t experts, int64_t rows) {
 }
 
 template <class T>
-void multiply(ffi::ThreadPool& pool, const Weight& weight, const int32_t* offsets, const T* x, ffi::AnyBuffer& y) {
+void multiply_all(ffi::ThreadPool& pool, const Weight& weight, const int32_t* offsets, const T* x, ffi::AnyBuffer& y) {
   const int64_t n = weight.n(), k = weight.k(), rows = y.dimensions()[0];
   const bool rounds = y.element_type() != ffi::F32;
   std::unique_ptr<float[]> packed(new float[rows * k]), sums(rounds ? new float[rows * n] : nullptr);
   float* to = rounds ? sums.get() : static_cast<float*>(y.untyped_data());
-  Bf16* rounded = static_cast<Bf16*>(y.untyped_data());
+  const Sums done{to, rounds ? static_cast<Bf16*>(y.untyped_data()) : nullptr, n};
   const std::vector<ExpertTile> tiles = tiles_of(weight, offsets, packed.get(), to);
-  pack_rows(pool, tiles, [&](int64_t row) { return x + row * k; }, packed.get());
+  const auto row = [&](int64_t i) { return x + i * k; };
+  pack_rows(pool, tiles, row, packed.get());
   each_part(pool, weight, tiles, n, [&](const ExpertTile& tile, int64_t begin, int64_t end) {
-    weight.multiply(tile.q, begin, end);
-    for (int64_t row = tile.first; rounds && row < tile.first + tile.rows(); row++)
-      std::transform(to + row * n + begin, to + row * n + end, rounded + row * n + begin, narrow);
+    multiply(weight, tile, row, begin, end);
+    done.round(tile.first, tile.rows(), begin, end);
   });
 }
 
@@ -54,9 +54,9 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, Ints1D offsets
   if (!are_offsets(ends, weight.experts, xs[0]))
     return ffi::Error::InvalidArgument("jaxllm_grouped_matmul: the offsets fall or leave the rows");
   if (x.element_type() == ffi::F32)
-    multiply(pool, weight, ends, static_cast<const float*>(x.untyped_data()), *y);
+    multiply_all(pool, weight, ends, static_cast<const float*>(x.untyped_data()), *y);
   else
-    multiply(pool, weight, ends, static_cast<const Bf16*>(x.untyped_data()), *y);
+    multiply_all(pool, weight, ends, static_cast<const Bf16*>(x.untyped_data()), *y);
   const int64_t row_bytes = ys[1] * (y->element_type() == ffi::F32 ? 4 : 2);
   char* to = static_cast<char*>(y->untyped_data());
   std::memset(to, 0, ends[0] * row_bytes);

@@ -9,9 +9,10 @@ constexpr int kVectors = 2;                             // columns of a tile, in
 constexpr int kMostRows = kRegisters == 32 ? 12 : 6;    // of a tile: its sums fill most registers
 constexpr int kLine = 64;                               // bytes that memory moves at once
 constexpr int64_t kDepth = 512;                         // rows of w that a tile goes through before it stores its sums
-constexpr int kWide = kRegisters == 32 ? 8 : 4;         // columns of a tile of few rows, in vectors
-constexpr int kWideRows = kMostRows * kVectors / kWide;
-constexpr int64_t kAheadRows = 32;                      // of w, that such a tile brings in before it reads them
+constexpr int kStrip = 8;                               // rows of w that few rows of x take at once, whole
+constexpr int kStripsAhead = 2;                         // that are brought in before they are read
+constexpr int64_t kPiece = 1024;                        // columns of a strip, at most
+constexpr int64_t kSums = kPiece + kLine / 4;           // floats from a row's sums to the next one's, not all in one set
 
 // What a tile brings into the second cache while it works: `lines` lines, one or all that a row of it has, for each
 // 2^shift of its rows of w, the first ones from `at` on, those of the next row `stride` bytes further.
@@ -100,21 +101,77 @@ static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ah
   }
 }
 
-// Few rows of `kWide * kWidth` columns from `n` on: long pieces of the rows of w, as memory likes it, in the order in
-// which they are brought in.
+// Whether strips have the sums of a pair's even columns, then those of its odd ones.
+template <int kVectors, class T>
+static constexpr bool pairs() {
+  return kVectors == 2 && sizeof(T) == 2;
+}
+
+// Adds to `columns` columns of the sums, or sets them if first, what kDepth rows of w from `w` on make. `ahead`: bytes
+// from there to what is brought in (0: nothing is).
+template <int kRows, int kVectors, int kDepth, class T>
+static void strip(const float* x, const T* w, int64_t ldw, float* sums, int64_t columns, bool first, int64_t ahead) {
+  constexpr int kLines = lines_of<kVectors, T>();
+  for (int64_t n = 0; n < columns; n += kVectors * kWidth) {
+    Floats acc[kRows][kVectors];
+    for (int i = 0; i < kRows; i++)
+      for (int j = 0; j < kVectors; j++) acc[i][j] = first ? Floats{} : load(sums + i * kSums + n + j * kWidth);
+#pragma GCC unroll 8
+    for (int k = 0; k < kDepth; k++) {
+      const T* at = w + k * ldw + n;
+      if (ahead)
+        for (int i = 0; i < kLines; i++) __builtin_prefetch((const char*)at + ahead + i * kLine, 0, 2);
+      Floats row[kVectors];
+      if constexpr (pairs<kVectors, T>())
+        load_pair(at, row);
+      else
+        for (int j = 0; j < kVectors; j++) row[j] = load(at + j * kWidth);
+      for (int i = 0; i < kRows; i++) {
+        const Floats factor = broadcast(x[k * kRows + i]);
+        for (int j = 0; j < kVectors; j++) acc[i][j] += factor * row[j];
+      }
+    }
+    for (int i = 0; i < kRows; i++)
+      for (int j = 0; j < kVectors; j++) store(sums + i * kSums + n + j * kWidth, acc[i][j]);
+  }
+}
+
 template <class T>
-static void wide_panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ahead) {
-  const T* w = static_cast<const T*>(g.w) + k * g.n + n;
-  const auto some = [&](int64_t from, int64_t to, int64_t next) {
-    const Ahead lines{reinterpret_cast<const char*>(w + next), static_cast<int64_t>(g.n * sizeof(T)),
-                      next ? lines_of<kWide, T>() : 0, 0};
-    if (from < to)
-      tile_of<kWide, false, T, kWideRows>(g.rows)(g.x + (k + from) * g.rows, g.rows, w + from * g.n, g.n, g.y + n, g.n,
-                                                  to - from, k + from == 0, lines, nullptr);
-  };
-  const int64_t last = depth < kAheadRows ? 0 : depth - kAheadRows;
-  some(0, last, kAheadRows * g.n);
-  some(last, depth, ahead);
+using Strip = void (*)(const float*, const T*, int64_t, float*, int64_t, bool, int64_t);
+
+template <int kVectors, int kDepth, class T, int kRows = kMostRows>
+static Strip<T> strip_of(int64_t rows) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return strip_of<kVectors, kDepth, T, kRows - 1>(rows);
+  }
+  return strip<kRows, kVectors, kDepth, T>;
+}
+
+// A group of rows alone: w in long pieces of its rows, as memory likes it. The first cache holds the sums.
+template <int kVectors, class T>
+static void strips(const Gemm& g, int64_t begin, int64_t end) {
+  alignas(64) float sums[kMostRows * kSums];
+  const auto whole = strip_of<kVectors, kStrip, T>(g.rows), one = strip_of<kVectors, 1, T>(g.rows);
+  constexpr int64_t kAhead = kStripsAhead * kStrip;
+  const int64_t depth = g.k / kStrip * kStrip;
+  for (int64_t n = begin; n < end; n += kPiece) {
+    const int64_t columns = end - n < kPiece ? end - n : kPiece;
+    const T* w = static_cast<const T*>(g.w) + n;
+    const int64_t ahead = kAhead * g.n, next_piece = n + kPiece < end ? ahead - depth * g.n + kPiece : 0;
+    for (int64_t k = 0; k < depth; k += kStrip)
+      whole(g.x + k * g.rows, w + k * g.n, g.n, sums, columns, k == 0,
+            (k + kAhead < depth ? ahead : next_piece) * static_cast<int64_t>(sizeof(T)));
+    for (int64_t k = depth; k < g.k; k++) one(g.x + k * g.rows, w + k * g.n, g.n, sums, columns, k == 0, 0);
+    for (int64_t row = 0; row < g.rows; row++)
+      for (int64_t i = 0; i < columns; i += kVectors * kWidth) {
+        const float* from = sums + row * kSums + i;
+        float* to = g.y + row * g.n + n + i;
+        if (pairs<kVectors, T>())
+          store_by_turns(to, load(from), load(from + kWidth));
+        else
+          for (int j = 0; j < kVectors; j++) store(to + j * kWidth, load(from + j * kWidth));
+      }
+  }
 }
 
 // Columns that fill no vector.
@@ -135,13 +192,17 @@ static void rest(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t end
 
 template <class T>
 static void gemm_by_columns(const Gemm& g, int64_t begin, int64_t end) {
-  constexpr int64_t kColumns = kVectors * kWidth, kWideColumns = kWide * kWidth;
+  constexpr int64_t kColumns = kVectors * kWidth;
+  if (g.groups == 1) {
+    const int64_t most = begin + (end - begin) / kColumns * kColumns, last = end - (end - begin) % kWidth;
+    if (begin < most) strips<kVectors, T>(g, begin, most);
+    if (most < last) strips<1, T>(g, most, last);
+    return rest<T>(g, 0, g.k, last, end);
+  }
   for (int64_t k = 0; k < g.k; k += kDepth) {
     const int64_t depth = g.k - k < kDepth ? g.k - k : kDepth;
     const bool is_last = k + 2 * kDepth > g.k;  // a whole strip follows
     int64_t n = begin;
-    for (; g.rows <= kWideRows && n + kWideColumns <= end; n += kWideColumns)
-      wide_panel<T>(g, k, depth, n, n + 2 * kWideColumns <= end ? kWideColumns : is_last ? 0 : kDepth * g.n + begin - n);
     for (; n + kColumns <= end; n += kColumns) {
       const int64_t next_strip = is_last ? 0 : kDepth * g.n + begin - n;
       panel<kVectors, T>(g, k, depth, n, n + 2 * kColumns <= end ? kColumns : next_strip);

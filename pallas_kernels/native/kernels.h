@@ -98,6 +98,7 @@ struct Kernels {
   int64_t columns;  // a Gemm's columns are best divided at multiples of it
   int64_t group_rows;  // of a Gemm, at most
   int64_t tile_rows;  // query rows of a tile of attention, at most
+  void (*round)(const float* from, Bf16* to, int64_t count);  // to the nearest, to even if there are two
   // Columns begin to end of y.
   void (*gemm)(const Gemm&, int64_t begin, int64_t end);
   void (*quantized_gemm)(const QuantizedGemm&, int64_t begin, int64_t end);

@@ -51,8 +51,11 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
     sums.reset(new float[rows * n]);
     gemm.y = sums.get();
   }
-  each_part(pool, gemm, k * n * (is_f32 ? 4 : 2), [&](int64_t begin, int64_t end) { kernels().gemm(gemm, begin, end); });
-  if (rounds) std::transform(sums.get(), sums.get() + rows * n, static_cast<Bf16*>(y->untyped_data()), narrow);
+  const Sums done{gemm.y, rounds ? static_cast<Bf16*>(y->untyped_data()) : nullptr, n};
+  each_part(pool, gemm, k * n * (is_f32 ? 4 : 2), [&](int64_t begin, int64_t end) {
+    kernels().gemm(gemm, begin, end);
+    done.round(0, rows, begin, end);
+  });
   return ffi::Error::Success();
 }
 

@@ -24,12 +24,6 @@ inline float widen(Bf16 b) {
 
 inline float widen(float f) { return f; }
 
-inline Bf16 narrow(float f) {
-  uint32_t word;
-  std::memcpy(&word, &f, sizeof word);
-  return {f != f ? (uint16_t)0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16)};
-}
-
 // Says how `rows` rows of x are read.
 inline void take_rows(Gemm& gemm, int64_t rows, bool transposed) {
   gemm.rows = rows, gemm.transposed = transposed;
@@ -82,6 +76,18 @@ inline std::unique_ptr<float[]> pack_rows(xla::ffi::ThreadPool& pool, Gemm& gemm
     prepare(pool, gemm, static_cast<const Bf16*>(x.untyped_data()), copy.get());
   return copy;
 }
+
+// Sums, and where they go in bfloat16 (null: they stay), of rows of n.
+struct Sums {
+  const float* from;
+  Bf16* to;
+  int64_t n;
+
+  void round(int64_t first, int64_t rows, int64_t begin, int64_t end) const {
+    for (int64_t at = first * n; to && at < (first + rows) * n; at += n)
+      kernels().round(from + at + begin, to + at + begin, end - begin);
+  }
+};
 
 // Into how many parts to divide `size` columns or rows of w, which has `bytes`.
 inline int64_t num_parts(const xla::ffi::ThreadPool& pool, int64_t size, int64_t bytes) {

@@ -35,8 +35,11 @@ ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     sums.reset(new float[rows * n]);
     q.gemm.y = sums.get();
   }
-  each_part(pool, q.gemm, q.gemm.k * n, [&](int64_t begin, int64_t end) { kernels().quantized_gemm(q, begin, end); });
-  if (rounds) std::transform(sums.get(), sums.get() + rows * n, static_cast<Bf16*>(y->untyped_data()), narrow);
+  const Sums done{q.gemm.y, rounds ? static_cast<Bf16*>(y->untyped_data()) : nullptr, n};
+  each_part(pool, q.gemm, q.gemm.k * n, [&](int64_t begin, int64_t end) {
+    kernels().quantized_gemm(q, begin, end);
+    done.round(0, rows, begin, end);
+  });
   return ffi::Error::Success();
 }
 

@@ -46,6 +46,15 @@ static inline Floats load(const Bf16* p) {
 #endif
 }
 
+// Two vectors from `p` on. Of bfloat16, which takes half the work so: what lies at even places, and at odd ones.
+static inline void load_pair(const float* p, Floats* to) { to[0] = load(p), to[1] = load(p + kWidth); }
+
+static inline void load_pair(const Bf16* p, Floats* to) {
+  Words w;
+  std::memcpy(&w, p, sizeof w);
+  to[0] = (Floats)(w << 16), to[1] = (Floats)(w & 0xffff0000u);
+}
+
 static inline float value(const float* p) { return *p; }
 
 static inline float value(const Bf16* p) {
@@ -57,6 +66,13 @@ static inline float value(const Bf16* p) {
 
 static inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
+// The first of each, the second of each, ...: what `load_pair` parts.
+static inline void store_by_turns(float* p, Floats even, Floats odd) {
+  float pair[2][kWidth];
+  store(pair[0], even), store(pair[1], odd);
+  for (int i = 0; i < kWidth; i++) p[2 * i] = pair[0][i], p[2 * i + 1] = pair[1][i];
+}
+
 static inline void put(float* p, float f) { *p = f; }
 
 // Rounds to the nearest, to even if there are two.
@@ -64,6 +80,17 @@ static inline void put(Bf16* p, float f) {
   uint32_t word;
   std::memcpy(&word, &f, sizeof word);
   p->bits = f != f ? 0x7fc0 : (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
+}
+
+static void round(const float* from, Bf16* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const Floats value = load(from + i);
+    const Words word = (Words)value, rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
+    const Halves halves = __builtin_convertvector(value != value ? Words{} + 0x7fc0 : rounded, Halves);
+    std::memcpy(to + i, &halves, sizeof halves);
+  }
+  for (; i < count; i++) put(to + i, from[i]);
 }
 
 static inline Words load_words(const uint8_t* p) {

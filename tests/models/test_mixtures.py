@@ -10,7 +10,10 @@ from tests.tiny import TIE, NoText, greedy, ids, prompts_of
 pytest.importorskip("torch")
 LENGTH = 64  # of outputs
 PROMPTS = prompts_of([1, 5, 16, 41], vocab=160)
-FAMILIES = ("Qwen3Moe", "GptOss", "Llama4")
+FAMILIES = (
+    *("Qwen3Moe", "GptOss", "Llama4", "Mixtral", "Qwen2Moe", "Olmoe", "Glm4Moe", "MiniMaxM2", "GraniteMoe"),
+    "Ernie4_5_Moe",
+)
 MESHES = (None, "tensor=2", "expert=2", "tensor=2,expert=2")
 QUICK = {("Qwen3Moe", "tensor=2,expert=2"), ("GptOss", "tensor=2,expert=2"), ("Llama4", "expert=2")}
 
