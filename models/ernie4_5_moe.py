@@ -20,7 +20,8 @@ class Config(transformer.Config):
 
     @classmethod
     def from_hf(cls, hf: dict, **fields: Any) -> "Config":
-        routing = Routing(**top_k_of(hf), eps=hf.get("moe_norm_min") or 1e-12, has_correction=True)
+        options = {"has_correction": True, "is_float32": True}
+        routing = Routing(**top_k_of(hf), eps=hf.get("moe_norm_min") or 1e-12, **options)
         width = hf["moe_intermediate_size"]
         experts = Experts(routing=routing, mlp=width, shared_mlp=width * hf.get("moe_num_shared_experts", 2))
         options = {

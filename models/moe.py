@@ -32,6 +32,7 @@ class Routing:
     eps: float = 1e-20
     scale: float = 1.0
     has_bias: bool = False  # of the logits
+    is_float32: bool = False  # the weight that makes them, whatever the model's dtype is
     has_correction: bool = False
     groups: int = 1
     top_groups: int = 1
@@ -128,13 +129,15 @@ class Router(nnx.Module):
         self.routing = routing
         # Every device routes every token: the axis is not that of the experts, which a mesh splits.
         outputs = {"router": routing.experts}
-        self.gate = Linear.random({"embed": cfg.embed}, outputs, bias=routing.has_bias, dtype=cfg.dtype, rngs=rngs)
+        dtype = jnp.float32 if routing.is_float32 else cfg.dtype
+        self.gate = Linear.random({"embed": cfg.embed}, outputs, bias=routing.has_bias, dtype=dtype, rngs=rngs)
         zeros = jnp.zeros(routing.experts, jnp.float32)
         self.correction = nnx.Param(zeros, axes=("router",)) if routing.has_correction else nnx.data(None)
 
     def __call__(
         self, x: Float[Array, "t embed"], ctx: StepContext
     ) -> tuple[Float32[Array, "t top_k"], Int[Array, "t top_k"]]:
+        x = x.astype(jnp.float32) if self.routing.is_float32 else x
         logits = self.gate(x, ctx, out_dtype=jnp.float32)
         return self.routing.choose(logits, None if self.correction is None else self.correction[...])
 

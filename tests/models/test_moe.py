@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxllm.models.context import StepContext
-from jaxllm.models.moe import Activation, Experts, MoE, Routing
+from jaxllm.models.moe import Activation, Experts, MoE, Router, Routing
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 
 EXPERTS = 16
@@ -144,6 +144,18 @@ def loop(layer: MoE, activation, x):
             made = activation(both[0], both[1]) @ down[e] + zeros[1][e]
             y[token] += made if spec.weighs_input else weight * made
     return y
+
+
+def test_a_router_in_float32_in_a_model_of_bfloat16():
+    routing = Routing(experts=EXPERTS, top_k=4, is_float32=True)
+    router = Router(SimpleNamespace(embed=24, dtype=jnp.dtype("bfloat16")), routing, rngs=nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 24)), jnp.bfloat16)
+    weights, ids = router(x, StepContext.of(jnp.zeros(32, jnp.int32), placement=UNPLACED))
+    gate = router.gate.weight[...]
+    assert gate.dtype == jnp.float32
+    want = route(np.asarray(x, np.float64) @ np.asarray(gate, np.float64), routing, None)
+    np.testing.assert_array_equal(ids, want[1])
+    np.testing.assert_allclose(weights, want[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("placement", [UNPLACED, Placement.default()], ids=["XLA", "placed"])
