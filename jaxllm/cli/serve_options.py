@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from jaxllm.server.config import ServerConfig
 
 TOOL_PARSERS = (
-    *("auto", "hermes", "llama", "mistral", "qwen3_coder", "deepseek_v3", "deepseek_v31", "pythonic", "openai", "none"),
+    *("auto", "hermes", "llama", "mistral", "qwen3_coder", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31"),
+    *("pythonic", "openai", "none"),
 )
 REASONING_PARSERS = ("auto", "think", "mistral", "openai_gptoss", "none")
 _THEIR_PARSERS = {  # vLLM's names
@@ -28,6 +29,7 @@ _THEIR_PARSERS = {  # vLLM's names
     "llama4_json": "llama",
     "llama4_pythonic": "pythonic",
     "qwen3_xml": "qwen3_coder",
+    "glm47": "glm45",
     "qwen3": "think",
     "deepseek_r1": "think",
 }

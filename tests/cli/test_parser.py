@@ -41,7 +41,8 @@ def refusal(command: str, capsys) -> list[str]:
         ("serve --hf-overrides.a 1", "--hf-overrides.a sets a part of --hf-overrides; give that, as JSON"),
         ("serve a --model b", "the model is given twice, as 'a' and 'b'; give one"),
         ("serve --tool-call-parser hermess", "--tool-call-parser: 'hermess' is not one of auto, hermes, llama, "
-         "mistral, qwen3_coder, deepseek_v3, deepseek_v31, pythonic, openai, none; did you mean hermes?"),
+         "mistral, qwen3_coder, glm45, minimax_m2, deepseek_v3, deepseek_v31, pythonic, openai, none; did you mean "
+         "hermes?"),
         ("bench steps", "COMMAND: 'steps' is not one of throughput, latency, startup, serve"),
         ("bench throughput --seeed 1", "there is no option --seeed; did you mean --seed?"),
         ("models", "something is missing: COMMAND"),

@@ -55,6 +55,8 @@ USED_FLAGS = {
     "--tool-call-parser llama3_json": ("tool_call_parser", "llama"),
     "--tool-call-parser llama4_pythonic": ("tool_call_parser", "pythonic"),
     "--tool-call-parser qwen3_xml": ("tool_call_parser", "qwen3_coder"),
+    "--tool-call-parser glm47": ("tool_call_parser", "glm45"),
+    "--tool-call-parser minimax_m2": ("tool_call_parser", "minimax_m2"),
     "--tool-call-parser mistral": ("tool_call_parser", "mistral"),
     "--tool-call-parser deepseek_v31": ("tool_call_parser", "deepseek_v31"),
     "--tool-call-parser openai": ("tool_call_parser", "openai"),

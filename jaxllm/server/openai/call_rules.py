@@ -3,13 +3,14 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from jaxllm.grammar.json_schema import first_unsupported, is_lenient, relaxed, resolved, rewritten
 from jaxllm.server.http.errors import APIError, invalid
 from jaxllm.server.openai.grammar_builder import GAP, GrammarBuilder, literal
-from jaxllm.server.openai.parsing import deepseek, harmony, mistral, qwen3_coder, tools
-from jaxllm.server.openai.parsing.qwen3_coder import types_of
+from jaxllm.server.openai.parsing import deepseek, harmony, mistral, tools
+from jaxllm.server.openai.parsing.tagged import TAGS, types_of
 from jaxllm.server.openai.schemas import Function, parameters_of
 from jaxllm.structured_outputs import StructuredOutputs
 
@@ -102,24 +103,30 @@ def _pythonic(grammar: GrammarBuilder, function: Function) -> str:
     return f'{literal(function.name + "(")} {inner} ")"'
 
 
-def _qwen3_coder(grammar: GrammarBuilder, function: Function) -> str:
+def _tagged(grammar: GrammarBuilder, function: Function, *, calls: str) -> str:
     """Strings are any text, but for those of an enum."""
-    close = f"\n{qwen3_coder.PARAMETER_CLOSE}\n"
+    tags = TAGS[calls]
+    line = "\n" if tags.on_lines else ""
+    value_close = line + tags.value_close
+    value_open = f"{grammar.mark(tags.key_close)} {literal(chr(10))} {grammar.mark(tags.value)}" if tags.value else ""
     parts = []
-    for key, schema, is_required in _parameters(function, "qwen3_coder"):
+    for key, schema, is_required in _parameters(function, calls):
         types = types_of(parameters_of(function), key)
         known = resolved(schema, schema)
         words = known.get("enum", [known["const"]] if "const" in known else None) if isinstance(known, dict) else None
         if types == {"string"} and isinstance(words, list):
-            value = f"({' | '.join(literal(word) for word in words)}) {literal(close)}"
+            value = f"({' | '.join(literal(word) for word in words)}) {grammar.mark(value_close)}"
         elif not types or "string" in types:
-            value = grammar.until(close)
+            value = grammar.until(value_close)
         else:
-            value = f"{grammar.add(_wanted(function, schema))} {literal(close)}"
-        part = f"{literal(f'{qwen3_coder.PARAMETER}{key}>' + chr(10))} {value}"
+            value = f"{grammar.add(_wanted(function, schema))} {grammar.mark(value_close)}"
+        opened = value_open or literal(tags.key_close + line)
+        part = f"{grammar.mark(tags.parameter)} {literal(key)} {opened} {value} {literal(chr(10))}"
         parts.append(part if is_required else f"({part})?")
-    head = f"{qwen3_coder.OPEN}\n{qwen3_coder.FUNCTION}{function.name}>\n"
-    return f"{literal(head)} {' '.join(parts)} {literal(f'{qwen3_coder.FUNCTION_CLOSE}' + chr(10) + qwen3_coder.CLOSE)}"
+    before = f"\n{tags.function}" if tags.function else ""
+    head = literal(before + function.name + tags.named + ("\n" if tags.function else ""))
+    end = literal(tags.function_close + "\n") if tags.function_close else ""
+    return f"{grammar.mark(tags.open)} {head} {' '.join(parts)} {end} {grammar.mark(tags.close)}"
 
 
 def _arguments(grammar: GrammarBuilder, function: Function) -> str:
@@ -174,5 +181,5 @@ _CALLS: dict[str, Callable[[GrammarBuilder, Function], str]] = {
     "deepseek_v31": _deepseek_v31,
     "openai": _openai,
     "pythonic": _pythonic,
-    "qwen3_coder": _qwen3_coder,
+    **{calls: partial(_tagged, calls=calls) for calls in TAGS},
 }

@@ -14,7 +14,7 @@ from jaxllm.server.openai.generation import MergedOutput, TokenUsage, Update
 from jaxllm.server.openai.logprobs import LogprobsFormat, chat_logprobs, prompt_logprobs
 from jaxllm.server.openai.parsing.choose import MARKED_BY_TOKENS, make_parser, thought_format, tool_format
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
-from jaxllm.server.openai.parsing.qwen3_coder import reduced
+from jaxllm.server.openai.parsing.tagged import TAGS, reduced
 from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.openai.response_format import ResponseFormat, chat_response_format
 from jaxllm.server.openai.schemas import (
@@ -108,7 +108,7 @@ def prepare_chat(server: Server, info: Any, request: ChatRequest) -> PreparedCha
         )
 
     schemas = {}
-    if calls == "qwen3_coder":
+    if calls in TAGS:
         schemas = {tool.function.name: reduced(parameters_of(tool.function)) for tool in tools or ()}
     return PreparedChat(prepare.chat_job(model, info, request, tools, format_after), calls, thoughts, schemas)
 

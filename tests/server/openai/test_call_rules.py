@@ -13,6 +13,7 @@ from jaxllm.grammar.matcher import mask_words
 from jaxllm.server.http.errors import APIError
 from jaxllm.server.openai.parsing.choose import make_parser
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Reasoning
+from jaxllm.server.openai.parsing.tagged import TAGS
 from jaxllm.server.openai.response_format import chat_response_format
 from jaxllm.server.openai.schemas import (
     ChatRequest,
@@ -52,6 +53,10 @@ MARKS = {
     "mistral": ["[TOOL_CALLS]"],
     "mistral with names": ["[TOOL_CALLS]", "[ARGS]"],
     "qwen3_coder": [],
+    "glm45": [],
+    "glm45 with tokens": [*("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")],
+    "minimax_m2": [],
+    "minimax_m2 with tokens": ["<minimax:tool_call>", "</minimax:tool_call>"],
     "deepseek_v3": [f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")],
     "deepseek_v31": ["<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"],  # of which some are no special tokens
     "pythonic": [],
@@ -108,7 +113,7 @@ def read(text, calls, schemas=None) -> list:
 def test_what_the_grammar_allows_is_read_as_calls(name):
     calls, tokenizer, rng = name.split()[0], make_tokenizer(MARKS[name]), random.Random(3)
     schema = SCHEMA
-    if calls == "qwen3_coder":  # whose strings are any text, unless they are of an enum
+    if calls in TAGS:  # whose strings are any text, unless they are of an enum
         schema = SCHEMA | {"properties": SCHEMA["properties"] | {"city": {"enum": ["Bern"]}}}
     tools = [function_of("forecast", schema)]
     grammar = grammar_of(calls, tools, tokenizer, tool_choice="required")
@@ -126,6 +131,17 @@ TEXTS = {
     "mistral with names": '[TOOL_CALLS]forecast[ARGS]{"days": 3}[TOOL_CALLS]clock[ARGS]{}',
     "qwen3_coder": "<tool_call>\n<function=forecast>\n<parameter=city>\nNew <b>\nYork\n</parameter>\n<parameter=days>\n"
     "3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+    **dict.fromkeys(
+        ["glm45", "glm45 with tokens"],
+        "<tool_call>forecast\n<arg_key>city</arg_key>\n<arg_value>New <b>\nYork</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>clock\n</tool_call>",
+    ),
+    **dict.fromkeys(
+        ["minimax_m2", "minimax_m2 with tokens"],
+        '<minimax:tool_call>\n<invoke name="forecast">\n<parameter name="city">New <b>\nYork</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>\n'
+        '<minimax:tool_call>\n<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
+    ),
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>forecast\n```json\n"
     '{"days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```'
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",

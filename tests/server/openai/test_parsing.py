@@ -38,6 +38,13 @@ HEADS = {
         "<function=f><parameter=",
         "<function=f><parameter=a>",
     ],
+    "glm45": [
+        "<tool_call>",
+        "<tool_call>f\n<arg_key>",
+        "<tool_call>f\n<arg_key>a</arg_key>",
+        "<tool_call>f\n<arg_key>a</arg_key><arg_value>",
+    ],
+    "minimax_m2": ["<minimax:tool_call>", '<invoke name="', '<invoke name="f"><parameter name="a">'],
     "deepseek_v3": [
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>",
@@ -55,6 +62,7 @@ HEADS = {
 HOSTILE = (
     *('{"' * 1000, '{"name": "f", "arguments": ' + "[" * 2000, "<tool_cal" * 1000, "\n" * 2000),
     *("<｜tool▁c" * 1000, "<parameter=" * 1000, "\n</function>\n" * 500, "[TOOL_CALLS]" * 500, "<|start|" * 1000),
+    *("<arg_key>" * 1000, "</arg_key>" * 1000, '<parameter name="' * 1000),
     *("\\" * 2000, "'" * 2000, "1" * 2000, "f(a=" * 1000, "<|start|>" * 1000),
 )
 
@@ -242,6 +250,57 @@ def test_qwen3_coder(text, content, calls):
     assert found == {"content": content, "reasoning": "", "calls": calls}
 
 
+def glm(**values) -> str:
+    inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+    return f"<tool_call>f\n{inner}</tool_call>"
+
+
+GLM = [
+    (glm(s="Zürich", n="3", o='{"a": [1, null]}'), "", [("f", {"s": "Zürich", "n": 3, "o": {"a": [1, None]}})]),
+    (glm(s="\nline\n", other="5"), "", [("f", {"s": "\nline\n", "other": "5"})]),
+    (glm(s="a </arg_key> <b> </tool_call"), "", [("f", {"s": "a </arg_key> <b> </tool_call"})]),
+    (f"I look.\n{glm(s='a')}\n{glm(b='true')}\n", "I look.", [("f", {"s": "a"}), ("f", {"b": True})]),
+    ("<tool_call>f</tool_call>Done", "Done", [("f", {})]),
+    ("<tool_call>\nf <arg_key>n</arg_key> <arg_value>5</arg_value> </tool_call>", "", [("f", {"n": 5})]),
+    ("<tool_call>f<arg_key>n</arg_key><arg_value>5</arg_value><arg_key>s</arg_key></tool_call>", "", [("f", {"n": 5})]),
+    ('<tool_call>\n{"name": "f"}\n</tool_call>', '<tool_call>\n{"name": "f"}\n</tool_call>', []),
+    ("<tool_call>two words\n", "<tool_call>two words\n", []),
+    ("<tool_call></tool_call>", "<tool_call></tool_call>", []),
+    ("a <tool_ca", "a <tool_ca", []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), GLM, ids=range(len(GLM)))
+def test_glm45(text, content, calls):
+    found = every_way(text, tools="glm45", schemas=CODER_SCHEMAS)
+    assert found == {"content": content, "reasoning": "", "calls": calls}
+
+
+def invoke(**values) -> str:
+    inner = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items())
+    return f'<invoke name="f">\n{inner}</invoke>\n'
+
+
+def minimax(*invokes) -> str:
+    return f"<minimax:tool_call>\n{''.join(invokes)}</minimax:tool_call>"
+
+
+MINIMAX = [
+    (minimax(invoke(s="Zürich", n="3", l="null")), "", [("f", {"s": "Zürich", "n": 3, "l": None})]),
+    (minimax(invoke(s="\na\n"), invoke()), "", [("f", {"s": "\na\n"}), ("f", {})]),
+    (f"See.\n\n{minimax(invoke(b='True'))}\n", "See.", [("f", {"b": True})]),
+    (minimax(invoke(s="a")) + minimax(invoke(s="b")), "", [("f", {"s": "a"}), ("f", {"s": "b"})]),
+    ("<minimax:tool_call>\nno", "<minimax:tool_call>\nno", []),
+    ('<invoke name="a b">x', '<invoke name="a b">x', []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), MINIMAX, ids=range(len(MINIMAX)))
+def test_minimax_m2(text, content, calls):
+    found = every_way(text, tools="minimax_m2", schemas=CODER_SCHEMAS)
+    assert found == {"content": content, "reasoning": "", "calls": calls}
+
+
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n%s\n```<｜tool▁call▁end｜>"
 V31 = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>%s<｜tool▁call▁end｜>"
 ALL = "<｜tool▁calls▁begin｜>%s<｜tool▁calls▁end｜>"
@@ -399,6 +458,8 @@ MANY = {
     "llama": '{"name": "f", "parameters": {}}; ',
     "mistral": "[TOOL_CALLS]f{}",
     "qwen3_coder": "<function=f></function>",
+    "glm45": "<tool_call>f</tool_call>",
+    "minimax_m2": '<invoke name="f"></invoke>',
     "deepseek_v31": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
     "openai": "<|start|>assistant to=functions.f<|message|>{}<|call|>",
 }
@@ -422,6 +483,8 @@ def test_formats_are_seen_in_templates():
     assert tool_format("none", qwen) is None and tool_format("llama", qwen) == "llama"
     coder = "<tool_call>\n<function=example>\n<parameter=a>\n"
     assert tool_format("auto", coder) == "qwen3_coder"
+    assert tool_format("auto", "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>") == "glm45"
+    assert tool_format("auto", "{%- set begin = '<minimax:tool_call>' -%}") == "minimax_m2"
     assert tool_format("auto", "Write [func_name1(a=b), func_name2()]") == "pythonic"
     assert tool_format("auto", "<｜tool▁calls▁begin｜>\n```json\n") == "deepseek_v3"
     assert tool_format("auto", "<｜tool▁calls▁begin｜>") == "deepseek_v31"

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.server.openai.parsing import deepseek, harmony, mistral, qwen3_coder, reasoning, tools
+from jaxllm.server.openai.parsing import deepseek, harmony, mistral, reasoning, tools
 from jaxllm.server.openai.parsing.events import Parser, Plain
 from jaxllm.server.openai.parsing.harmony import HarmonyParser
 from jaxllm.server.openai.parsing.pythonic import PythonicParser
 from jaxllm.server.openai.parsing.reasoning import ThinkParser
+from jaxllm.server.openai.parsing.tagged import TAGS, TaggedParser
 
 _PARSERS = {
     "hermes": tools.HermesParser,
@@ -17,10 +18,12 @@ _PARSERS = {
     "deepseek_v31": deepseek.DeepSeekParser,
     "pythonic": PythonicParser,
 }
-# What shows a format in a template; the first that fits, as Qwen3-Coder's has Hermes' tags too.
+# What shows a format in a template; the first that fits, as Qwen3-Coder's and GLM's have Hermes' tags too.
 _SIGNS = (
     ("openai", (harmony.CHANNEL, harmony.MESSAGE)),
-    ("qwen3_coder", (qwen3_coder.FUNCTION, qwen3_coder.PARAMETER)),
+    ("qwen3_coder", (TAGS["qwen3_coder"].function, TAGS["qwen3_coder"].parameter)),
+    ("glm45", (TAGS["glm45"].parameter,)),
+    ("minimax_m2", (TAGS["minimax_m2"].open,)),
     ("hermes", (tools.OPEN,)),
     ("mistral", (mistral.OPEN,)),
     ("deepseek_v3", (deepseek.CALLS_OPEN, "```json")),
@@ -30,7 +33,9 @@ _SIGNS = (
     ("llama", ('"parameters": dictionary',)),
 )
 # Formats whose marks are special tokens, which the text must keep.
-MARKED_BY_TOKENS = frozenset({"openai", "openai_gptoss", "mistral", "deepseek_v3", "deepseek_v31"})
+MARKED_BY_TOKENS = frozenset(
+    {"openai", "openai_gptoss", "mistral", "deepseek_v3", "deepseek_v31", "glm45", "minimax_m2"}
+)
 
 
 def tool_format(wanted: str, template: str) -> str | None:
@@ -57,8 +62,8 @@ def make_parser(
     if calls == "openai" or thoughts == "openai_gptoss":
         return HarmonyParser(prompt, has_tools=calls is not None)
     inner: Parser
-    if calls == "qwen3_coder":
-        inner = qwen3_coder.Qwen3CoderParser(schemas or {})
+    if calls in TAGS:
+        inner = TaggedParser(TAGS[calls], schemas or {})
     else:
         inner = Plain() if calls is None else _PARSERS[calls]()
     if thoughts is None:

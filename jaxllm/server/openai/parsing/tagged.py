@@ -1,8 +1,9 @@
-"""Qwen3-Coder's tool calls: <function=NAME> with a <parameter=NAME> for each argument, whose text has the type that the
-tool's schema gives."""
+"""Tool calls with a tag for the function and one for each argument, whose text has the type that the tool's schema
+gives: those of Qwen3-Coder, GLM-4.5 and MiniMax-M2."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jaxllm.grammar.json_schema import resolved
@@ -11,27 +12,80 @@ from jaxllm.server.openai.parsing.events import Event
 from jaxllm.server.openai.parsing.literals import as_json
 from jaxllm.server.openai.parsing.marked import MarkedCalls, is_name
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_CLOSE = "<function=", "</function>"
-PARAMETER, PARAMETER_CLOSE = "<parameter=", "</parameter>"
-_MARKS = {
-    "content": (OPEN, FUNCTION),
-    "opened": (FUNCTION, CLOSE),
-    "name": (">",),
-    "body": (PARAMETER, FUNCTION_CLOSE, CLOSE),
-    "key": (">",),
-    "value": (PARAMETER_CLOSE, f"\n{FUNCTION_CLOSE}\n{CLOSE}"),
-    "after": (CLOSE, OPEN, FUNCTION),
+
+@dataclass(frozen=True, kw_only=True)
+class Tags:
+    """Of a format: those around a call (`function_close`: or several), the name, and each argument."""
+
+    open: str
+    close: str
+    function: str = ""  # empty: the name comes at once
+    named: str  # after the name
+    function_close: str = ""  # empty: `close` ends the function, too
+    parameter: str
+    key_close: str
+    value: str = ""  # empty: the value follows the key
+    value_close: str
+    on_lines: bool = False  # values have a newline before and after them, which is not theirs
+
+    @property
+    def marks(self) -> dict[str, tuple[str, ...]]:
+        """Those that end each state of a parser."""
+        ends = tuple(filter(None, (self.function_close, self.close)))
+        whole = (f"\n{self.function_close}\n{self.close}",) if self.function_close else ()
+        return {
+            "content": tuple(filter(None, (self.open, self.function))),
+            "opened": (self.function, self.close),
+            "name": (self.named,) if self.function else (self.named, self.parameter, self.close),
+            "body": (self.parameter, *ends),
+            "key": (self.key_close,),
+            "between": (self.value, *ends),
+            "value": (self.value_close, *whole),  # an argument may lack its end
+            "after": (self.close, self.open, self.function),
+        }
+
+
+TAGS = {
+    "qwen3_coder": Tags(
+        open="<tool_call>",
+        close="</tool_call>",
+        function="<function=",
+        named=">",
+        function_close="</function>",
+        parameter="<parameter=",
+        key_close=">",
+        value_close="</parameter>",
+        on_lines=True,
+    ),
+    "glm45": Tags(
+        open="<tool_call>",
+        close="</tool_call>",
+        named="\n",
+        parameter="<arg_key>",
+        key_close="</arg_key>",
+        value="<arg_value>",
+        value_close="</arg_value>",
+    ),
+    "minimax_m2": Tags(
+        open="<minimax:tool_call>",
+        close="</minimax:tool_call>",
+        function='<invoke name="',
+        named='">',
+        function_close="</invoke>",
+        parameter='<parameter name="',
+        key_close='">',
+        value_close="</parameter>",
+    ),
 }
 _MAX_REFERENCES = 16
 
 
-class Qwen3CoderParser(MarkedCalls):
+class TaggedParser(MarkedCalls):
     """`schemas`: the JSON schemas of the tools' parameters, by name."""
 
-    def __init__(self, schemas: Mapping[str, Any]):
+    def __init__(self, tags: Tags, schemas: Mapping[str, Any]):
         super().__init__()
-        self._schemas = schemas
+        self._tags, self._marks_of, self._schemas = tags, tags.marks, schemas
         self._name = ""
         self._word: list[str] = []  # a name, so far
         self._value = _Value(frozenset())
@@ -39,7 +93,7 @@ class Qwen3CoderParser(MarkedCalls):
 
     @property
     def _marks(self) -> tuple[str, ...]:
-        return _MARKS[self._state]
+        return self._marks_of[self._state]
 
     def _text(self, text: str, events: list[Event]) -> int:
         match self._state:
@@ -62,52 +116,62 @@ class Qwen3CoderParser(MarkedCalls):
         return len(text)
 
     def _mark(self, mark: str, events: list[Event]) -> None:
+        tags = self._tags
         match self._state:
             case "content" | "opened" | "after":
                 self._open(mark, events)
             case "name":
-                self._named(events)
-            case "body" if mark == PARAMETER:
+                self._named(mark, events)
+            case "body" if mark == tags.parameter:
                 self._word, self._state = [], "key"
-            case "key":
+            case "key" if tags.value:
+                self._state = "between"
+            case "key" | "between" if mark in (tags.key_close, tags.value):
                 self._begin_value(events)
             case "value":
                 self._arguments(self._value.end(), events)
                 self._state = "body"
-                if mark != PARAMETER_CLOSE:
-                    self._end(CLOSE, events)
-            case "body":
+                if mark != tags.value_close:
+                    self._end(tags.close, events)
+            case "body" | "between":
                 self._end(mark, events)
 
     def _open(self, mark: str, events: list[Event]) -> None:
-        if mark == CLOSE and self._state == "after":
+        tags = self._tags
+        if mark == tags.close and self._state == "after":
             self._state = "content"
             return
         self._raw.append(mark)
-        if mark == CLOSE:
+        if mark == tags.close:
             self._give_up(events)
         else:
-            self._word, self._state = [], "opened" if mark == OPEN else "name"
+            self._word, self._state = [], "opened" if mark == tags.open and tags.function else "name"
 
-    def _named(self, events: list[Event]) -> None:
-        self._raw.append(">")
+    def _named(self, mark: str, events: list[Event]) -> None:
+        self._raw.append(mark)
         name = "".join(self._word).strip()
+        if not name and mark.isspace():  # before the name
+            return
         if not is_name(name):
             self._give_up(events)
             return
-        self._name, self._num_arguments, self._state = name, 0, "body"
+        self._name, self._num_arguments, self._word = name, 0, []
+        self._state = "key" if mark == self._tags.parameter else "body"
         self._start(name, events)
         self._arguments("{", events)
+        if mark == self._tags.close:
+            self._end(mark, events)
 
     def _begin_value(self, events: list[Event]) -> None:
         key = "".join(self._word).strip()
         self._arguments(f"{', ' if self._num_arguments else ''}{json.dumps(key)}: ", events)
         self._num_arguments += 1
-        self._value, self._state = _Value(types_of(self._schemas.get(self._name), key)), "value"
+        types = types_of(self._schemas.get(self._name), key)
+        self._value, self._state = _Value(types, on_lines=self._tags.on_lines), "value"
 
     def _end(self, mark: str, events: list[Event]) -> None:
         self._arguments("}", events)
-        self._state = "after" if mark == FUNCTION_CLOSE else "content"
+        self._state = "after" if mark == self._tags.function_close else "content"
 
     def _cut(self, rest: str, events: list[Event]) -> None:
         if self._state == "value":
@@ -117,8 +181,8 @@ class Qwen3CoderParser(MarkedCalls):
 class _Value:
     """Writes a parameter's text as JSON: strings as they come, all else at its end, when it shows what it is."""
 
-    def __init__(self, types: frozenset[str]):
-        self._types = types
+    def __init__(self, types: frozenset[str], *, on_lines: bool = False):
+        self._types, self._on_lines = types, on_lines
         self._is_string = types <= {"string"}
         self._parts: list[str] = []  # held
         self._num_held = 0
@@ -132,12 +196,16 @@ class _Value:
             if self._num_held <= MAX_HELD_CHARS:
                 return ""
             self._is_string, text, self._parts = True, "".join(self._parts), []
+        shown = json.dumps(self._lines(text) if self._on_lines else text, ensure_ascii=False)[1:-1]
+        return self._quote() + shown if shown else ""
+
+    def _lines(self, text: str) -> str:
+        """Without the newlines around the value."""
         if self._at_start and text:
             text, self._at_start = text.removeprefix("\n"), False
         text = self._newline + text
         self._newline = "\n" if text.endswith("\n") else ""
-        shown = json.dumps(text.removesuffix("\n"), ensure_ascii=False)[1:-1]
-        return self._quote() + shown if shown else ""
+        return text.removesuffix("\n")
 
     def end(self) -> str:
         if self._is_string:
