@@ -17,7 +17,7 @@ from jaxllm.checkpoint.quantized.make import quantize_model
 from jaxllm.checkpoint.quantized.plan import QuantizedPlan, dense_owner
 from jaxllm.checkpoint.quantized.scheme import Place, Scheme
 from jaxllm.checkpoint.tensors import has_tensors
-from jaxllm.checkpoint.weights_table import weights_table
+from jaxllm.checkpoint.weights_table import expert_tables, weights_table
 from jaxllm.models.linear import Embedding
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # of a configuration, and in files
@@ -59,7 +59,9 @@ def give_forms(
 
 def _plan_expected(spec: ModelSpec, model: nnx.Module, scheme: Scheme, dtype: str) -> QuantizedPlan:
     """As the headers of files of this configuration would say, whose floats are of `dtype`."""
-    table, modules = weights_table(spec), {}
+    weights = {name for form in expert_tables(spec) for name in form if name.endswith(".weight")}
+    table = weights_table(spec, {name for name in weights if scheme.expects(name.removesuffix(".weight"), "layer")})
+    modules = {}
     for name, pieces in table.items():
         owners = [owner for piece in pieces if (owner := dense_owner(model, piece)) is not None]
         is_table = any(isinstance(owner, Embedding) for owner in owners)

@@ -19,13 +19,15 @@ def weights_table(
     module = spec.module
     weights = {**module.WEIGHTS, **(getattr(module, "OPTIONAL_WEIGHTS", {}) if optional else {})}
     table = dict(_spelled(weights, spec.cfg.layers, are_experts=False))
-    if optional and (forms := [dict(_spelled(form, spec.cfg.layers, are_experts=True)) for form in _forms(spec)]):
+    if optional and (forms := expert_tables(spec)):
         table |= max(forms, key=lambda form: sum(name in stored for name in form))
     return table
 
 
-def _forms(spec: ModelSpec) -> Sequence[Table]:
-    return getattr(spec.module, "EXPERTS", ())
+def expert_tables(spec: ModelSpec) -> list[dict[str, tuple[Weight, ...]]]:
+    """Each of `EXPERTS`, spelled out."""
+    forms: Sequence[Table] = getattr(spec.module, "EXPERTS", ())
+    return [dict(_spelled(form, spec.cfg.layers, are_experts=True)) for form in forms]
 
 
 def _spelled(

@@ -1,15 +1,17 @@
 """MXFP4 of gpt-oss: stacked experts of e2m1 codes, in groups of 32 with powers of two as scales."""
 
+import re
 from collections.abc import Mapping
 
-from jaxllm.checkpoint.quantized.fp4 import mxfp4_module
+from jaxllm.checkpoint.quantized.fp4 import mxfp4_headers, mxfp4_module
 from jaxllm.checkpoint.quantized.module import QuantizedModule
 from jaxllm.checkpoint.quantized.options import Options
-from jaxllm.checkpoint.quantized.scheme import Parts, Scheme
+from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Place, Scheme
 from jaxllm.checkpoint.quantized.values import wrong
 from jaxllm.checkpoint.tensors import StoredTensor
 
 _GROUP_BYTES = 16  # of 32 codes
+_EXPERT = re.compile(r"\.experts\.\d+\.(gate_up|down)_proj$")  # as `modules` names them
 
 
 class Mxfp4(Scheme):
@@ -26,6 +28,12 @@ class Mxfp4(Scheme):
     def says_quantized(self, name: str) -> bool | None:
         """The tensors tell."""
         return None
+
+    def expects(self, name: str, place: Place) -> bool:
+        return place == "layer" and _EXPERT.search(name) is not None
+
+    def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
+        return mxfp4_headers("_blocks", "_scales", shape)
 
     def module(self, parts: Parts) -> QuantizedModule:
         return mxfp4_module(parts, "_blocks", "_scales")

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.formats import open_checkpoint
+from jaxllm.checkpoint.forms import give_forms
 from jaxllm.checkpoint.loader import load_params, load_quantized, plan_blocks
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import place_params
@@ -122,6 +123,21 @@ def test_mxfp4_of_gpt_oss(tmp_path, mesh):
     save_file(dense_tensors, tmp_path / "model.safetensors")
     want = forward(load(tmp_path))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
+
+
+def forms_of(folder) -> dict:
+    spec = read_config(folder, jnp.bfloat16)
+    model = transformer.abstract(spec.module.Model, spec.cfg)
+    give_forms(open_checkpoint(folder), spec, model, None)
+    return {path: node.form for path, node in nnx.iter_graph(model) if isinstance(node, QuantizedLinear)}
+
+
+def test_the_configuration_of_gpt_oss_alone_gives_the_forms_of_its_files(tmp_path):
+    write_mxfp4(tmp_path)
+    want = forms_of(tmp_path)
+    assert want.keys() == {("layers", i, "mlp", name) for i in range(2) for name in ("gate_up", "down")}
+    (tmp_path / "model.safetensors").unlink()
+    assert forms_of(tmp_path) == want
 
 
 BLOCKS, SCALES = (f"model.layers.1.mlp.experts.down_proj_{kind}" for kind in ("blocks", "scales"))
