@@ -88,9 +88,10 @@ function failing(event) {
 async function generate(path, fields, { signal, onPart, onState }) {
   const state = { queue: 0, tokens: 0, rate: 0, seconds: 0 }, start = performance.now();
   const stream_options = { include_usage: true, continuous_usage_stats: true, queue_position: true };
-  const body = { ...fields, model: server.model, stream: true, stream_options };
   let first = null, reason = null;
   onState(state);
+  if (!server.model) await look(); // this comes before the first answer to it
+  const body = { ...fields, model: server.model, stream: true, stream_options };
   const onEvent = (event) => {
     const now = performance.now(), tokens = event.usage?.completion_tokens ?? 0;
     if (tokens && !first) first = { at: now, tokens };

@@ -224,6 +224,22 @@ def test_settings_reach_the_engine(visit):
     assert "Be kind" in client._decoder.decode(ids, skip_special_tokens=False)
 
 
+SLOW_STATS = """const fetched = window.fetch;
+window.fetch = async (resource, options) => {
+  if (String(resource.url ?? resource).includes("stats")) await new Promise((resolve) => setTimeout(resolve, 1500));
+  return fetched(resource, options);
+};"""
+
+
+def test_a_question_before_the_page_knows_its_server(visit):
+    with running() as web:
+        v = visit(web)
+        v.page.add_init_script(SLOW_STATS)
+        v.page.reload()
+        v.ask("Hi")
+        assert v.answered() == "Hello, world"
+
+
 def test_conversations_are_renamed_deleted_and_brought_back(visit):
     with running() as web:
         v = visit(web)
