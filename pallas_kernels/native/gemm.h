@@ -74,13 +74,13 @@ template <int kVectors, class T>
 static Ahead share_of(const Gemm& g, int64_t i, const T* next, int64_t depth) {
   constexpr int kLines = lines_of<kVectors, T>();
   static_assert(kLines <= 2);  // those of a kept part are as many or more
-  const int shift = g.groups >= 4 ? 2 : g.groups >= 2 ? 1 : 0;
+  const int shift = g.groups >= 4 ? 2 : 1;
   if (i >= 1 << shift) return {};
   const int64_t stride = g.n * sizeof(T);
   return {reinterpret_cast<const char*>(next) + (depth >> shift) * i * stride, stride, kLines, shift};
 }
 
-// All rows of `kVectors * kWidth` columns from `n` on, for `depth` rows of w from `k` on. What comes next lies `ahead`
+// Of several groups, all rows of `kVectors * kWidth` columns from `n` on, for `depth` rows of w from `k` on. What comes next lies `ahead`
 // elements further on (0: nothing does).
 template <int kVectors, class T>
 static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ahead) {
@@ -92,9 +92,7 @@ static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ah
     const float* x = g.x + row * g.k + k * height;
     float* y = g.y + row * g.n + n;
     const Ahead share = ahead ? share_of<kVectors>(g, i, w + ahead, depth) : Ahead{};
-    if (g.groups == 1)
-      tile_of<kVectors, false, T>(height)(x, height, w, g.n, y, g.n, depth, k == 0, share, nullptr);
-    else if (i == 0)
+    if (i == 0)
       tile_of<kVectors, true, T>(height)(x, height, w, g.n, y, g.n, depth, k == 0, share, kept);
     else
       tile_of<kVectors, false, float>(height)(x, height, kept, kColumns, y, g.n, depth, k == 0, share, nullptr);
