@@ -220,7 +220,7 @@ def main() -> int:
     finally:
         status = server.stop()
         journal.close()
-    found |= {"exit_status": status, "last_log": [line.strip() for line in server.log[-3:]]}
+    found |= {"exit_status": status, "last_log": server.last_log}
     print(json.dumps(found, indent=1))
     return 1 if found["problems"] or status else 0
 

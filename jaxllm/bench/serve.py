@@ -54,6 +54,7 @@ class ServerProcess:
         if found is None:
             raise RuntimeError(f"the server did not start:\n{''.join(self.log)}")
         self.port = int(found[1])
+        self._stopped_at = len(self.log)
         self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
         self._reader.start()  # keeps the log from filling the pipe
 
@@ -74,7 +75,13 @@ class ServerProcess:
     def num_fds(self) -> dict[str, int]:
         return {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in self.pids.items()}
 
+    @property
+    def last_log(self) -> list[str]:
+        """The lines since it was told to stop, 20 at most."""
+        return [line.strip() for line in self.log[self._stopped_at :][-20:]]
+
     def stop(self) -> int:
+        self._stopped_at = len(self.log)
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(_STOP_S)
@@ -219,7 +226,7 @@ def run(engine: dict[str, Any], *, streams: int, seconds: float, input_len: int,
         "rss_mb": memory,
         "left": left,
         "exit_status": status,
-        "last_log": [line.strip() for line in server.log[-3:]],
+        "last_log": server.last_log,
     }
 
 

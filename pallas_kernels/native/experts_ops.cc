@@ -1,5 +1,4 @@
 // The custom calls of mixtures of experts: they check shapes and divide the work among threads.
-#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>

@@ -80,8 +80,8 @@ static Ahead share_of(const Gemm& g, int64_t i, const T* next, int64_t depth) {
   return {reinterpret_cast<const char*>(next) + (depth >> shift) * i * stride, stride, kLines, shift};
 }
 
-// Of several groups, all rows of `kVectors * kWidth` columns from `n` on, for `depth` rows of w from `k` on. What comes next lies `ahead`
-// elements further on (0: nothing does).
+// Of several groups, all rows of `kVectors * kWidth` columns from `n` on, for `depth` rows of w from `k` on. What comes
+// next lies `ahead` elements further on (0: nothing does).
 template <int kVectors, class T>
 static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ahead) {
   constexpr int64_t kColumns = kVectors * kWidth;

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 _MOST_UNSENT = 64  # messages to the server, above which heartbeats are left out
-_EXIT_S = 5.0  # for a step that runs when the server goes away
+_EXIT_S = 10.0  # for a step that runs when the server goes away
 
 
 class EngineProcess:

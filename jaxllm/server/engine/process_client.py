@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _LATE_S = 1.0  # that a heartbeat may be
-_CLOSE_S = 5.0
+_CLOSE_S = 12.0  # longer than the process takes to end by itself: `engine_process._EXIT_S`
 _MAX_SOCKET_PATH = 107  # bytes, of Linux
 
 
@@ -244,5 +244,6 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_CLOSE_S)
     except subprocess.TimeoutExpired:
+        log.warning("the engine's process did not end within %.0f s and is killed", _CLOSE_S)
         process.kill()
         process.wait()
