@@ -34,7 +34,12 @@ class ArrayShape:
     @property
     def num_bytes(self) -> int:
         """Bytes in memory, including a TPU's padding of each row's last tile."""
-        return -(-math.prod(self._padded) * _bits(self.dtype) // 8)
+        return -(-math.prod(self._padded) * self.bits // 8)
+
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        return _bits(self.dtype)
 
     @property
     def _padded(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from jaxllm.checkpoint.config import read_spec, resolve_dtype
 from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.forms import give_forms
 from jaxllm.checkpoint.mesh_form import expand_model
-from jaxllm.checkpoint.placement import check_mesh
+from jaxllm.checkpoint.placement import check_mesh, named
 from jaxllm.engine.build import model_shape, size_engine, with_max_len
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
@@ -68,6 +68,12 @@ class Prepared:
     shape: ModelShape
     config: EngineConfig
     mesh: Mesh
+    active_params: int  # elements of the products that a token goes through, but those of the head
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each device, in the mesh's order."""
+        return tuple(device.process_index for device in self.mesh.devices.flat)
 
     @cached_property
     def lowering(self) -> Lowering:
@@ -127,6 +133,7 @@ def prepare(
     spec = read_spec(checkpoint, resolve_dtype(dtype, target.chip.platform))
     grid = make_mesh(target, mesh or f"tensor={target.count}")
     cfg, abstract = spec.cfg, transformer.abstract(spec.module.Model, spec.cfg)
+    active_params = _active_params(abstract)
     give_forms(checkpoint, spec, abstract, quantization)
     expand_model(abstract, grid)
     graph, state = nnx.split(abstract)
@@ -150,4 +157,18 @@ def prepare(
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"{target}: {error}") from None
     shape = with_max_len(shape, abstract, config.max_model_len)
-    return Prepared(target, abstract.cfg, shape, config, grid)
+    return Prepared(target, abstract.cfg, shape, config, grid, active_params)
+
+
+def _active_params(model: Any) -> int:
+    """Of a model of dense weights; of experts those that a token is routed to."""
+    total = 0
+    for name, var in named(nnx.state(model, nnx.Param)).items():
+        if not name.startswith("layers.") or not name.endswith(".weight") or var.get_value().ndim < 2:
+            continue
+        size = var.get_value().size
+        if "experts" in var.axes:
+            experts = model.cfg.layers[int(name.split(".")[1])].feed_forward
+            size = size * experts.routing.top_k // var.get_value().shape[var.axes.index("experts")]
+        total += size
+    return total

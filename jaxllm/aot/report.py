@@ -11,7 +11,9 @@ from typing import Any
 import jax
 
 from jaxllm.aot import thunks
+from jaxllm.aot.collectives import Collectives
 from jaxllm.aot.efficiency import Efficiency, efficiency, pick_batch
+from jaxllm.aot.floors import Floor, decode_floor, host_weight_bytes, prefill_floor
 from jaxllm.aot.prepare import Prepared
 from jaxllm.engine.device import memory
 
@@ -52,6 +54,12 @@ class Report:
     decode: list[Executable]  # that a decode step runs: the forward pass, then the sampler
     largest: Executable  # the step with most tokens
     efficiency: Efficiency
+    floors: tuple[Floor, Floor]  # of the decode step, and of the largest step as a prompt's
+
+    @property
+    def host_weight_bytes(self) -> list[int]:
+        """Of each host's devices, what lies on several of them once: what it reads."""
+        return host_weight_bytes(self.prepared)
 
     @property
     def decode_launches(self) -> int | None:
@@ -155,24 +163,32 @@ def make_report(
         executables[name] = compile_one(prepared, name, jobs[name])
         progress(f"compiled {executables[name].name}, {i + 1} of {len(names)}, in {executables[name].seconds:.1f} s")
     decoding = [executables[name] for name in decode]
-    counted = efficiency(prepared, {name[0]: executables[name].text for name in decode}, batch, context)
+    texts = {name[0]: executables[name].text for name in decode}
+    counted = efficiency(prepared, texts, batch, context)
+    floors = decode_floor(prepared, texts, batch, context), prefill_floor(prepared, executables[largest].text)
     compiled = list(executables.values())
     num_first = prepared.lowering.num_first
     first = [executables[name] for name in list(jobs)[:num_first] if name in executables]
     first = first if len(first) == num_first else []
-    return Report(model, prepared, len(jobs), compiled, first, decoding, executables[largest], counted)
+    return Report(model, prepared, len(jobs), compiled, first, decoding, executables[largest], counted, floors)
 
 
 def to_json(report: Report) -> dict[str, Any]:
     """A report's numbers by name; bytes are per device."""
     prepared, decode = report.prepared, report.efficiency
+    target, (decoding, prefill) = prepared.target, report.floors
     fields = ("params_bytes", "pool_bytes", "state_bytes", "code_bytes", "used_bytes", "num_executables", "cpu_seconds")
     return {
         "model": report.model,
-        "target": str(prepared.target),
+        "target": str(target),
         "mesh": dict(prepared.mesh.shape),
+        "hosts": {
+            "count": len(set(prepared.hosts)),
+            "size": target.host_size,
+            "weight_bytes": report.host_weight_bytes,
+        },
         "config": dataclasses.asdict(prepared.config),
-        "device_bytes": prepared.target.chip.usable_bytes,
+        "device_bytes": target.chip.usable_bytes,
         **{name: getattr(report, name) for name in (*fields, "first_cpu_seconds")},
         "executables": [
             {f.name: getattr(e, f.name) for f in dataclasses.fields(e) if f.name != "text"} for e in report.executables
@@ -188,6 +204,23 @@ def to_json(report: Report) -> dict[str, Any]:
             "kv_ratio": decode.kv_ratio,
             "uncached_ratio": decode.uncached_ratio,
             "other_ratio": decode.other_ratio,
+            **_floor_json(decoding),
         },
+        "prefill": {"what": prefill.what, "fewest_bytes": prefill.fewest_bytes, **_floor_json(prefill)},
         "largest": report.largest.name,
     }
+
+
+def _floor_json(floor: Floor) -> dict[str, Any]:
+    times = ("memory_ms", "compute_ms", "links_ms", "network_ms")
+    return {
+        "flops": floor.flops,
+        "collectives": _sent_json(floor.sent),
+        **{name: getattr(floor, name) for name in times},
+    }
+
+
+def _sent_json(found: Collectives) -> list[dict[str, Any]]:
+    return [
+        {"kind": kind, "crosses_hosts": crosses, **dataclasses.asdict(sent)} for (kind, crosses), sent in found.items()
+    ]

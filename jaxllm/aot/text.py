@@ -4,9 +4,17 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
+from jaxllm.aot.floors import Floor
 from jaxllm.aot.prepare import Prepared
 from jaxllm.aot.report import Executable, Report
 
+_FLOORS = """\
+How it was bounded: each time alone is what such a step takes at least: the fewest bytes of main memory, the products of
+active parameters and of attention at bfloat16's peak, and what collectives send, on links that carry nothing else and
+without latency; collectives come after what they add up, unless XLA overlaps them. An all-reduce of n devices sends
+each byte 2(n-1)/n times, where no switch adds up; on GPUs of several hosts the devices of a host add up first, and each
+then meets its like on the others. Weights that a host reads are in the form that its devices have: with KV heads
+repeated for devices beyond their number."""
 _METHOD = """\
 How it was counted: a decode step runs two executables, the forward pass and the sampler, which reads the head; its
 numbers are of both. In their optimised modules, every kernel (fusion, custom call, copy, collective) reads its operands
@@ -22,13 +30,17 @@ our kernels what they declare for their largest batch."""
 
 def render(report: Report, *, top: int = 0) -> str:
     """Lines for a terminal; the `top` instructions that move most at the end."""
-    return "\n".join([*_head(report), "", *_memory(report), "", *_compiled(report), "", *_decode(report, top)])
+    parts = _head(report), _memory(report), _compiled(report), _floors(report), _decode(report, top)
+    return "\n\n".join("\n".join(part) for part in parts)
 
 
 def _head(report: Report) -> Iterator[str]:
     prepared, config = report.prepared, report.prepared.config
     mesh = ",".join(f"{name}={size}" for name, size in prepared.mesh.shape.items())
     yield f"{report.model} on {prepared.target}, mesh {mesh}, {_dtypes(prepared)}"
+    sizes = report.host_weight_bytes
+    read = " to ".join(f"{size / 1e9:.2f}" for size in sorted({min(sizes), max(sizes)}))
+    yield f"Hosts: {len(sizes)}, of {prepared.target.host_size} devices; each reads {read} GB of weights"
     yield f"{config.max_num_seqs} sequences of up to {config.max_model_len} tokens"
     yield f"{config.max_num_batched_tokens} tokens a step"
     tokens = config.num_blocks * config.block_size
@@ -84,6 +96,29 @@ def _names(executables: Sequence[Executable]) -> str:
 
 def _launches(e: Executable) -> str:
     return "" if e.launches is None else f"{e.launches:>8} launches, command buffers: {e.command_buffers}"
+
+
+def _floors(report: Report) -> Iterator[str]:
+    chip = report.prepared.target.chip
+    yield "Floors, of each device; none counts latency"
+    for floor in report.floors:
+        yield f"  {floor.what}: {floor.floor_ms:.3f} ms a step at least"
+        yield f"    {floor.memory_ms:.3f} ms for {floor.fewest_bytes / 1e9:.3f} GB of main memory"
+        yield f"    {floor.compute_ms:.3f} ms for {floor.flops / 1e12:.3f} TFLOP at {chip.flops / 1e12:.0f} a second"
+        yield f"    {floor.links_ms:.3f} ms on the links, {floor.network_ms:.3f} ms between hosts by another network"
+        yield from (f"      {line}" for line in _sent(floor))
+    yield f"  links: {chip.link_bandwidth / 1e9:.0f} GB/s, {chip.link}"
+    if chip.network_bandwidth:
+        yield f"  network between hosts, assumed: {chip.network_bandwidth / 1e9:.0f} GB/s, {chip.network}"
+    yield from _FLOORS.splitlines()
+
+
+def _sent(floor: Floor) -> Iterator[str]:
+    for (kind, crosses), sent in floor.sent.items():
+        where = "across hosts" if crosses else "within hosts"
+        bytes_sent = f"{sent.operand_bytes / 1e6:.3f} MB put in, {sent.link_bytes / 1e6:.3f} MB sent"
+        beyond = f", {sent.network_bytes / 1e6:.3f} MB to other hosts" if sent.network_bytes else ""
+        yield f"{sent.count} {kind}, {where}: {bytes_sent}{beyond}"
 
 
 def _decode(report: Report, top: int) -> Iterator[str]:

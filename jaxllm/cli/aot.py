@@ -34,7 +34,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     options = (*weights, *steps, "block_size", "num_blocks")
     prepared = prepare(
         arguments.model_config,
-        parse_target(arguments.target),
+        parse_target(arguments.target, arguments.num_hosts),
         arguments.mesh,
         kv_cache_dtype=kv_dtype_name(arguments.kv_cache_dtype),
         **{name: getattr(arguments, name) for name in options},
@@ -55,8 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         program("aot"),
         description="Compiles the engine's executables for TPUs and GPUs without having one, and prints memory, "
-        "compile time, kernels, and the bytes that a decode step moves relative to the fewest possible.",
-        examples=[Example("aot --model-config llama-3.1-8b --target v6e-8", "a bundled configuration, on eight chips")],
+        "compile time, kernels, what the devices and hosts send to each other, the least time of a step, and the bytes "
+        "that a decode step moves relative to the fewest possible.",
+        examples=[
+            Example("aot --model-config llama-3.1-8b --target v6e-8", "a bundled configuration, on eight chips"),
+            Example("aot --model-config llama-3.3-70b --target h100-16 --num-hosts 2 --steps-only", "on two hosts"),
+        ],
     )
     add = parser.add_argument
     add(
@@ -70,6 +74,12 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="CHIP",
         help=f"chip ({', '.join(CHIPS)}) and number of devices as JAX counts them: v6e-8",
+    )
+    add(
+        "--num-hosts",
+        type=int,
+        metavar="N",
+        help="hosts that share the devices (default: as such a slice has, or one for each 8 GPUs)",
     )
     add("--mesh", metavar="SPEC", help="axes of the mesh, such as tensor=8 (default: all devices on 'tensor')")
     add("--batch", type=int, metavar="N", help="sequences of the decode step (default: 64, or as many as fit)")

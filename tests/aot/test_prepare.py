@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from jaxllm.aot import chips, efficiency, prepare, thunks
+from jaxllm.aot import chips, collectives, efficiency, floors, prepare, thunks
 from jaxllm.aot.hlo import Instruction
 from jaxllm.checkpoint.config import read_config
 from jaxllm.cli.aot import main
@@ -50,6 +50,40 @@ def on_cpu(monkeypatch):
 def test_targets(text, topology):
     target = chips.parse_target(text)
     assert (str(target), target.topology) == (text.lower(), topology)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_hosts", "size", "topology"),
+    [
+        ("v6e-8", None, 8, "v6e:2x4"),
+        ("v6e-8", 2, 4, "v6e:2x4"),
+        ("v5e-16", None, 4, "v5e:4x4"),
+        ("v6e-16", 2, 8, "v6e:4x4"),
+        ("v5p-8", None, 4, "v5p:2x2x2"),
+        ("v7x-16", None, 8, "tpu7x:2x2x2"),
+        ("v6e-1", 1, 1, "v6e:1x1"),
+        ("h100-16", None, 8, "1x2x8"),
+        ("h100-8", 2, 4, "1x2x4"),
+    ],
+)
+def test_hosts(text, num_hosts, size, topology):
+    target = chips.parse_target(text, num_hosts)
+    assert (target.host_size, target.topology, target.num_hosts) == (size, topology, target.count // size)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_hosts", "message"),
+    [
+        ("v6e-16", 3, "3 hosts can't have the 16 devices of v6e-16: a host of v6e has 4 or 8"),
+        ("v6e-16", 16, "a host of v6e has 4 or 8"),
+        ("v5p-8", 1, "1 hosts can't have the 8 devices of v5p-8: a host of v5p has 4"),
+        ("h100-16", 1, "a host of h100 has 1 to 8"),
+        ("h100-16", 0, "0 hosts"),
+    ],
+)
+def test_hosts_that_are_not_made(text, num_hosts, message):
+    with pytest.raises(ValueError, match=message):
+        chips.parse_target(text, num_hosts)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +230,50 @@ ENTRY %main (w: bf16[1000,1000], pool: bf16[500,1000]) -> (bf16[1000,1000], bf16
     assert both.largest == {f"{name}: {op}": n for name in ("step", "sample") for op, n in (("y", 4e6), ("z", 2e6))}
 
 
+def test_floors(on_cpu):
+    """Of main memory, and of products: two for each weight of a layer and token, and of attention."""
+    prepared = prepare.prepare(LLAMA, V6E_4, max_model_len=8192, max_num_batched_tokens=2048)
+    text = """HloModule m
+
+ENTRY %main (x: f32[1000]) -> f32[1000] {
+  %x = f32[1000]{0} parameter(0)
+  ROOT %y = f32[1000]{0} all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+"""
+    layers, head = 8_030_261_248 - 65 * 4096 - 2 * 128256 * 4096, 128256 * 4096
+    assert prepared.active_params == layers
+    decode = floors.decode_floor(prepared, {"step": text, "sample": text}, 8, 4096)
+    assert decode.flops == (2 * 8 * (layers + head) + 8 * 4096 * 32 * 4 * 32 * 128) / 4
+    assert decode.fewest_bytes == sum(efficiency.fewest_bytes(prepared, 8, 4096))
+    assert decode.sent == {("all-reduce", False): collectives.Sent(2, 8000, 12000, 0)}
+    assert decode.compute_ms == pytest.approx(decode.flops / 918e12 * 1e3)
+    assert decode.links_ms == pytest.approx(12000 / 400e9 * 1e3) and decode.network_ms == 0
+    assert decode.floor_ms == decode.memory_ms == pytest.approx(decode.fewest_bytes / 1640e9 * 1e3)
+    prefill = floors.prefill_floor(prepared, text)
+    pairs = 2048 * 2049 // 2 * 32
+    assert prefill.flops == (2 * 2048 * layers + pairs * 4 * 32 * 128) / 4 and prefill.floor_ms == prefill.compute_ms
+
+
+def test_experts_count_as_tokens_are_routed(on_cpu, tmp_path):
+    config = json.loads((prepare.find_model(LLAMA) / "config.json").read_text())
+    mixture = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8}
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | mixture | {"num_experts_per_tok": 2, "num_hidden_layers": 1})
+    )
+    prepared = prepare.prepare(str(tmp_path), chips.parse_target("h200-1"))
+    attention = 4096 * (4096 + 2 * 1024) + 4096 * 4096
+    assert prepared.active_params == attention + 4096 * 8 + 2 * 3 * 4096 * 14336
+
+
+def test_what_hosts_read(on_cpu, monkeypatch):
+    """Of two hosts, of which each has two of the four devices that share the weights; norms lie on all."""
+    prepared = prepare.prepare(LLAMA, V6E_4)
+    norms = 2 * 65 * 4096
+    assert floors.host_weight_bytes(prepared) == [2 * 8_030_261_248]
+    monkeypatch.setattr(prepare.Prepared, "hosts", (0, 0, 1, 1))
+    assert floors.host_weight_bytes(prepared) == [8_030_261_248 - norms // 2 + norms] * 2
+
+
 def test_batches(on_cpu):
     prepared = prepare.prepare(LLAMA, chips.parse_target("v6e-4"), num_blocks=6000)
     assert efficiency.pick_batch(prepared, 32) == 64
@@ -224,8 +302,8 @@ def test_meshes(on_cpu):
         prepare.prepare(LLAMA, chips.parse_target("v6e-8"), "tensor=4")
     with pytest.raises(MeshError, match="3 devices, which do not divide"):
         prepare.prepare(LLAMA, chips.parse_target("v6e-3"))
-    with pytest.raises(MeshError, match="mesh axis 'data' has 2 devices that would all do the same work"):
-        prepare.prepare(LLAMA, chips.parse_target("v6e-4"), "data=2,tensor=2")
+    with pytest.raises(MeshError, match="mesh axis 'stage' has 2 devices that would all do the same work"):
+        prepare.prepare(LLAMA, chips.parse_target("v6e-4"), "stage=2,tensor=2")
     both = prepare.prepare(LLAMA, chips.parse_target("v6e-4"), "data=1,tensor=4")
     assert dict(both.mesh.shape) == {"data": 1, "tensor": 4}
 

@@ -62,6 +62,12 @@ def test_json(arguments, capsys):
         assert e["argument_bytes"] >= found["params_bytes"] + found["pool_bytes"]
     assert 128 * 64 // 2 * 4 <= sampler["argument_bytes"] < found["params_bytes"], "of the parameters the head alone"
     assert found["used_bytes"] < found["device_bytes"]
+    assert found["hosts"] == {"count": 1, "size": 2, "weight_bytes": [4 * (128 * 64 + 2 * layer + norms)]}
+    assert decode["memory_ms"] == pytest.approx(decode["floor_ms"])
+    for step in (decode, found["prefill"]):
+        sums = [each for each in step["collectives"] if each["kind"] == "all-reduce"]
+        assert sums and all(not each["crosses_hosts"] and each["link_bytes"] > 0 for each in sums)
+    assert found["prefill"]["what"] == "prefill of 16 tokens of one prompt"
 
 
 def test_text(arguments, capsys):
@@ -71,7 +77,14 @@ def test_text(arguments, capsys):
     total = int(out.split("Executables of the plan: ")[1].split(";")[0])
     assert f"compiled {total} in" in out and f"{total} of {total}" in err
     assert "Decode of 1 sequences at 64 tokens, 'step 1' and 'sample 1'" in out
-    for line in ("KV pool", "static efficiency", "How it was counted", "floor", "room for 1024"):
+    for line in (
+        "KV pool",
+        "static efficiency",
+        "How it was counted",
+        "floor",
+        "room for 1024",
+        "Hosts: 1, of 2 devices",
+    ):
         assert line in out
     assert [" MB  " in line for line in out.splitlines()[-4:]] == [False, True, True, True]
 
