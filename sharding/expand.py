@@ -72,8 +72,14 @@ class Expansion:
         """The dimensions that it changes."""
         return (self.dim,)
 
-    def part(self, x: Any, start: int, stop: int) -> Any:
-        """Entries `start` to `stop` of what a canonical array expands to (a NumPy array gives one)."""
+    def part(self, x: Any, start: int, stop: int, origin: Sequence[int]) -> Any:
+        """Entries `start` to `stop` of what a canonical array expands to (a NumPy array gives one), of which `x` has
+        what is there from the index `origin` on."""
+        raise NotImplementedError
+
+    def sources(self, index: tuple[slice, ...]) -> list[tuple[slice, ...]]:
+        """The boxes of the canonical array that make up what lies at `index` of the expanded one; both ends of each
+        slice are given."""
         raise NotImplementedError
 
     def contract(self, x: Any) -> Any:
@@ -81,21 +87,30 @@ class Expansion:
         raise NotImplementedError
 
     def expand(self, x: Any) -> Any:
-        return self.part(x, 0, self.size)
+        return self.part(x, 0, self.size, (0,) * len(self.canonical))
 
-    def shard(self, x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        """What lies at `index` of the expanded array, without the rest of it."""
-        kept = tuple(slice(None) if dim in self.changed else part for dim, part in enumerate(index))
-        start, stop, _ = index[self.dim].indices(self.size)
-        return self.part(x[kept], start, stop)
+    def shard(self, x: np.ndarray, index: tuple[slice, ...], origin: Sequence[int]) -> np.ndarray:
+        """What lies at `index` of the expanded array, without the rest of it. `x` has the canonical array from `origin`
+        on; both ends of each slice are given."""
+        moved = [slice(part.start - first, part.stop - first) for part, first in zip(index, origin, strict=True)]
+        kept = tuple(slice(None) if dim in self.changed else part for dim, part in enumerate(moved))
+        return self.part(x[kept], index[self.dim].start, index[self.dim].stop, origin)
 
 
 class Padded(Expansion):
     """Zeros after the last entry."""
 
-    def part(self, x: Any, start: int, stop: int) -> Any:
+    def part(self, x: Any, start: int, stop: int, origin: Sequence[int]) -> Any:
+        first, last = self._filled(start, stop)
+        return _pad(_take(x, self.dim, first - origin[self.dim], last - origin[self.dim]), self.dim, stop - start)
+
+    def sources(self, index: tuple[slice, ...]) -> list[tuple[slice, ...]]:
+        part = slice(*self._filled(index[self.dim].start, index[self.dim].stop))
+        return [(*index[: self.dim], part, *index[self.dim + 1 :])]
+
+    def _filled(self, start: int, stop: int) -> tuple[int, int]:
         size = self.canonical[self.dim]
-        return _pad(_take(x, self.dim, min(start, size), min(stop, size)), self.dim, stop - start)
+        return min(start, size), min(stop, size)
 
     def contract(self, x: Any) -> Any:
         return _take(x, self.dim, 0, self.canonical[self.dim])
@@ -128,20 +143,40 @@ class Repeated(Expansion):
     def changed(self) -> tuple[int, ...]:
         return (self.dim,) if self.group is None else (self.dim, self.group[0])
 
-    def part(self, x: Any, start: int, stop: int) -> Any:
-        return _concatenate([self._head(x, i) for i in range(start, stop)], self.dim)
+    def part(self, x: Any, start: int, stop: int, origin: Sequence[int]) -> Any:
+        return _concatenate([self._head(x, i, origin) for i in range(start, stop)], self.dim)
 
-    def _head(self, x: Any, i: int) -> Any:
+    def sources(self, index: tuple[slice, ...]) -> list[tuple[slice, ...]]:
+        found = []
+        for i in range(index[self.dim].start, index[self.dim].stop):
+            box, (head, copy) = list(index), divmod(i, self.copies)
+            box[self.dim] = slice(head, head + 1)
+            if self.group is None:
+                found.append(tuple(box))
+                continue
+            for part in self._shares(copy):
+                box[self.group[0]] = part
+                found.append(tuple(box))
+        return found
+
+    def _head(self, x: Any, i: int, origin: Sequence[int]) -> Any:
         head, copy = divmod(i, self.copies)
-        x = _take(x, self.dim, head, head + 1)
+        x = _take(x, self.dim, head - origin[self.dim], head - origin[self.dim] + 1)
         if self.group is None:
             return x
-        dim, sizes = self.group
-        parts = []
+        dim, parts = self.group[0], []
+        for part, share in zip(self._shares(copy), self.member_sizes, strict=True):
+            parts.append(_pad(_take(x, dim, part.start - origin[dim], part.stop - origin[dim]), dim, share))
+        return _concatenate(parts, dim)
+
+    def _shares(self, copy: int) -> list[slice]:
+        """What a copy of a head has of each member of its group."""
+        assert self.group is not None
+        found, sizes = [], self.group[1]
         for first, size, share in zip(_starts(sizes), sizes, self.member_sizes, strict=True):
             start = 0 if size == 1 else copy * share
-            parts.append(_pad(_take(x, dim, first + start, first + min(start + share, size)), dim, share))
-        return _concatenate(parts, dim)
+            found.append(slice(first + start, first + min(start + share, size)))
+        return found
 
     def contract(self, x: Any) -> Any:
         if self.group is None:

@@ -12,8 +12,9 @@ import numpy as np
 from einops import rearrange
 
 from jaxllm.checkpoint import native_read
-from jaxllm.checkpoint.gguf.blocks import dequantize
+from jaxllm.checkpoint.gguf.blocks import BLOCKS, dequantize
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, read
+from jaxllm.checkpoint.window import Box, HostWindow, concrete
 from jaxllm.models.weights import Weight
 
 _TILE = 2**18  # elements; source and target of a transposed copy stay in the L2 cache
@@ -26,8 +27,9 @@ class WeightPart(NamedTuple):
     axes: str  # einops pattern, from the tensor to the parameter
     sizes: dict[str, int]  # of the pattern's axes
     shape: tuple[int, ...]  # of the part of the checkpoint's tensor
-    place: tuple[slice, ...]
+    place: Box
     first_row: int  # where the tensor stacks several parts
+    whole: "WeightPart | None" = None  # that this is a window of
 
     @classmethod
     def at(cls, name: str, weight: Weight, shape: Sequence[int], first_row: int) -> "WeightPart":
@@ -37,9 +39,39 @@ class WeightPart(NamedTuple):
             place = (slice(weight.expert, weight.expert + 1), *place[1:])
         return cls(name, weight.axes, sizes, part, place, first_row)
 
+    def within(self, box: Box) -> "WeightPart":
+        """What of it lies in `box`, which is a box of its place."""
+        if box == self.place:
+            return self
+        left, right = self.axes.split("->")
+        sizes = {axis: part.stop - part.start for axis, part in zip(right.split(), box, strict=True)}
+        shape = tuple(math.prod(sizes.get(axis, 1) for axis in group) for group in _groups(left))
+        return self._replace(sizes=sizes, shape=shape, place=box, whole=self)
+
     def of(self, tensor: StoredTensor) -> StoredTensor:
-        """These rows of the checkpoint's `tensor`; they lie together in the file."""
-        return tensor._replace(shape=self.shape, offset=tensor.offset + self.first_row * tensor.row_bytes)
+        """What the checkpoint's `tensor` has of it: without a window some rows, which lie together in the file. A
+        window that cuts blocks of quantised values is one of whole rows."""
+        whole = self.whole or self
+        rows = tensor._replace(shape=whole.shape, offset=tensor.offset + whole.first_row * tensor.row_bytes)
+        if self.whole is None:
+            return rows
+        groups = self.file_box
+        sizes = [size for group in groups for size, _ in group]
+        box = [part for group in groups for _, part in group]
+        shape = self.shape
+        if not _cuts_no_block(tensor.dtype, groups[-1]):
+            box[-len(groups[-1]) :] = [slice(0, size) for size, _ in groups[-1]]
+            shape = (*shape[:-1], whole.shape[-1])
+        return rows.window(sizes, box, shape)
+
+    @property
+    def file_box(self) -> list[list[tuple[int, slice]]]:
+        """Of the axes that make up each axis of the tensor: the size there, and from where to where this part is."""
+        whole = self.whole or self
+        left, right = self.axes.split("->")
+        place = zip(right.split(), self.place, whole.place, strict=True)
+        parts = {axis: slice(part.start - all_.start, part.stop - all_.start) for axis, part, all_ in place}
+        return [[(whole.sizes.get(axis, 1), parts.get(axis, slice(0, 1))) for axis in group] for group in _groups(left)]
 
     def interleaved(self) -> "WeightPart":
         """The part where the two halves of each head, which rope turns as pairs, are interleaved in the tensor."""
@@ -72,18 +104,29 @@ def _geometry(
     dims = [len(range(size)[piece]) for size, piece in zip(shape, place, strict=True)]
     left, right = axes.split("->")
     sizes = dict(zip(right.split(), dims, strict=True))
-    groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", left)]
-    return (
-        sizes,
-        tuple(math.prod(sizes.get(axis, 1) for axis in group) for group in groups),
-        tuple(place),
-    )  # "1" is no axis
+    part_shape = tuple(math.prod(sizes.get(axis, 1) for axis in group) for group in _groups(left))  # "1" is no axis
+    return sizes, part_shape, concrete(place, shape)
+
+
+def _groups(left: str) -> list[list[str]]:
+    """The axes that make up each axis of a pattern's tensor."""
+    return [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", left)]
+
+
+def _cuts_no_block(dtype: str, columns: Sequence[tuple[int, slice]]) -> bool:
+    """Whether this part of a row is of whole blocks."""
+    num_values = BLOCKS[dtype].num_values
+    sizes = [size for size, _ in columns]
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+    cut = [i for i, (size, part) in enumerate(columns) if part.stop - part.start < size]
+    ends = [end * stride for (_, part), stride in zip(columns, strides, strict=True) for end in (part.start, part.stop)]
+    return not cut or all(end % num_values == 0 for end in ends[: 2 * cut[-1] + 2])
 
 
 class Filling(NamedTuple):
     """A parameter in host memory, one of its parts, and what is stored of it."""
 
-    host: np.ndarray
+    host: HostWindow
     part: WeightPart
     tensor: StoredTensor
 
@@ -94,7 +137,7 @@ class Filling(NamedTuple):
 
     @property
     def target(self) -> np.ndarray:
-        return self.host[self.part.place]
+        return self.host.at(self.part.place)
 
 
 class Filler:
@@ -108,7 +151,8 @@ class Filler:
         """ModelFormatError for files that can't be read, and for values that are not finite."""
         slow, jobs = [], []
         for one in fillings:
-            if native_read.supports(one.tensor, one.host):
+            is_window = one.tensor.shape == one.part.shape
+            if is_window and native_read.supports(one.tensor, one.host.values):
                 jobs.append(native_read.FillJob(one.tensor, one.stored_part.source_axes(one.target)))
             else:
                 slow.append(one)
@@ -128,7 +172,7 @@ class Filler:
         else:
             is_finite = _decode(data, filling.stored_part, tensor, filling.target, self._pool)
         if not is_finite:
-            raise tensor.not_finite(host.dtype)
+            raise tensor.not_finite(host.values.dtype)
 
 
 def _decode(data: np.ndarray, part: WeightPart, tensor: StoredTensor, target: np.ndarray, pool: Executor) -> bool:
@@ -136,6 +180,8 @@ def _decode(data: np.ndarray, part: WeightPart, tensor: StoredTensor, target: np
     view = part.source_axes(target)
     row_axes = re.findall(r"\w+", re.findall(r"\([^)]*\)|\w+", part.axes.split("->")[0])[0])
     lengths, most_rows = [part.sizes[axis] for axis in row_axes], max(1, _TILE // math.prod(tensor.shape[1:]))
+    is_cut = tensor.shape[1:] != part.shape[1:]  # whole rows are read for a window of their columns
+    columns = part.file_box[-1] if is_cut else []
 
     def decode(group: tuple[slice, ...]) -> bool:
         block = view[group]
@@ -143,6 +189,8 @@ def _decode(data: np.ndarray, part: WeightPart, tensor: StoredTensor, target: np
         num_rows = math.prod(block.shape[: len(lengths)])
         values = dequantize(tensor.dtype, data[first_row * tensor.row_bytes :][: num_rows * tensor.row_bytes])
         values = values + np.float32(tensor.shift) if tensor.shift else values
+        if is_cut:
+            values = values.reshape(num_rows, *(size for size, _ in columns))[:, *(kept for _, kept in columns)]
         return _store(values.reshape(block.shape), block)
 
     return all(pool.map(decode, _row_groups(lengths, most_rows)))

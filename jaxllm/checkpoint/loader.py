@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from os import cpu_count
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import canonical, check_mesh, expansion_of, named, some_of
 from jaxllm.checkpoint.quantized import gguf
+from jaxllm.checkpoint.quantized.fill import stored_bytes
 from jaxllm.checkpoint.quantized.kv_scales import Scales, read_kv_scales
 from jaxllm.checkpoint.quantized.make import quantized_leaves
 from jaxllm.checkpoint.quantized.module import QuantizedModule
@@ -30,6 +32,7 @@ from jaxllm.checkpoint.quantized.plan import QuantizedPlan
 from jaxllm.checkpoint.quantized.scheme import Scheme, spare_biases
 from jaxllm.checkpoint.tensors import DTYPES, FLOATS, StoredTensor
 from jaxllm.checkpoint.weights_table import weights_table
+from jaxllm.checkpoint.window import HostArray, HostWindow, Needed, concrete, needed, shard_at
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.linear import Embedding, Linear
@@ -88,8 +91,10 @@ def load_params(
     returns, and their memory is free before more is read.
 
     The host holds two groups at most, each of 32 MB of the files or of one larger parameter, besides those that live
-    there; quantised values become those of the model's dtype, some rows at a time. A mesh (`MeshError`) and tensors
-    (`ModelFormatError`) that don't fit the model are found before data is read, non-finite values then.
+    there; quantised values become those of the model's dtype, some rows at a time. Of several processes each reads
+    and holds what its own devices need; none waits for another, but where `take` computes. A mesh (`MeshError`) and
+    tensors (`ModelFormatError`) that don't fit the model are found before data is read, by all processes; non-finite
+    values then, by those that read them: that process should end, and whoever watches over the others end them.
     """
     params = jax.tree.map(lambda leaf: leaf, params)
     check_mesh(params, mesh)
@@ -100,7 +105,7 @@ def load_params(
     _check(checkpoint, spec, plan, quantized)
 
     start = time.perf_counter()
-    units = _units(params, plan, quantized)
+    units = _units(params, plan, quantized, mesh)
     total = sum(unit.num_bytes for unit in units)
     bar = tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=None, leave=False)
     with bar, ThreadPoolExecutor(min(16, cpu_count() or 1)) as pool:
@@ -108,7 +113,12 @@ def load_params(
         for group in _groups(units):
             own = huge_pages.Arena()  # a chunk lives as long as any of its arrays
             variables = {name: var for unit in group for name, var in unit.variables.items()}
-            hosts = {name: _empty(canonical(var), own if name in brief else arena) for name, var in variables.items()}
+            passing = {name for name, var in variables.items() if name in brief or expansion_of(var) is not None}
+            hosts = {
+                name: _empty(wanted, variables[name].get_value().dtype, own if name in passing else arena)
+                for unit in group
+                for name, wanted in unit.needed.items()
+            }
             _read(group, hosts, filler, pool)
             bar.update(sum(unit.num_bytes for unit in group))
             jax.block_until_ready(previous)  # one transfer runs while the next group is read, and no more
@@ -124,6 +134,12 @@ def load_params(
     gigabytes = total / 1e9
     log.info("loaded %.2f GB in %.1f s (%.2f GB/s)", gigabytes, seconds, gigabytes / seconds)
     return params
+
+
+def staging_bytes(params: Params) -> int:
+    """Of the host, at most, that `load_params` and `load_quantized` take besides what they return: two groups."""
+    shapes = [canonical(var) for var in named(params).values()]
+    return 2 * (_GROUP_BYTES + max((math.prod(x.shape) * x.dtype.itemsize for x in shapes), default=0))
 
 
 def _stored(checkpoint: Checkpoint, spec: ModelSpec) -> Mapping[str, StoredTensor]:
@@ -152,31 +168,38 @@ class _Unit(NamedTuple):
     """Parameters that are filled together: one, or those of a quantised product."""
 
     variables: dict[str, nnx.Variable]
-    num_bytes: int  # in the files
+    needed: dict[str, list[Needed]]  # of each, by this process
+    num_bytes: int  # of that, in the files
     plain: list[tuple[str, WeightPart, StoredTensor]] = []  # what fills which of them
-    quantized: list[Callable[[Mapping[str, np.ndarray]], None]] = []  # they fill all, given by their names
+    quantized: list[Callable[[Mapping[str, HostArray]], None]] = []  # they fill all, given by their names
 
 
-def _units(params: Params, plan: FillPlan, quantized: QuantizedPlan) -> list[_Unit]:
+def _units(params: Params, plan: FillPlan, quantized: QuantizedPlan, mesh: Mesh) -> list[_Unit]:
+    """In an order that is the same in all processes."""
     units, products = [], {}
     for name, var in named(params).items():
         path = quantized.of_product(name)
         if path is not None:
             products.setdefault(path, {})[name] = var
             continue
-        plain = [(name, part, part.of(quantized.stored[part.name])) for part in plan[name]]
-        units.append(_Unit({name: var}, sum(tensor.num_bytes for _, _, tensor in plain), plain))
+        wanted, plain = needed(var, mesh), []
+        for part, one in product(plan[name], wanted):
+            for window in map(part.within, one.of(part.place)):
+                plain.append((name, window, window.of(quantized.stored[part.name])))
+        num_bytes = sum(tensor.num_bytes for _, _, tensor in plain)
+        units.append(_Unit({name: var}, {name: wanted}, num_bytes, plain))
     for path, variables in products.items():
-        sources = quantized.sources[path]
-        tensors = {tensor for source in sources for tensor in source.module.tensors}
+        boxes = {name: needed(var, mesh) for name, var in variables.items()}
+        sources = quantized.sources_of(path, boxes)
         fills = [partial(quantized.fill, path, source) for source in sources]
-        units.append(_Unit(variables, sum(tensor.num_bytes for tensor in tensors), quantized=fills))
+        units.append(_Unit(variables, boxes, stored_bytes(sources), quantized=fills))
     return units
 
 
-def _read(group: Sequence[_Unit], hosts: Mapping[str, np.ndarray], filler: Filler, pool: Executor) -> None:
+def _read(group: Sequence[_Unit], hosts: Mapping[str, HostArray], filler: Filler, pool: Executor) -> None:
     """Fills the parameters of a group, given by their names."""
-    filler.fill([Filling(hosts[name], part, tensor) for unit in group for name, part, tensor in unit.plain])
+    plain = [filling for unit in group for filling in unit.plain]
+    filler.fill([Filling(hosts[name].window(part.place), part, tensor) for name, part, tensor in plain])
     for read in [pool.submit(fill, hosts) for unit in group for fill in unit.quantized]:
         read.result()
 
@@ -276,17 +299,20 @@ def _check(checkpoint: Checkpoint, spec: ModelSpec, plan: FillPlan, quantized: Q
             )
 
 
-def _empty(want: jax.ShapeDtypeStruct, arena: huge_pages.Arena) -> np.ndarray:
-    """Uninitialised memory for such an array."""
-    memory = arena.empty(math.prod(want.shape) * want.dtype.itemsize)
-    return memory.view(want.dtype).reshape(want.shape)
+def _empty(wanted: Sequence[Needed], dtype: np.dtype, arena: huge_pages.Arena) -> HostArray:
+    """Uninitialised memory for what is needed of an array."""
+    windows = []
+    for one in wanted:
+        shape = [part.stop - part.start for part in one.window]
+        memory = arena.empty(math.prod(shape) * dtype.itemsize)
+        windows.append(HostWindow(memory.view(dtype).reshape(shape), tuple(part.start for part in one.window)))
+    return HostArray(windows)
 
 
-def _shard(host: np.ndarray, var: nnx.Variable, mesh: Mesh) -> jax.Array:
-    how = expansion_of(var)
+def _shard(host: HostArray, var: nnx.Variable, mesh: Mesh) -> jax.Array:
+    how, shape = expansion_of(var), var.get_value().shape
 
     def part(index: Any) -> np.ndarray:
-        return host[index] if how is None else how.shard(host, index)
+        return shard_at(host, how, concrete(index, shape))
 
-    shape = host.shape if how is None else how.shape
     return jax.make_array_from_callback(shape, rules.sharding(var.axes, mesh), part)

@@ -33,8 +33,8 @@ def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
     `params` is an `nnx.State`, or nested dicts and lists with the same paths; where the model has a floating dtype any
     other is kept. An array that lies as wanted already is shared, not copied, so donating it elsewhere ends both. Those
     that the mesh can't split as they are it expands, one after the other; dense weights of products that are quantised
-    it quantises. Raises `ValueError` naming the leaves that
-    don't fit, and `MeshError`.
+    it quantises. Of several processes each calls this with the same parameters. Raises `ValueError` naming the leaves
+    that don't fit, and `MeshError`.
     """
     check_mesh(abstract, mesh)
     want, got = named(abstract), named(params)
@@ -49,7 +49,7 @@ def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
         _check_leaf(name, got[name], canonical(var))
     whole = [name for name, var in want.items() if expansion_of(var) is None]
     shardings = [rules.sharding(want[name].axes, mesh) for name in whole]
-    arrays = dict(zip(whole, jax.device_put([_value(got[name]) for name in whole], shardings), strict=True))
+    arrays = dict(zip(whole, rules.place([_value(got[name]) for name in whole], shardings), strict=True))
     placed = jax.tree.map(lambda leaf: leaf, abstract)
     for name, var in named(placed).items():
         how = expansion_of(var)
@@ -146,8 +146,8 @@ def sharding_before(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
 
 def _expand(array: Array | np.ndarray, variable: nnx.Variable, how: Expansion, mesh: Mesh) -> Array:
     """One at a time, so that no more than a device's part of one array lies beside the results."""
-    array = jax.device_put(array, sharding_before(variable, mesh))
-    return jax.block_until_ready(_expansion(how, rules.sharding(variable.axes, mesh))(array))
+    (before,) = rules.place([array], [sharding_before(variable, mesh)])
+    return jax.block_until_ready(_expansion(how, rules.sharding(variable.axes, mesh))(before))
 
 
 @cache

@@ -5,6 +5,7 @@ Those of safetensors are found here, those of GGUF files in `jaxllm.checkpoint.g
 
 import json
 import math
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,9 @@ class StoredTensor(NamedTuple):
     is_interleaved: bool = False  # whether the rows of a head that rope turns as a pair lie beside each other
     shift: float = 0.0  # to be added to each value
     data: Any = None  # what reads it where it lies in memory, by `read(start, num_bytes)`; None: it lies in the file
+    # Of a part that lies in pieces: so many, so many bytes from each to the next, the outermost first.
+    steps: tuple[tuple[int, int], ...] = ()
+    is_part: bool = False  # whether it is less than what the file calls so
 
     @property
     def is_plain(self) -> bool:
@@ -61,6 +65,36 @@ class StoredTensor(NamedTuple):
     def row_bytes(self) -> int:
         """Size of what is at one index of the first axis."""
         return _num_bytes(self.dtype, math.prod(self.shape[1:]))
+
+    @property
+    def piece_bytes(self) -> int:
+        """Size of what lies together in the file."""
+        return self.num_bytes // math.prod(count for count, _ in self.steps)
+
+    def window(self, sizes: Sequence[int], box: Sequence[slice], shape: tuple[int, ...]) -> "StoredTensor":
+        """The part `box` of a tensor in one piece, which gets this `shape`; the axes in both are the tensor's, or those
+        that its axes are made of, with these `sizes`. A part of blocks must be of whole ones."""
+        lengths = [part.stop - part.start for part in box]
+        cut = [i for i, (length, size) in enumerate(zip(lengths, sizes, strict=True)) if length < size]
+        if not cut:
+            return self._replace(shape=shape)
+        assert not self.steps, "a part of a part"
+        strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        start = sum(part.start * stride for part, stride in zip(box, strides, strict=True))
+        steps: list[tuple[int, int]] = []
+        for length, stride in zip(lengths[: cut[-1]], strides, strict=False):
+            if steps and steps[-1][1] == length * stride:
+                steps[-1] = (steps[-1][0] * length, stride)
+            elif length != 1:
+                steps.append((length, stride))
+        offset = self.offset + _num_bytes(self.dtype, start)
+        in_bytes = tuple((count, _num_bytes(self.dtype, stride)) for count, stride in steps)
+        return self._replace(shape=shape, offset=offset, steps=in_bytes, is_part=True)
+
+    def cut(self, *box: slice) -> "StoredTensor":
+        """The part of it at these indices, from and to which are given, of each axis."""
+        shape = tuple(part.stop - part.start for part in box)
+        return self.window(self.shape, box, shape)
 
     def not_finite(self, dtype: np.dtype) -> ModelFormatError:
         """The error of values that are not, as those of this dtype."""
@@ -141,7 +175,7 @@ def read(tensor: StoredTensor, memory: np.ndarray, pool: Executor) -> np.ndarray
     """
     data = memory[: tensor.num_bytes]
     if tensor.data is not None:
-        data[:] = tensor.data.read(tensor.offset, tensor.num_bytes)
+        data[:] = _in_memory(tensor)
         return data
     starts = range(0, len(data), _READ_BYTES)
     parts = [data[start : start + _READ_BYTES] for start in starts]
@@ -157,7 +191,7 @@ def read(tensor: StoredTensor, memory: np.ndarray, pool: Executor) -> np.ndarray
 def read_bytes(tensor: StoredTensor) -> np.ndarray:
     """The tensor's bytes, uint8 `[num_bytes]`, read by this thread."""
     if tensor.data is not None:
-        return tensor.data.read(tensor.offset, tensor.num_bytes)
+        return _in_memory(tensor)
     data = np.empty(tensor.num_bytes, np.uint8)
     try:
         complete = _read_into(tensor, 0, data)
@@ -174,6 +208,38 @@ def read_array(tensor: StoredTensor) -> np.ndarray:
 
 
 def _read_into(tensor: StoredTensor, start: int, part: np.ndarray) -> bool:
-    with tensor.file.open("rb") as file:
-        file.seek(tensor.offset + start)
-        return file.readinto(part.data) == len(part)
+    """Of the tensor's bytes those from `start` on. False if the file ends before."""
+    with tensor.file.open("rb", buffering=0) as file:
+        for offset, piece in _pieces(tensor, start, part):
+            file.seek(offset)
+            left = piece.data
+            while left and (num_bytes := file.readinto(left)):
+                left = left[num_bytes:]
+            if left:
+                return False
+    return True
+
+
+def _in_memory(tensor: StoredTensor) -> np.ndarray:
+    span = tensor.piece_bytes + sum((count - 1) * step for count, step in tensor.steps)
+    data = tensor.data.read(tensor.offset, span)
+    if not tensor.steps:
+        return data
+    found = np.empty(tensor.num_bytes, np.uint8)
+    for offset, piece in _pieces(tensor, 0, found):
+        piece[:] = data[offset - tensor.offset :][: len(piece)]
+    return found
+
+
+def _pieces(tensor: StoredTensor, start: int, part: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Where in the file the tensor's bytes from `start` on lie, and which bytes of `part` they are."""
+    size, at = tensor.piece_bytes, 0
+    while at < len(part):
+        piece, offset = divmod(start + at, size)
+        end = min(len(part), at + size - offset)
+        offset += tensor.offset
+        for count, step in reversed(tensor.steps):
+            piece, i = divmod(piece, count)
+            offset += i * step
+        yield offset, part[at:end]
+        at = end

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.quantized.module import QuantizedModule, Region, StoredWeight, per
 from jaxllm.checkpoint.quantized.options import Options, is_left_in
 from jaxllm.checkpoint.quantized.packing import centered, centered_offsets
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme, group_of_form
@@ -11,6 +11,7 @@ from jaxllm.checkpoint.tensors import StoredTensor, read_array
 from jaxllm.models.quantized import WeightForm
 
 _BITS = 4
+_PER_WORD = 8  # outputs
 _NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word; that of each of its eight outputs
 
 
@@ -36,7 +37,7 @@ class Awq(Scheme):
     def headers(self, name: str, shape: tuple[int, int], dtype: str) -> Headers:
         num_outputs, num_inputs = shape
         groups = 1 if self._group_size == -1 else num_inputs // self._group_size
-        words = num_outputs // 8
+        words = num_outputs // _PER_WORD
         return {
             "qweight": ("I32", (num_inputs, words)),
             "qzeros": ("I32", (groups, words)),
@@ -45,10 +46,10 @@ class Awq(Scheme):
 
     def module(self, parts: Parts) -> QuantizedModule:
         qweight = parts.take("qweight", ("I32",), (None, None))
-        num_inputs, num_outputs = qweight.shape[0], 8 * qweight.shape[1]
+        num_inputs, num_outputs = qweight.shape[0], _PER_WORD * qweight.shape[1]
         group = parts.group(num_inputs, self._group_size)
         scales = parts.take("scales", ("F16", "BF16", "F32"), (num_inputs // group, num_outputs))
-        qzeros = parts.take("qzeros", ("I32",), (num_inputs // group, num_outputs // 8))
+        qzeros = parts.take("qzeros", ("I32",), (num_inputs // group, num_outputs // _PER_WORD))
         has_offsets = not self._is_symmetric
         form = WeightForm(
             codes="int4",
@@ -56,7 +57,14 @@ class Awq(Scheme):
             scales=SCALE_NAMES[scales.dtype],
             has_offsets=has_offsets,
         )
-        return parts.module(form, (num_outputs, num_inputs), lambda: _read(form, qweight, qzeros, scales))
+
+        def read(region: Region) -> StoredWeight:
+            words, groups = per(region.outputs, _PER_WORD), per(region.inputs, group)
+            return _read(
+                form, qweight.cut(region.inputs, words), qzeros.cut(groups, words), scales.cut(groups, region.outputs)
+            )
+
+        return parts.module(form, (num_outputs, num_inputs), read, (_PER_WORD, group if form.group else 1))
 
 
 def _read(form: WeightForm, qweight: StoredTensor, qzeros: StoredTensor, scales: StoredTensor) -> StoredWeight:

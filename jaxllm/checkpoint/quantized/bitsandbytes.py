@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.quantized.module import QuantizedModule, Region, StoredWeight
 from jaxllm.checkpoint.quantized.options import Options, is_left_in
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme
 from jaxllm.checkpoint.quantized.values import check_scales, read_finite, read_scales, wrong
@@ -56,13 +56,13 @@ def _int8(parts: Parts) -> QuantizedModule:
     layout = parts.take_scalar("weight_format", ("U8",)) if "weight_format" in parts else None
     form = WeightForm(codes="int8", group=None, scales="float32")
 
-    def read() -> StoredWeight:
+    def read(region: Region) -> StoredWeight:
         if layout is not None and read_array(layout).any():
             raise wrong(layout, "is not 0: the weight is not in rows", "save the model with a newer bitsandbytes")
-        scales = read_scales(largest, largest_code=1, can_be_negative=False) / np.float32(_LARGEST_CODE)
-        return StoredWeight(read_array(weight), scales)
+        scales = read_scales(largest.cut(region.outputs), largest_code=1, can_be_negative=False)
+        return StoredWeight(read_array(weight.cut(*region)), scales / np.float32(_LARGEST_CODE))
 
-    return parts.module(form, (weight.shape[0], weight.shape[1]), read)
+    return parts.module(form, (weight.shape[0], weight.shape[1]), read, (1, 1))
 
 
 class _BookState(NamedTuple):
@@ -87,14 +87,23 @@ def _book(parts: Parts, kind: str) -> QuantizedModule:
     weight = parts.take("weight", ("U8", "BF16", "F16", "F32"), (None, 1))
     if 2 * weight.num_bytes != math.prod(state.shape) + math.prod(state.shape) % 2:
         raise wrong(weight, f"has {weight.num_bytes} bytes, but {given.name} has shape {list(state.shape)}")
-    tensors = [parts.take("weight.quant_map", ("F32",), (16,))]
-    if state.nested_block is None:
-        tensors.append(parts.take("weight.absmax", ("F32",), (state.num_scales,)))
-    else:
-        tensors.append(parts.take("weight.absmax", ("U8",), (state.num_scales,)))
-        tensors.append(parts.take("weight.nested_absmax", ("F32",), (-(-state.num_scales // state.nested_block),)))
-        tensors.append(parts.take("weight.nested_quant_map", ("F32",), (256,)))
-    return parts.module(None, state.shape, lambda: _read_book(state, weight, *tensors))
+    book = parts.take("weight.quant_map", ("F32",), (16,))
+    absmax = parts.take("weight.absmax", ("F32",) if state.nested_block is None else ("U8",), (state.num_scales,))
+    nested = []
+    if state.nested_block is not None:
+        nested.append(parts.take("weight.nested_absmax", ("F32",), (-(-state.num_scales // state.nested_block),)))
+        nested.append(parts.take("weight.nested_quant_map", ("F32",), (256,)))
+
+    def read(region: Region) -> StoredWeight:
+        """Of whole rows."""
+        first, last = (end * state.shape[1] for end in (region.outputs.start, region.outputs.stop))
+        octets = weight._replace(dtype="U8", shape=(weight.num_bytes,)).cut(slice(first // 2, -(-last // 2)))
+        blocks = slice(first // state.block, -(-last // state.block))
+        return _read_book(state, region.shape, blocks.start, octets, book, absmax.cut(blocks), *nested)
+
+    columns = state.shape[1]
+    rows = math.lcm(state.block, columns, 2) // columns  # whose blocks and bytes are theirs alone
+    return parts.module(None, state.shape, read, (rows, columns))
 
 
 def _read_state(tensor: StoredTensor) -> _BookState:
@@ -117,6 +126,8 @@ def _is_size(value: Any, most: int) -> bool:
 
 def _read_book(
     state: _BookState,
+    shape: tuple[int, int],
+    first_block: int,
     weight: StoredTensor,
     book: StoredTensor,
     absmax: StoredTensor,
@@ -125,11 +136,11 @@ def _read_book(
 ) -> StoredWeight:
     scales = read_array(absmax)
     if nested is not None and nested_book is not None:
-        factors = np.repeat(read_finite(nested), state.nested_block or 1)[: len(scales)]
+        factors = np.repeat(read_finite(nested), state.nested_block or 1)[first_block:][: len(scales)]
         scales = read_finite(nested_book)[scales] * factors + np.float32(state.nested_offset)
     check_scales(absmax, scales, largest_code=1, can_be_negative=True)
     values = read_finite(book)
-    octets, count = read_bytes(weight), math.prod(state.shape)
+    octets, count = read_bytes(weight), math.prod(shape)
     pairs = np.stack(np.meshgrid(values, values, indexing="ij"), axis=-1).reshape(256, 2)  # the high nibble comes first
     dense = pairs[octets].reshape(-1)[:count]
     whole = count - count % state.block
@@ -137,4 +148,4 @@ def _read_book(
     dense[whole:] *= scales[-1]
     if not np.isfinite(dense).all():
         raise wrong(weight, "holds values that are not finite")
-    return StoredWeight(dense.reshape(state.shape), np.ones(state.shape[0], np.float32))
+    return StoredWeight(dense.reshape(shape), np.ones(shape[0], np.float32))

@@ -1,10 +1,11 @@
 """The integers of compressed-tensors: packed ones of any width up to 8 bits, and int8."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.quantized.module import QuantizedModule, Region, StoredWeight, per
 from jaxllm.checkpoint.quantized.packing import centered, centered_dtype, centered_offsets, packed_size, unpack
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, group_of_form
 from jaxllm.checkpoint.quantized.values import SCALE_NAMES, check_ordinary, read_order, read_scales, wrong
@@ -67,7 +68,10 @@ def packed_module(parts: Parts, bits: int, group_size: int | None, is_symmetric:
     )
     shape = parts.take("weight_shape", ("I64", "I32"), (2,))
     reader = _Packed(form, bits, group, (num_outputs, num_inputs), packed, shape, scales, zeros, order)
-    return parts.module(form, (num_outputs, num_inputs), reader.read)
+    per_word = 32 // math.gcd(32, bits)  # values whose words are theirs alone
+    rows = per_word if zeros is not None and zeros.dtype == "I32" else 1
+    columns = num_inputs if form.is_reordered else math.lcm(per_word, group if form.group else 1)
+    return parts.module(form, (num_outputs, num_inputs), reader.read, (rows, columns))
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,16 @@ class _Packed:
     zeros: StoredTensor | None
     g_idx: StoredTensor | None
 
-    def read(self) -> StoredWeight:
-        num_outputs, num_inputs = self.shape
-        if (said := read_array(self.said_shape).tolist()) != [num_outputs, num_inputs]:
-            raise wrong(self.said_shape, f"is {said}, but {self.packed.name} holds {[num_outputs, num_inputs]}")
-        scales = read_scales(self.scales, largest_code=2**self.bits, can_be_negative=True)
-        scales = scales.reshape(-1, num_inputs // self.group)
-        codes = centered(unpack(read_array(self.packed), self.bits, num_inputs), self.bits)
+    def read(self, region: Region) -> StoredWeight:
+        if (said := read_array(self.said_shape).tolist()) != list(self.shape):
+            raise wrong(self.said_shape, f"is {said}, but {self.packed.name} holds {list(self.shape)}")
+        num_outputs, num_inputs = region.shape
+        groups = per(region.inputs, self.group)
+        own_scales = _own_scales(self.scales, region.outputs, groups)
+        scales = read_scales(own_scales, largest_code=2**self.bits, can_be_negative=True)
+        scales = scales.reshape(-1, groups.stop - groups.start)
+        words = self.packed.cut(region.outputs, per(region.inputs, 32, self.bits))
+        codes = centered(unpack(read_array(words), self.bits, num_inputs), self.bits)
         order = None
         if self.form.is_reordered and self.g_idx is not None:
             order = read_order(self.g_idx, self.group, num_inputs // self.group)
@@ -100,15 +107,17 @@ class _Packed:
         if self.form.group is None:
             return StoredWeight(codes, np.broadcast_to(scales[:, 0], num_outputs).copy(), order=order)
         scales = np.broadcast_to(scales, (num_outputs, scales.shape[1])).copy()
-        offsets = None if self.zeros is None else centered_offsets(self._zeros(self.zeros), scales, self.bits)
+        zeros = None if self.zeros is None else self._zeros(self.zeros, region.outputs, groups)
+        offsets = None if zeros is None else centered_offsets(zeros, scales, self.bits)
         return StoredWeight(codes, scales, offsets, order=order)
 
-    def _zeros(self, tensor: StoredTensor) -> np.ndarray:
+    def _zeros(self, tensor: StoredTensor, outputs: slice, groups: slice) -> np.ndarray:
         """Those of uncentred values, `[out, groups]`."""
         half = 2 ** (self.bits - 1)
         if tensor.dtype == "I32":
-            return np.ascontiguousarray(unpack(read_array(tensor).T, self.bits, self.shape[0]).T)
-        zeros = read_array(tensor).astype(np.int32)
+            words = read_array(tensor.cut(per(outputs, 32, self.bits), groups))
+            return np.ascontiguousarray(unpack(words.T, self.bits, outputs.stop - outputs.start).T)
+        zeros = read_array(tensor.cut(outputs, groups)).astype(np.int32)
         if zeros.min() < -half or zeros.max() >= half:
             raise wrong(tensor, f"holds zero points from {zeros.min()} to {zeros.max()} of {self.bits} bits")
         return zeros + half
@@ -134,18 +143,28 @@ def integer_module(
         activations=activations,
     )
 
-    def read() -> StoredWeight:
-        factors = read_scales(scales, largest_code=256, can_be_negative=True).reshape(-1, num_inputs // group)
-        factors = np.broadcast_to(factors, (num_outputs, factors.shape[1])).copy()
+    def read(region: Region) -> StoredWeight:
+        groups = per(region.inputs, group)
+        own, num_groups = _own_scales(scales, region.outputs, groups), groups.stop - groups.start
+        factors = read_scales(own, largest_code=256, can_be_negative=True).reshape(-1, num_groups)
+        factors = np.broadcast_to(factors, (region.shape[0], num_groups)).copy()
         offsets = None
         if zeros is not None:
-            negative = -read_array(zeros).astype(np.float32).reshape(-1, num_inputs // group)
+            own = _own_scales(zeros, region.outputs, groups)
+            negative = -read_array(own).astype(np.float32).reshape(-1, num_groups)
             if np.abs(negative).max() > 128:
                 raise wrong(zeros, f"holds zero points up to {np.abs(negative).max():.0f}, which no int8 is")
             offsets = negative * factors.astype(np.float32)
-        return StoredWeight(read_array(weight), factors if form.group else factors[:, 0], offsets)
+        return StoredWeight(read_array(weight.cut(*region)), factors if form.group else factors[:, 0], offsets)
 
-    return parts.module(form, (num_outputs, num_inputs), read)
+    return parts.module(form, (num_outputs, num_inputs), read, (1, group if form.group else 1))
+
+
+def _own_scales(scales: StoredTensor, outputs: slice, groups: slice) -> StoredTensor:
+    """Those of these outputs' groups, or the one of all."""
+    if math.prod(scales.shape) == 1:
+        return scales
+    return scales.cut(*(outputs, groups)[: len(scales.shape)])
 
 
 def _scales(parts: Parts, num_outputs: int, groups: int) -> StoredTensor:

@@ -1,10 +1,12 @@
 """FP4: e2m1 codes in groups of 16 with e4m3 scales and one of the tensor (NVFP4), or of 32 with powers of two (MXFP4),
 as dense layers have them. All keep activations in 16 bits; scales for rounding those to 4 bits are not used."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 
-from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.quantized.module import QuantizedModule, Region, StoredWeight, per
 from jaxllm.checkpoint.quantized.packing import unpack
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts
 from jaxllm.checkpoint.quantized.values import read_scale, read_scales, wrong
@@ -26,16 +28,16 @@ def nvfp4_module(
         parts.take_scalar(input_scale, tuple(FLOATS))
     form = WeightForm(codes="float4_e2m1fn", group=group, scales="float8_e4m3fn", has_outer=True)
 
-    def read() -> StoredWeight:
+    def read(region: Region) -> StoredWeight:
         outer = np.float32(read_scale(overall))
         with np.errstate(over="ignore"):
             outer = np.float32(1) / outer if divides else outer
         if not 0 < float(outer) * _LARGEST_CODE * 448 <= float(np.finfo(np.float32).max):
             raise wrong(overall, "is out of range; the weights would not be finite, or be nothing")
-        factors = read_scales(scales, largest_code=_LARGEST_CODE, can_be_negative=False)
-        return StoredWeight(_codes(packed, shape[1]), factors, outer=np.full(shape[0], outer, np.float32))
+        codes, factors = _read(packed, scales, region, group)
+        return StoredWeight(codes, factors, outer=np.full(region.shape[0], outer, np.float32))
 
-    return parts.module(form, shape, read)
+    return parts.module(form, shape, read, (1, math.lcm(group, 2)))
 
 
 def mxfp4_module(parts: Parts, weight: str, scale: str) -> QuantizedModule:
@@ -45,12 +47,10 @@ def mxfp4_module(parts: Parts, weight: str, scale: str) -> QuantizedModule:
     scales = parts.take(scale, ("U8", "F8_E8M0"), (shape[0], shape[1] // group))
     form = WeightForm(codes="float4_e2m1fn", group=group, scales="float8_e8m0fnu")
 
-    def read() -> StoredWeight:
-        powers = scales._replace(dtype="F8_E8M0")
-        factors = read_scales(powers, largest_code=_LARGEST_CODE, can_be_negative=False)
-        return StoredWeight(_codes(packed, shape[1]), factors)
+    def read(region: Region) -> StoredWeight:
+        return StoredWeight(*_read(packed, scales._replace(dtype="F8_E8M0"), region, group))
 
-    return parts.module(form, shape, read)
+    return parts.module(form, shape, read, (1, math.lcm(group, 2)))
 
 
 def nvfp4_headers(weight: str, global_scale: str, shape: tuple[int, int], group: int) -> Headers:
@@ -70,5 +70,9 @@ def _packed(parts: Parts, kind: str) -> tuple[StoredTensor, tuple[int, int]]:
     return packed, (packed.shape[0], 2 * packed.shape[1])
 
 
-def _codes(packed: StoredTensor, num_inputs: int) -> np.ndarray:
-    return unpack(read_array(packed), 4, num_inputs).view(ml_dtypes.float4_e2m1fn)
+def _read(packed: StoredTensor, scales: StoredTensor, region: Region, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales."""
+    own = scales.cut(region.outputs, per(region.inputs, group))
+    factors = read_scales(own, largest_code=_LARGEST_CODE, can_be_negative=False)
+    octets = read_array(packed.cut(region.outputs, per(region.inputs, 2)))
+    return unpack(octets, 4, region.shape[1]).view(ml_dtypes.float4_e2m1fn), factors

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.quantized.module import QuantizedModule, Region, StoredWeight, per
 from jaxllm.checkpoint.quantized.options import Options, is_left_in
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Scheme, group_of_form
 from jaxllm.checkpoint.quantized.values import SCALE_NAMES, read_e4m3, read_scales, wrong
@@ -111,7 +111,8 @@ def fp8_module(
         activations=activations,
     )
     reader = _Fp8Reader(form, weight, scales, rows, columns)
-    return parts.module(form, (num_outputs, num_inputs), reader.read)
+    unit = (1 if block is None else rows, columns * group if form.group else 1)
+    return parts.module(form, (num_outputs, num_inputs), reader.read, unit)
 
 
 _OTHER_FORMAT = "take another quantised form of the model"
@@ -127,13 +128,21 @@ class _Fp8Reader:
     rows: int  # outputs that share a scale
     columns: int  # groups of inputs that do
 
-    def read(self) -> StoredWeight:
-        num_outputs, num_inputs = self.weight.shape
-        scales = read_scales(self.scales, largest_code=_LARGEST_CODE, can_be_negative=False)
+    def read(self, region: Region) -> StoredWeight:
+        num_outputs, num_inputs = region.shape
+        scales = read_scales(self._scales(region), largest_code=_LARGEST_CODE, can_be_negative=False)
         if self.form.group is None:
             scales = np.repeat(scales.reshape(-1), self.rows)[:num_outputs]
             scales = scales.astype(np.float32) if self.scales.dtype == "F8_E8M0" else scales
         else:
             scales = np.repeat(np.repeat(scales, self.columns, axis=1), self.rows, axis=0)
             scales = np.ascontiguousarray(scales[:num_outputs, : num_inputs // self.form.group])
-        return StoredWeight(read_e4m3(self.weight), scales)
+        return StoredWeight(read_e4m3(self.weight.cut(*region)), scales)
+
+    def _scales(self, region: Region) -> StoredTensor:
+        if math.prod(self.scales.shape) == 1:
+            return self.scales
+        rows = per(region.outputs, self.rows)
+        if self.form.group is None:
+            return self.scales.cut(rows, *(slice(0, 1) for _ in self.scales.shape[1:]))
+        return self.scales.cut(rows, per(region.inputs, self.columns * self.form.group))

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxllm.checkpoint.gguf.blocks import BLOCKS, fields, fifth_bits, half, scales_and_minima
-from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.quantized.module import QuantizedModule, Region, StoredWeight
 from jaxllm.checkpoint.quantized.packing import centered
 from jaxllm.checkpoint.quantized.scheme import group_of_form
 from jaxllm.checkpoint.quantized.values import check_scales, wrong
@@ -48,9 +48,12 @@ def module(name: str, tensor: StoredTensor, head_dim: int | None = None) -> Quan
         scales=kind.scales,
         has_offsets=kind.has_offsets,
     )
-    return QuantizedModule(
-        name, (num_outputs, num_inputs), form, (tensor,), lambda: _read(tensor, kind, form, head_dim)
-    )
+    unit = (head_dim if tensor.is_interleaved and head_dim else 1, BLOCKS[tensor.dtype].num_values)
+
+    def read(region: Region) -> StoredWeight:
+        return _read(tensor.cut(*region), kind, form, head_dim)
+
+    return QuantizedModule(name, (num_outputs, num_inputs), form, (tensor,), read, unit)
 
 
 def _read(tensor: StoredTensor, kind: _BlockForm, form: WeightForm, head_dim: int | None) -> StoredWeight:

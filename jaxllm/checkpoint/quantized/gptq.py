@@ -1,12 +1,13 @@
 """GPTQ (AutoGPTQ, GPTQModel): integers of 2, 3, 4 or 8 bits, packed along the inputs, which may be in groups in an
 order of their own (act-order)."""
 
+import math
 import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.quantized.module import QuantizedModule, Region, StoredWeight, per
 from jaxllm.checkpoint.quantized.options import Options
 from jaxllm.checkpoint.quantized.packing import centered, centered_dtype, centered_offsets, packed_size, unpack
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Place, Scheme, group_of_form
@@ -117,7 +118,9 @@ class Gptq(Scheme):
             is_reordered=is_reordered,
         )
         reader = _GptqReader(form, bits, group, qweight, qzeros, scales, g_idx, plus=0 if self._is_version_2 else 1)
-        return parts.module(form, (num_outputs, num_inputs), reader.read)
+        per_word = 32 // math.gcd(32, bits)  # values whose words are theirs alone
+        columns = num_inputs if is_reordered else math.lcm(per_word, group if form.group else 1)
+        return parts.module(form, (num_outputs, num_inputs), reader.read, (per_word, columns))
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,12 @@ class _GptqReader:
     g_idx: StoredTensor | None
     plus: int  # added to stored zero points; the sum may have one bit more
 
-    def read(self) -> StoredWeight:
-        factors = read_scales(self.scales, largest_code=2**self.bits, can_be_negative=True)
-        groups, num_outputs = factors.shape
-        zeros = unpack(read_array(self.qzeros), self.bits, num_outputs).astype(np.int32) + self.plus
+    def read(self, region: Region) -> StoredWeight:
+        num_outputs, num_inputs = region.shape
+        groups, columns = per(region.inputs, self.group), per(region.outputs, 32, self.bits)
+        scales, qzeros = self.scales.cut(groups, region.outputs), self.qzeros.cut(groups, columns)
+        factors = read_scales(scales, largest_code=2**self.bits, can_be_negative=True)
+        zeros = unpack(read_array(qzeros), self.bits, num_outputs).astype(np.int32) + self.plus
         if not self.form.has_offsets and (zeros != 2 ** (self.bits - 1)).any():
             raise wrong(
                 self.qzeros,
@@ -144,18 +149,18 @@ class _GptqReader:
                 f"all are {2 ** (self.bits - 1)}",
                 "take config and weights of one model",
             )
-        words = np.ascontiguousarray(read_array(self.qweight).T)
-        codes = centered(unpack(words, self.bits, groups * self.group), self.bits)
-        order = self._order(groups)
+        words = read_array(self.qweight.cut(per(region.inputs, 32, self.bits), region.outputs))
+        codes = centered(unpack(np.ascontiguousarray(words.T), self.bits, num_inputs), self.bits)
+        order = self._order()
         codes = codes if order is None else np.take(codes, order, axis=1)
         factors = np.ascontiguousarray(factors.T)
         offsets = centered_offsets(zeros.T, factors, self.bits) if self.form.has_offsets else None
         return StoredWeight(codes, factors if self.form.group else factors[:, 0], offsets, order=order)
 
-    def _order(self, groups: int) -> np.ndarray | None:
+    def _order(self) -> np.ndarray | None:
         if self.g_idx is None:
             return None
         if self.form.is_reordered:
-            return read_order(self.g_idx, self.group, groups)
+            return read_order(self.g_idx, self.group, self.g_idx.shape[0] // self.group)
         check_ordinary(self.g_idx, self.group)
         return None

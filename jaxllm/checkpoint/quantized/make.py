@@ -51,7 +51,9 @@ def quantized_leaves(
     or as `mesh` holds it, then they lie on that. `abstract` are the parameters, of which the product's say its form.
     ModelFormatError if the weight is not finite, ValueError for a form that dense weights can't be given."""
     names = [f"{path}.codes", f"{path}.scales"]
-    shardings = None if mesh is None else tuple(rules.sharding(abstract[name].axes, mesh) for name in names)
+    shardings = None
+    if mesh is not None:
+        shardings = (*(rules.sharding(abstract[name].axes, mesh) for name in names), rules.replicated(mesh))
     codes = abstract[names[0]]
     form, num_inputs = codes.get_metadata("form"), codes.get_metadata("num_inputs")
     has_experts = codes.get_metadata("has_experts")
@@ -77,7 +79,7 @@ def _quantizer(
         codes, scales = codes_and_scales(jnp.moveaxis(groups, num_inputs, -1), form)
         return jnp.moveaxis(codes, -1, num_inputs), jnp.moveaxis(scales, -1, num_inputs)
 
-    @jax.jit(out_shardings=None if shardings is None else (*shardings, None))
+    @jax.jit(out_shardings=shardings)
     def make(weight: Array) -> tuple[Array, Array, Array]:
         codes, scales = (jax.vmap(of_one) if has_experts else of_one)(weight)
         return codes, scales, jnp.all(jnp.isfinite(scales.astype(jnp.float32)))

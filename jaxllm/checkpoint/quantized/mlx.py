@@ -1,9 +1,11 @@
 """MLX: unsigned integers of 2 to 8 bits with a float for zero in each group."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 
-from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.quantized.module import QuantizedModule, Region, StoredWeight, per
 from jaxllm.checkpoint.quantized.options import Options
 from jaxllm.checkpoint.quantized.packing import centered, unpack
 from jaxllm.checkpoint.quantized.scheme import Headers, Parts, Place, Scheme
@@ -66,7 +68,13 @@ class Mlx(Scheme):
         form = WeightForm(
             codes="uint4" if bits <= 4 else "int8", group=group, scales=SCALE_NAMES[scales.dtype], has_offsets=True
         )
-        return parts.module(form, (num_outputs, num_inputs), lambda: _read(bits, num_inputs, weight, scales, biases))
+
+        def read(region: Region) -> StoredWeight:
+            outputs, groups = region.outputs, per(region.inputs, group)
+            words = weight.cut(outputs, per(region.inputs, 32, bits))
+            return _read(bits, region.shape[1], words, scales.cut(outputs, groups), biases.cut(outputs, groups))
+
+        return parts.module(form, (num_outputs, num_inputs), read, (1, math.lcm(group, 32 // math.gcd(32, bits))))
 
 
 def _read(bits: int, num_inputs: int, weight: StoredTensor, scales: StoredTensor, biases: StoredTensor) -> StoredWeight:

@@ -2,18 +2,19 @@
 
 import dataclasses
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxllm.checkpoint.fill import WeightPart
 from jaxllm.checkpoint.placement import some_of
-from jaxllm.checkpoint.quantized.fill import QuantizedFilling, fill_table
+from jaxllm.checkpoint.quantized.fill import ModulePart, ProductPart, fill_table
 from jaxllm.checkpoint.quantized.module import QuantizedModule
 from jaxllm.checkpoint.tensors import StoredTensor
-from jaxllm.errors import ModelFormatError
+from jaxllm.checkpoint.window import HostArray, Needed
+from jaxllm.errors import MeshError, ModelFormatError
 from jaxllm.models.linear import Embedding, Linear, LinearShape, joined
 from jaxllm.models.quantized import QuantizedLinear, WeightForm
 from jaxllm.models.quantized_embedding import QuantizedEmbedding
@@ -23,13 +24,6 @@ Table = Mapping[str, Sequence[Weight]]  # of `WEIGHTS`, for all layers
 
 
 _DENSE = ("", None)  # what a member is that no quantised module has
-
-
-class ModulePart(NamedTuple):
-    """A module, or some rows of one, and its place in a product's dense weight."""
-
-    module: QuantizedModule
-    part: WeightPart
 
 
 class _Piece(NamedTuple):
@@ -67,14 +61,31 @@ class QuantizedPlan(NamedTuple):
         path, _, leaf = name.rpartition(".")
         return path if path in self.shapes and leaf != "bias" else None
 
-    def fill(self, path: str, source: ModulePart, hosts: Mapping[str, np.ndarray]) -> None:
+    def sources_of(self, path: str, needed: Mapping[str, Sequence[Needed]]) -> list[ModulePart]:
+        """What fills the product at `path`, as far as it is needed of the parameters with these names."""
+        name = next(name for name in (f"{path}.codes", f"{path}.weight") if name in needed)
+        found = []
+        for (module, part), one in product(self.sources[path], needed[name]):
+            if path in self.tables:
+                windows = [part.within(box) for box in one.of(part.place)]
+            else:
+                windows = self._product_part(path, part).windows(one, module.form)
+            found += [ModulePart(module, window) for window in windows]
+        if not found and f"{path}.order" in needed:  # which each device has
+            raise MeshError(f"some devices would hold nothing but padding of {path}; take fewer devices")
+        return found
+
+    def fill(self, path: str, source: ModulePart, hosts: Mapping[str, HostArray]) -> None:
         """Reads the module into the arrays of the product at `path`, which are given by the parameters' names."""
         own = {name.removeprefix(f"{path}."): host for name, host in hosts.items() if name.startswith(f"{path}.")}
         if path in self.tables:
-            fill_table(own, source.part, source.module.read())
-            return
+            fill_table(own, source)
+        else:
+            self._product_part(path, source.part).fill(own, source.module)
+
+    def _product_part(self, path: str, part: WeightPart) -> ProductPart:
         shape = self.shapes[path]
-        QuantizedFilling(own, source.part, len(shape.inputs), int(shape.experts is not None)).fill(source.module.read())
+        return ProductPart(part, len(shape.inputs), int(shape.experts is not None))
 
     @classmethod
     def _after(

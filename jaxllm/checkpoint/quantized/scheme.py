@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.quantized.module import QuantizedModule, Region, StoredWeight
 from jaxllm.checkpoint.quantized.options import Options
 from jaxllm.checkpoint.quantized.values import wrong
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, read_array
@@ -62,12 +62,16 @@ class Parts:
         return group
 
     def module(
-        self, form: WeightForm | None, shape: tuple[int, int], read: Callable[[], StoredWeight]
+        self,
+        form: WeightForm | None,
+        shape: tuple[int, int],
+        reader: Callable[[Region], StoredWeight],
+        unit: tuple[int, int],
     ) -> QuantizedModule:
-        """ModelFormatError for tensors that were not taken."""
+        """See `QuantizedModule`. ModelFormatError for tensors that were not taken."""
         if unexpected := sorted(self._tensors.keys() - self._taken):
             raise wrong(self._tensors[unexpected[0]], "is not in this format, by its configuration", _ONE_MODEL)
-        return QuantizedModule(self.name, shape, form, tuple(self._tensors.values()), read)
+        return QuantizedModule(self.name, shape, form, tuple(self._tensors.values()), reader, unit)
 
     def error(self, what: str, remedy: str) -> ModelFormatError:
         file = next(iter(self._tensors.values())).file

@@ -17,10 +17,10 @@ def wrong(tensor: StoredTensor, what: str, remedy: str = "download the file agai
 
 def read_scales(tensor: StoredTensor, *, largest_code: int, can_be_negative: bool) -> np.ndarray:
     """The scales in their own dtype. ModelFormatError for those that no weight has: not finite, negative where they
-    stand for a size, zero one and all, and so large that weights would not be finite."""
+    stand for a size, so large that weights would not be finite, and, of a whole tensor, zero one and all."""
     scales = read_array(tensor)
     check_scales(tensor, scales, largest_code=largest_code, can_be_negative=can_be_negative)
-    if not np.any(scales.astype(np.float32)):
+    if not tensor.is_part and not np.any(scales.astype(np.float32)):
         raise wrong(tensor, "holds scales that are all zero")
     return scales
 

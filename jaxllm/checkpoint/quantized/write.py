@@ -48,7 +48,7 @@ def write_quantized(src: Path, folder: Path, name: str, *, dtype: str, max_shard
         raise ModelFormatError(f"{src} has no tensor {missing[0]}, which its configuration implies")
     group = math.gcd(*(stored[one].shape[1] for one in names))
     form = form_of(name, group)
-    writer = _Shards(folder, max_shard_bytes)
+    writer = _FileShards(folder, max_shard_bytes)
     total = sum(tensor.num_bytes for tensor in stored.values())
     with (
         ThreadPoolExecutor(8) as pool,
@@ -144,7 +144,7 @@ def _description(form: WeightForm, left_dense: Sequence[str]) -> dict[str, Any]:
     }
 
 
-class _Shards:
+class _FileShards:
     """Writes files of at most so many bytes, unless a tensor is larger, and holds one of them in memory."""
 
     def __init__(self, folder: Path, max_bytes: int):

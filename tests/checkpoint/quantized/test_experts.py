@@ -88,9 +88,9 @@ def test_experts_that_do_not_go_together(tmp_path, forms, message):
         load(tmp_path, scheme=Scheme(forms))
 
 
-def write_mxfp4(folder, experts=4):
+def write_mxfp4(folder, experts=4, **changes):
     """A checkpoint as gpt-oss is released, and the dense values of it."""
-    spec = write_config(folder, "GptOss", **SIZES, quantization_config={"quant_method": "mxfp4"})
+    spec = write_config(folder, "GptOss", **SIZES, **changes, quantization_config={"quant_method": "mxfp4"})
     draw, tensors = np.random.default_rng(0), {}
     values = random_values(spec)
     dense_tensors = tensors_of(values, form_table(spec, 0))

@@ -15,8 +15,9 @@ from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.loader import load_params, plan_quantized
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import place_params
-from jaxllm.checkpoint.quantized.fill import fill_table
+from jaxllm.checkpoint.quantized.fill import ModulePart, fill_table
 from jaxllm.checkpoint.quantized.module import QuantizedModule, StoredWeight
+from jaxllm.checkpoint.window import HostArray, HostWindow
 from jaxllm.errors import MeshError, ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.cache import Dense
@@ -24,6 +25,7 @@ from jaxllm.models.context import StepContext
 from jaxllm.models.linear import Embedding, Joined
 from jaxllm.models.quantized import QuantizedLinear, WeightForm
 from jaxllm.models.quantized_embedding import QuantizedEmbedding
+from jaxllm.models.weights import Weight
 from jaxllm.sharding.mesh import make_mesh
 from tests.checkpoints import FUSED, rewrite, write_checkpoint
 
@@ -84,7 +86,7 @@ class Scheme:
             if form is not None:
                 del rest[tensor.name]
                 weight = self.weights[tensor.name] = random_weight(form, tensor.shape, len(modules))
-                modules[name] = QuantizedModule(name, tensor.shape, form, (tensor,), lambda weight=weight: weight)
+                modules[name] = QuantizedModule(name, tensor.shape, form, (tensor,), lambda _, weight=weight: weight)
         return modules, rest
 
 
@@ -190,7 +192,9 @@ def test_looked_up_rows_are_those_that_the_codes_stand_for(name):
     stored = random_weight(FORMS[name], (40, 64), seed=1)
     made = QuantizedEmbedding.abstract(table, FORMS[name], has_tied_head=False)
     hosts = {leaf: np.empty(x.get_value().shape, x.get_value().dtype) for leaf, x in nnx.state(made).items()}
-    fill_table(hosts, WeightPart("", "v d -> v d", {"v": 40, "d": 64}, (40, 64), (slice(None), slice(None)), 0), stored)
+    whole = {leaf: HostArray([HostWindow(host, (0,) * host.ndim)]) for leaf, host in hosts.items()}
+    module = QuantizedModule("", (40, 64), FORMS[name], (), lambda _: stored)
+    fill_table(whole, ModulePart(module, WeightPart.at("", Weight("", "v d -> v d"), (40, 64), 0)))
     nnx.update(made, {leaf: jnp.asarray(host) for leaf, host in hosts.items()})
     ids = jnp.asarray([[3, 39], [0, 3]])
     want = dense(stored)[np.asarray(ids)]
