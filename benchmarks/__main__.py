@@ -26,6 +26,11 @@ def _parser() -> argparse.ArgumentParser:
     steps.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 128, 256], metavar="N")
     steps.add_argument("--steps", type=int, default=200, help="decode steps measured for each N (default 200)")
     steps.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    followers = commands.add_parser("followers", help="what sending a decode step's commands to other hosts costs")
+    followers.add_argument("--followers", type=int, default=8, metavar="N", help="processes here (default: 8)")
+    followers.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 256], metavar="N")
+    followers.add_argument("--steps", type=int, default=400, help="decode steps measured for each N (default 400)")
+    followers.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     _add_memory(commands)
     _add_tokenizers(commands)
     _add_compiling(commands)
@@ -151,6 +156,15 @@ def _steps(arguments: argparse.Namespace) -> int:
     return _print({"steps": measure(arguments.running, arguments.steps)}, lambda r: table(r["steps"]), arguments)
 
 
+def _followers(arguments: argparse.Namespace) -> int:
+    check_at_least(1, followers=arguments.followers, running=min(arguments.running))
+    check_at_least(10, steps=arguments.steps)
+    from benchmarks.followers import measure, table
+
+    found = measure(arguments.followers, arguments.running, arguments.steps)
+    return _print({"followers": arguments.followers, "steps": found}, lambda r: table(r["steps"]), arguments)
+
+
 def _memory(arguments: argparse.Namespace) -> int:
     check_at_least(1, requests=arguments.requests, beam_requests=arguments.beam_requests)
     check_at_least(2, max_len=arguments.max_len)
@@ -209,6 +223,7 @@ _COMMANDS = {
     "preemption": _preemption,
     "penalties": _penalties,
     "steps": _steps,
+    "followers": _followers,
     "memory": _memory,
     "tokenizers": _tokenizers,
     "compiling": _compiling,

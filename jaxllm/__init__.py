@@ -10,6 +10,7 @@ if _sys.platform == "win32":
 if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM
     from jaxllm.async_llm import AsyncLLM as AsyncLLMEngine
+    from jaxllm.cluster.options import Cluster
     from jaxllm.engine_args import AsyncEngineArgs, EngineArgs
     from jaxllm.llm import LLM
     from jaxllm.llm_engine import LLMEngine
@@ -38,6 +39,7 @@ __all__ = [
     "BeamSearchParams",
     "ClassificationOutput",
     "ClassificationRequestOutput",
+    "Cluster",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -66,6 +68,7 @@ _HOMES = {
     "BeamSearchParams": "sampling_params",
     "ClassificationOutput": "pooling_outputs",
     "ClassificationRequestOutput": "pooling_outputs",
+    "Cluster": "cluster.options",
     "CompletionOutput": "outputs",
     "EmbeddingOutput": "pooling_outputs",
     "EmbeddingRequestOutput": "pooling_outputs",

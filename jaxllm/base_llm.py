@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.generation_config import default_sampling_params
+from jaxllm.cluster.follow import lead_or_follow
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine import build
 from jaxllm.engine.metrics import Metric, read_metrics
@@ -59,6 +61,7 @@ class BaseLLM(MissingMethods):
         seed: int | None = 0,
         record: str | Path | None = None,
         compilation_cache: bool | str | Path | None = None,
+        cluster: Any = None,
         **vllm: Unpack[VllmEngineArguments],
     ):
         options: dict[str, Any] = dict(
@@ -92,7 +95,9 @@ class BaseLLM(MissingMethods):
         self._recommended = generation_config, override_generation_config
         wants_tokenizer = tokenizer is None and not skip_tokenizer_init
         model = locate(model, revision=revision, download_dir=download_dir, tokenizer=wants_tokenizer)
-        self._engine = build.build_engine(model, **options)
+        group = None if cluster is None else lead_or_follow(cluster, model, options)
+        with nullcontext() if group is None else group.building():
+            self._engine = build.build_engine(model, **options, group=group)
         path = DEFAULT_MODEL if model is None else model
         self._checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else None
         self._user_tokenizer, self._hf_overrides = tokenizer, hf_overrides

@@ -25,6 +25,10 @@ class MeshError(JaxLLMError, ValueError):
     """A mesh that does not fit the model or the machine."""
 
 
+class ClusterError(JaxLLMError, ValueError):
+    """A group of hosts that can't be formed: a wrong address, number, secret or model, or a host that does not come."""
+
+
 class DeviceError(JaxLLMError):
     """JAX can't use the devices that it is told to: their plugin is not installed, or they are not there."""
 
@@ -47,3 +51,7 @@ class RequestEndedError(JaxLLMError):
 
 class EngineDeadError(EngineError):
     """The engine stopped and takes no more requests; the cause is chained."""
+
+
+class GroupLostError(EngineDeadError):
+    """A member of the engine's group ended, hung or failed, which ends the group."""

@@ -32,7 +32,7 @@ from jaxllm.text.prompts import (
     with_salt,
 )
 
-_AHEAD = 4  # times max_num_seqs: requests that wait in the engine, so that a step never lacks some
+_AHEAD = 4  # times what runs at once: requests that wait in the engine, so that a step never lacks some
 
 
 class LLM(LLMPooling):
@@ -66,13 +66,14 @@ class LLM(LLMPooling):
 
     Sizes, from the model and the device when None:
       max_model_len: tokens of prompt and output.
-      max_num_seqs: requests that run at once.
-      max_num_batched_tokens: of a step.
-      block_size, num_blocks: of the KV pool; tokens, and blocks.
+      max_num_seqs: requests that run at once, of each shard of data.
+      max_num_batched_tokens: of a step, likewise.
+      block_size, num_blocks: of the KV pool; tokens, and blocks, likewise.
       max_logprobs: that a request may ask for, at most 20.
 
     Devices and memory:
-      mesh: "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device.
+      mesh: "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device. With
+        "data=2,tensor=4" there are two shards of data: each has four devices, all parameters, and its own requests.
       gpu_memory_utilization: the share of each accelerator's whole memory that this process may use (0.92): what its
         other arrays take is left to them, and JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU unless
         set). On a CPU it says nothing: the KV pool takes a sixteenth of the machine's memory at most, and no more than
@@ -82,12 +83,16 @@ class LLM(LLMPooling):
         ("swap"), or are computed again ("recompute"); "auto" measures which is faster.
       kv_cache_dtype: "int8" or "fp8" keeps keys and values in 8 bits: twice as many tokens in the same memory as in
         bfloat16. Scales are the checkpoint's; else those of fp8 are 1, and those of int8 are measured at the start, as
-        `calculate_kv_scales=True` asks for any. "auto" keeps them in the model's dtype. docs/kv_cache.md has what it
+        `calculate_kv_scales=True` asks for any. "auto" keeps them in the model's dtype. docs/evaluation.md has what it
         costs.
       record: a new file for what the engine asks of the device, prompts included: `jaxllm replay FILE` does it again,
         for bug reports.
       compilation_cache: a private folder for executables, which the next start loads, or whether to have one; None is
         one in ~/.cache/jaxllm, unless JAX's own cache is configured (it serves then) or switched off.
+      cluster: the hosts over which the engine runs, one process each: a `Cluster`, or "tpu", "slurm", "mpi" or "auto"
+        for what started the program. The first host gets the `LLM`; on the others this call returns never: the program
+        ends when the first has closed it. docs/several_hosts.md has more. `ClusterError` for a group that can't be
+        formed, `GroupLostError` once a member is lost, and seconds later the end of the process.
 
     vLLM's other arguments are accepted where their value asks for nothing that is not so; docs/from_vllm.md has them.
 
@@ -223,7 +228,7 @@ class LLM(LLMPooling):
         has an output with `error` and without completions, and the others go on. Closing the iterator aborts what is
         left.
         """
-        window, drawn = _AHEAD * self.engine.config.max_num_seqs, enumerate(requests)
+        window, drawn = _AHEAD * self.engine.config.most_running, enumerate(requests)
         running: dict[str, int] = {}  # request id -> index
         inbox = Inbox()
         try:

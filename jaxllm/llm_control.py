@@ -27,7 +27,7 @@ class LLMControl(BaseLLM):
     def reset_prefix_cache(self) -> bool:
         """Drops the prefix cache; True, as in vLLM where that has worked."""
         with self._loop.between_steps():
-            self.engine.scheduler.pool.forget_keys()
+            self.engine.scheduler.forget_keys()
         return True
 
     def sleep(self, level: int = 1) -> None:
@@ -74,6 +74,11 @@ class LLMControl(BaseLLM):
         """Replaces the parameters by a pytree of the same structure, shapes and dtypes; running requests go on with
         the new ones from their next token. ValueError names what does not match."""
         runner = self.engine.runner
+        if len(runner.executor.mesh.local_devices) < runner.executor.mesh.size:
+            raise ValueError(
+                "an engine over several hosts keeps the parameters that it began with, as those of the program are on "
+                "one of them; build another engine"
+            )
         placed = place_params(params, runner.executor.abstract_params, runner.executor.mesh)
         with self._loop.between_steps():
             self.engine.update_params(placed)

@@ -32,7 +32,7 @@ class FakeEngine:
         self.compile_plan = types.SimpleNamespace(waited_at=0.0)
         self.runner = types.SimpleNamespace(compile_plan=self.compile_plan)
         self.pool = types.SimpleNamespace(num_forgotten=0, forget_keys=self.forget_keys)
-        self.scheduler = types.SimpleNamespace(check=lambda: None, pool=self.pool)
+        self.scheduler = types.SimpleNamespace(check=lambda: None, pool=self.pool, forget_keys=self.forget_keys)
         grammars = types.SimpleNamespace(warm_up=self.warm_up)
         pooling = types.SimpleNamespace(lowercase=False)
         pooler = types.SimpleNamespace(task="embed", width=1, labels=(), config=pooling)

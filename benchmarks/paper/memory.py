@@ -73,8 +73,8 @@ class PagedUsage:
         """Looks at each step when it has been planned, if it is to be looked at."""
         schedule = scheduler.schedule
 
-        def schedule_and_look(max_tokens: int) -> Plan | None:
-            plan = schedule(max_tokens)
+        def schedule_and_look(max_tokens: int, *, awaits_host: bool = False) -> Plan | None:
+            plan = schedule(max_tokens, awaits_host=awaits_host)
             if when():
                 self.look(scheduler)
             return plan
@@ -124,7 +124,8 @@ def simulate(
     engine = _open_engine(num_blocks, block_size, max_num_seqs, rng)
     waiting = deque(zip(arrivals, items, strict=True))
     usage, step, num_requests = PagedUsage(), 0, 0
-    with usage.looking(engine.scheduler, lambda: step % every == 0 or not usage.held_blocks):
+    (scheduler,) = engine.scheduler.shards
+    with usage.looking(scheduler, lambda: step % every == 0 or not usage.held_blocks):
         while waiting or engine.has_work():
             while waiting and waiting[0][0] <= step:
                 _add(engine, waiting.popleft()[1], n, num_requests, rng)
@@ -132,7 +133,7 @@ def simulate(
             engine.step()
             step += 1
     engine.close()
-    return SimulatedRun(usage, step, engine.scheduler.preemption.num_recomputed)
+    return SimulatedRun(usage, step, scheduler.preemption.num_recomputed)
 
 
 def _open_engine(num_blocks: int, block_size: int, max_num_seqs: int, rng: random.Random) -> Engine:

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from jaxllm.cli.cluster import add_cluster_arguments, cluster_of
 from jaxllm.cli.common import (
     EXIT_INTERRUPTED,
     add_engine_arguments,
@@ -56,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_jsonl_arguments(parser)
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
+    add_cluster_arguments(parser)
     return parser
 
 
@@ -72,6 +74,9 @@ def _add_jsonl_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    cluster = cluster_of(arguments)
+    if cluster is not None and not cluster.is_leader:
+        _open_llm(arguments)  # which ends the program once the first host has done its work
     if arguments.input is not None:
         return _run_jsonl(arguments)
     for name in ("output", "resume", "skip_invalid"):
@@ -142,8 +147,10 @@ def _open_llm(arguments: argparse.Namespace) -> Any:
     setup_compilation_cache()
     from jaxllm.llm import LLM  # imports jax, which --help does not need
 
+    cluster = cluster_of(arguments)
+    group: dict[str, Any] = {} if cluster is None else {"cluster": cluster}
     # A random seed: requests without one give a different text each time.
-    return LLM(**engine_kwargs(arguments), seed=secrets.randbits(63))
+    return LLM(**engine_kwargs(arguments), **group, seed=secrets.randbits(63))
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -140,7 +140,7 @@ class _BatchRun:
                 loop.remove_signal_handler(number)
 
     async def run(self, lines: Iterator[tuple[int, bytes]], server: Any) -> None:
-        most = _AHEAD * server.client.info.config.max_num_seqs
+        most = _AHEAD * server.client.info.config.most_running
         disable = True if self._quiet else None
         try:
             with tqdm(desc="requests", unit="req", file=sys.stderr, disable=disable) as bar:

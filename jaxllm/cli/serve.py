@@ -6,8 +6,10 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from jaxllm.cli.cluster import cluster_of
 from jaxllm.cli.common import located_kwargs, run_command
 from jaxllm.cli.config_file import parse_with_config
 from jaxllm.cli.environment import logging_level
@@ -34,6 +36,14 @@ def _run(arguments: argparse.Namespace) -> int:
     # A random seed: requests without one give a different text each time.
     seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
     options: dict[str, Any] = located_kwargs(arguments) | {"seed": seed}
+    cluster = cluster_of(arguments)
+    if cluster is not None and cluster.num_hosts > 1:
+        cluster.secret()  # or says what is wrong with it
+        options["cluster"] = cluster.to_dict()
+        if not cluster.is_leader:
+            from jaxllm.cluster.supervisor import supervise
+
+            return supervise(options)
     return asyncio.run(_serve(config, options, arguments.otlp_traces_endpoint))
 
 
@@ -42,6 +52,7 @@ async def _serve(config: Any, options: dict[str, Any], traces: str | None) -> in
     import prometheus_client
 
     from jaxllm.server.engine.process_client import ProcessClient
+    from jaxllm.server.engine.restarting_client import RestartingClient
     from jaxllm.server.http import run
     from jaxllm.server.served_model import read_model
     from jaxllm.server.server import Server
@@ -59,4 +70,5 @@ async def _serve(config: Any, options: dict[str, Any], traces: str | None) -> in
     prometheus_client.disable_created_metrics()  # they are a third of the metrics, and unused
     listener = run.bind(config)
     model = read_model(config, options.get("model"), options.get("tokenizer"), created=int(time.time()))
-    return await run.serve(Server(config, ProcessClient(options), model, tracing=tracing), listener)
+    client = RestartingClient(partial(ProcessClient, options)) if "cluster" in options else ProcessClient(options)
+    return await run.serve(Server(config, client, model, tracing=tracing), listener)

@@ -5,6 +5,7 @@ import json
 import ssl
 from typing import TYPE_CHECKING, Any
 
+from jaxllm.cli.cluster import add_cluster_arguments
 from jaxllm.cli.common import add_engine_arguments, add_model_argument, program
 from jaxllm.cli.environment import (
     ADMIN_KEY_VARIABLE,
@@ -69,6 +70,7 @@ def make_parser() -> CommandParser:
     add_answer_arguments(parser)
     _add_web(parser)
     add_engine_arguments(parser)
+    add_cluster_arguments(parser)
     return parser
 
 

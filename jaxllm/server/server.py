@@ -59,7 +59,7 @@ class Server:
         """Returns when the engine takes requests; raises what `EngineClient.start` raises."""
         self._watchdog = asyncio.create_task(self._watch())
         await self.client.start()
-        self.limit.max_running = self.client.info.config.max_num_seqs
+        self.limit.max_running = self.client.info.config.most_running
 
     async def close(self) -> None:
         if self._watchdog is not None:
@@ -74,7 +74,8 @@ class Server:
     @property
     def is_live(self) -> bool:
         """Whether the engine makes progress, is idle, or is loading."""
-        return self.client.health().is_alive and not self._is_hung
+        health = self.client.health()
+        return health.is_alive and health.trouble is None and not self._is_hung
 
     @property
     def is_ready(self) -> bool:

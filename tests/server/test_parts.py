@@ -10,9 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxllm.engine.mailbox import Mailbox
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.server.config import ServerConfig
-from jaxllm.server.engine import client as client_module
-from jaxllm.server.engine.client import SilenceMeter
 from jaxllm.server.served_model import read_model
+from jaxllm.silence import SilenceMeter
 from tests.chat_model import save_tokenizer
 from tests.fake_server import FakeClient, running
 
@@ -30,7 +29,7 @@ def test_what_is_read_of_a_model(tmp_path):
 
 def test_a_suspended_machine_is_no_silence(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(client_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("jaxllm.silence.time.monotonic", lambda: now[0])
     meter = SilenceMeter()
     for _ in range(10):
         now[0] += 0.2

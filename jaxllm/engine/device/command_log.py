@@ -2,11 +2,10 @@
 bytes, and one for its results' digests. Nothing in a file is run or unpickled, and nothing is read past its size."""
 
 import json
-import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from io import BufferedIOBase
@@ -15,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.commands import Command, check
+from jaxllm.engine.device.command_codec import array_bytes, describe, parse
+from jaxllm.engine.device.commands import Command
 from jaxllm.engine.schedule.cache_groups import CacheGroup
 
 MAGIC = b"jaxllm commands 2\n"
@@ -97,21 +97,11 @@ def frame_bytes(frame: Frame) -> bytes:
     """A frame as it is in a file."""
     match frame:
         case Applied(commands):
-            return _applied_bytes(commands)
+            return _frame(_COMMANDS, describe(commands), b"".join(array_bytes(commands)))
         case FailedCall(error):
             return _frame(_FAILURE, error)
         case CallResults(call, digests):
             return _frame(_RESULTS, [call, digests])
-
-
-def _applied_bytes(commands: Sequence[Command]) -> bytes:
-    described = [[c.name, c.key, c.source, [list(x.shape) for x in c.arrays]] for c in commands]
-    arrays = []
-    for command in commands:
-        for x in command.arrays:
-            assert x.dtype == np.int32, "all that the host sends is int32"
-            arrays.append(x.astype("<i4", copy=False).tobytes())
-    return _frame(_COMMANDS, described, b"".join(arrays))
 
 
 def _frame(kind: bytes, described: Any, arrays: bytes = b"") -> bytes:
@@ -168,7 +158,7 @@ class CommandLog:
 
 def _parse(kind: bytes, described: Any, arrays: bytes) -> Frame:
     if kind == _COMMANDS:
-        return Applied(_parse_commands(described, arrays))
+        return Applied(parse(described, arrays))
     if arrays:
         raise ValueError("there are arrays in it, and only commands have some")
     if kind == _RESULTS:
@@ -179,34 +169,3 @@ def _parse(kind: bytes, described: Any, arrays: bytes) -> Frame:
     if kind != _FAILURE or not isinstance(described, str):
         raise ValueError(f"its kind {kind!r} is unknown")
     return FailedCall(described)
-
-
-def _parse_commands(described: Any, data: bytes) -> list[Command]:
-    commands, at = [], 0
-    for name, key, source, shapes in described:
-        arrays = []
-        for shape in shapes:
-            if not all(type(size) is int and 0 < size < 2**31 for size in shape):
-                raise ValueError(f"{shape} is no shape")
-            count = math.prod(shape)
-            if 4 * count > len(data) - at:
-                raise ValueError("its arrays are cut off")
-            arrays.append(np.frombuffer(data, "<i4", count, at).reshape(shape))
-            at += 4 * count
-        if type(key) is not int or not isinstance(source, str):
-            raise ValueError(f"a command has the key {key!r} and the source {source!r}")
-        commands.append(Command(_parse_name(name), tuple(arrays), key, source))
-        check(commands[-1])
-    if at != len(data):
-        raise ValueError(f"{len(data) - at} bytes of its arrays are nobody's")
-    return commands
-
-
-def _parse_name(name: Any) -> str | tuple[str, int]:
-    """A kind, or a pair of it and a size."""
-    match name:
-        case str():
-            return name
-        case [str(kind), int(size)]:
-            return kind, size
-    raise ValueError(f"{name!r} is no name of a command")

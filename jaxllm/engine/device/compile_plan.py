@@ -6,9 +6,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 from jaxllm.errors import EngineDeadError
 
@@ -19,6 +20,20 @@ _IDLE_S = 0.3  # without a step, after which nobody's request is under way
 _POLL_S = 0.1
 
 Job = Callable[[], Any]  # returns a `jax.stages.Lowered`
+
+
+@runtime_checkable
+class Elsewhere(Protocol):
+    """Other processes that compile the same."""
+
+    @property
+    def compiled(self) -> Set[Hashable]:
+        """What all of them have."""
+        ...
+
+    def want(self, names: Sequence[Hashable], *, is_awaited: bool) -> None: ...
+    def wait_compiled(self, names: Sequence[Hashable], tick: Callable[[], None]) -> None:
+        """Blocks until all of them have `names`. Raises as `CompilePlan.wait`."""
 
 
 class CompilePlan:
@@ -48,11 +63,13 @@ class CompilePlan:
         self.names = tuple(jobs)
         self.seconds = self.longest_s = 0.0  # of all executables, and of the one that took longest
         self.waited_at = 0.0  # time.monotonic() when someone last waited for an executable: no hang, but work
+        self._elsewhere: Elsewhere | None = None
         self._jobs = dict(jobs)  # left to do
         self._done: dict[Hashable, Any] = {}
         self._retries: set[Hashable] = set()  # failed once
         self._failures: dict[Hashable, Exception] = {}  # failed twice
-        self._awaited: list[Collection[Hashable]] = []  # by those who wait
+        self._awaited_elsewhere: set[Hashable] = set()
+        self._awaited: list[Collection[Hashable]] = [self._awaited_elsewhere]  # by those who wait
         self._wanted = dict.fromkeys(first)
         self._compiling: set[Hashable] = set()
         self._is_stepping, self._active_at = True, time.monotonic()  # until the parameters are there
@@ -72,17 +89,31 @@ class CompilePlan:
     def total(self) -> int:
         return len(self.names)
 
+    def join(self, elsewhere: Elsewhere) -> None:
+        """From now on an executable is ready once other processes have it too."""
+        self._elsewhere = elsewhere
+
     @property
     def num_done(self) -> int:
-        return len(self._done)
+        return len(self._done if self._elsewhere is None else self._done.keys() & self._elsewhere.compiled)
 
     @property
     def num_failed(self) -> int:
         """Executables that failed twice: the engine has to do without them."""
         return len(self._failures)
 
+    @property
+    def compiled(self) -> list[Hashable]:
+        """What this process has, in the order that it came."""
+        return list(self._done)
+
+    @property
+    def failures(self) -> dict[Hashable, Exception]:
+        """What this process has to do without, and why."""
+        return dict(self._failures)
+
     def ready(self, name: Hashable) -> bool:
-        return name in self._done
+        return name in self._done and (self._elsewhere is None or name in self._elsewhere.compiled)
 
     def awaited(self, name: Hashable) -> Callable:
         """The executable, once it is compiled."""
@@ -95,14 +126,22 @@ class CompilePlan:
     def wait(self, names: Sequence[Hashable], tick: Callable[[], None] = lambda: None) -> None:
         """Blocks until all `names` are there, calling `tick` now and then. Raises `EngineDeadError`, its cause the
         compiler's error, if one of them failed twice, and `ValueError` if there is none of a name."""
+        if all(map(self.ready, names)):
+            return tick()
+        if self._elsewhere is not None:
+            self._elsewhere.want(names, is_awaited=True)
         with self._changed, self._wait_for(names):
             while not all(name in self._done for name in names):
                 self._raise_failures(names)
                 self._sleep(tick)
+        if self._elsewhere is not None:
+            self._elsewhere.wait_compiled(names, partial(self._waiting, tick))
         tick()
 
     def settle(self, names: Sequence[Hashable]) -> None:
-        """Blocks until nothing is left to try for any of `names`, whatever came of it."""
+        """Blocks until nothing is left to try for any of `names` here, whatever came of it."""
+        if self._elsewhere is not None:
+            self._elsewhere.want(names, is_awaited=True)
         with self._changed, self._wait_for(names):
             while not self._jobs.keys().isdisjoint(names) and not self._stop.is_set():
                 self._changed.wait(_POLL_S)
@@ -112,13 +151,19 @@ class CompilePlan:
         """Blocks until nothing is left to compile. Raises like `wait`."""
         self.want(self.names)
         with self._changed:
-            while self.num_done + self.num_failed < self.total:
+            while len(self._done) + self.num_failed < self.total:
                 self._sleep(lambda: None)
             self._raise_failures(self.names)
+        if self._elsewhere is not None:
+            self._elsewhere.wait_compiled(self.names, self._waiting)
 
-    def want(self, names: Sequence[Hashable]) -> None:
-        """Has `names` compiled next, and waits for none of them."""
+    def want(self, names: Sequence[Hashable], *, is_awaited: bool = False) -> None:
+        """Has `names` compiled next, and waits for none of them; `is_awaited`: somebody else does."""
+        if self._elsewhere is not None:
+            self._elsewhere.want(names, is_awaited=is_awaited)
         with self._changed:
+            if is_awaited:
+                self._awaited_elsewhere |= set(names)
             self._wanted |= dict.fromkeys(names)
             self._changed.notify_all()
 
@@ -155,6 +200,9 @@ class CompilePlan:
         if self._stop.is_set():
             raise EngineDeadError("the engine was closed while it compiled")
         self._changed.wait(_POLL_S)
+        self._waiting(tick)
+
+    def _waiting(self, tick: Callable[[], None] = lambda: None) -> None:
         self.waited_at = time.monotonic()
         tick()
 

@@ -21,6 +21,8 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
+from jaxllm.sharding.mesh import platform_of
+
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 2 << 30
@@ -116,7 +118,11 @@ def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
     if where is None:
         options = jax.config.values
         where = not _jax_has_cache() and options["jax_enable_compilation_cache"]
-    if where is False or jax.process_count() > 1:
+    if jax.process_count() > 1:
+        # GPUs' processes would share their trials of kernels, and wait for who compiles in another order.
+        options = {"xla_gpu_shard_autotuning": False} if platform_of(mesh) == "gpu" else None
+        return lambda lowered: lowered.compile(compiler_options=options)
+    if where is False:
         return lambda lowered: lowered.compile()
     if _jax_has_cache():
         raise ValueError(

@@ -1,6 +1,5 @@
 """What the server wants of an engine, wherever that runs."""
 
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
@@ -36,6 +35,7 @@ class Health(NamedTuple):
     is_alive: bool  # it has not stopped
     silent_s: float  # since the last sign of life; 0 while it has nothing to do
     patience_s: float = 0.0  # it may be silent for longer than others, as its steps are long
+    trouble: str | None = None  # why it serves nobody for now, though it may again
 
 
 class EngineCommand(NamedTuple):
@@ -89,22 +89,3 @@ class EngineClient(Protocol):
     def health(self) -> Health: ...
 
     async def close(self) -> None: ...
-
-
-class SilenceMeter:
-    """Seconds since the last sign of life, of those in which we were awake ourselves to notice one."""
-
-    MOST_PER_TICK_S = 1.0
-
-    def __init__(self) -> None:
-        self.silent_s = 0.0
-        self._ticked_at = time.monotonic()
-
-    def heard(self) -> None:
-        self.silent_s = 0.0
-
-    def tick(self) -> None:
-        """To be called several times a second. After a suspension of the whole machine one second counts."""
-        now = time.monotonic()
-        self.silent_s += min(now - self._ticked_at, self.MOST_PER_TICK_S)
-        self._ticked_at = now

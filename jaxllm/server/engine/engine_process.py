@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,14 @@ from jaxllm.server.engine.client import EngineCommand, EngineInfo
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from jaxllm.cluster.leader import LeaderGroup
     from jaxllm.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 _MOST_UNSENT = 64  # messages to the server, above which heartbeats are left out
+_LAST_WORDS_S = 1.0  # for the server and other hosts to hear why
 _EXIT_S = 10.0  # for a step that runs when the server goes away
 
 
@@ -41,6 +44,7 @@ class EngineProcess:
         self.connection = connection
         self.outbox: queue.SimpleQueue[wire.FromEngine | None] = queue.SimpleQueue()
         self.loop: EngineLoop | None = None
+        self.group: LeaderGroup | None = None  # whose other hosts have parts of the engine
 
     def serve(self, engine: "Engine") -> None:
         """Until the server is gone; then the log says whether all blocks came back. Raises what kills the engine."""
@@ -55,6 +59,32 @@ class EngineProcess:
             stats.blocks_used,
             stats.num_blocks,
         )
+
+    def load(self, options: dict[str, Any]) -> "Engine":
+        """The engine that these arguments of `build_engine` are of; with `cluster`, over the hosts of a group."""
+        from jaxllm.cli.common import setup_compilation_cache, setup_device_memory
+
+        setup_device_memory(options.get("gpu_memory_utilization"))
+        setup_compilation_cache()
+        if (cluster := options.pop("cluster", None)) is not None:
+            from jaxllm.cluster.leader import LeaderGroup
+            from jaxllm.cluster.options import Cluster
+
+            self.group = LeaderGroup(Cluster.of_dict(cluster), self._end)
+        from jaxllm.engine.build import build_engine  # imports jax, while heartbeats are sent already
+
+        with nullcontext() if self.group is None else self.group.building():
+            engine = build_engine(**options, group=self.group)
+        if engine.config.generates:
+            threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
+        return engine
+
+    def _end(self, reason: str) -> None:
+        """As the group is lost: a step may hang that can't be interrupted."""
+        self.outbox.put(wire.Failed(f"the group is lost: {reason}", is_user_error=False))
+        self.outbox.put(None)
+        time.sleep(_LAST_WORDS_S)
+        os._exit(1)
 
     def deliver(self, deliveries: list[Delivery]) -> list[str]:
         """Sends a step's outputs as one frame. Returns the ids of requests that are to be dropped. What kills the
@@ -119,6 +149,9 @@ class EngineProcess:
                 self._serving.drop([message.request_id])
             case wire.Do():
                 self._do(message)
+            case wire.Close():
+                if self.group is not None:
+                    self.group.links.close()
 
     def _do(self, message: wire.Do) -> None:
         def tell(done: "Future[bool]") -> None:
@@ -160,10 +193,10 @@ class EngineProcess:
         """The heartbeat's thread. Loading is no silence."""
         while True:
             if self.outbox.qsize() < _MOST_UNSENT:  # a suspended server doesn't read, and beats would pile up
-                loop = self.loop
-                beat = wire.Beat(0.0, 0.0, None)
+                loop, trouble = self.loop, None if self.group is None else self.group.links.trouble
+                beat = wire.Beat(0.0, 0.0, None, trouble)
                 if loop is not None:
-                    beat = wire.Beat(loop.silent_s, loop.patience_s, loop.engine.stats())
+                    beat = wire.Beat(loop.silent_s, loop.patience_s, loop.engine.stats(), trouble)
                 self.outbox.put(beat)
             time.sleep(BEAT_S)
 
@@ -176,7 +209,7 @@ def _command(engine: "Engine", command: EngineCommand) -> bool:
         case "wake_up":
             engine.wake_up(command.tags)
         case "reset_prefix_cache":
-            engine.scheduler.pool.forget_keys()
+            engine.scheduler.forget_keys()
     return engine.is_sleeping
 
 
@@ -195,7 +228,7 @@ def main(path: str) -> int:
     for thread in (writer, *others):
         thread.start()
     try:
-        process.serve(_load(start.options))
+        process.serve(process.load(start.options))
         return 0
     except Exception as error:  # noqa: BLE001 - the process's last act: the server is told
         is_user_error = isinstance(error, ValueError | OSError | JaxLLMError) and process.loop is None
@@ -207,19 +240,6 @@ def main(path: str) -> int:
         process.outbox.put(None)
         writer.join(timeout=_EXIT_S)
         logging.shutdown()
-
-
-def _load(options: dict[str, Any]) -> "Engine":
-    from jaxllm.cli.common import setup_compilation_cache, setup_device_memory
-
-    setup_device_memory(options.get("gpu_memory_utilization"))
-    setup_compilation_cache()
-    from jaxllm.engine.build import build_engine  # imports jax, while heartbeats are sent already
-
-    engine = build_engine(**options)
-    if engine.config.generates:
-        threading.Thread(target=_warm_up, args=(engine,), daemon=True).start()
-    return engine
 
 
 def _warm_up(engine: "Engine") -> None:

@@ -19,13 +19,15 @@ from jaxllm.pooling_outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.server.engine import wire
-from jaxllm.server.engine.client import EngineCommand, EngineInfo, Health, SilenceMeter
+from jaxllm.server.engine.client import EngineCommand, EngineInfo, Health
+from jaxllm.silence import SilenceMeter
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _LATE_S = 1.0  # that a heartbeat may be
 _CLOSE_S = 12.0  # longer than the process takes to end by itself: `engine_process._EXIT_S`
+_BURY_S = 2.0
 _MAX_SOCKET_PATH = 107  # bytes, of Linux
 
 
@@ -156,7 +158,18 @@ class ProcessClient:
 
     def health(self) -> Health:
         missed_s = self._silence.silent_s if self._silence.silent_s > _LATE_S else 0.0
-        return Health(self._dead is None, max(missed_s, self._beat.silent_s), self._beat.patience_s)
+        beat = self._beat
+        return Health(self._dead is None, max(missed_s, beat.silent_s), beat.patience_s, beat.trouble)
+
+    @property
+    def death(self) -> Exception | None:
+        """Why it has stopped; None while it lives."""
+        return self._dead
+
+    @property
+    def unheard_s(self) -> float:
+        """Seconds since its process last gave a sign of life, which it does several times a second."""
+        return self._silence.silent_s
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         reason: Exception = EngineDeadError("the engine's process ended")
@@ -217,6 +230,14 @@ class ProcessClient:
 
     async def close(self) -> None:
         """Ends the process: it goes by itself when its socket closes, or is killed."""
+        self._send(wire.Close())
+        await self._end(_CLOSE_S)
+
+    async def bury(self) -> None:
+        """Makes sure that a process which has died, or hangs, is there no more."""
+        await self._end(_BURY_S)
+
+    async def _end(self, within_s: float) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -226,7 +247,7 @@ class ProcessClient:
         if self._writer is not None:
             self._writer.close()
         if self._process is not None:
-            await asyncio.to_thread(_reap, self._process)
+            await asyncio.to_thread(_reap, self._process, within_s)
 
 
 def _why(message: wire.Failed) -> Exception:
@@ -240,10 +261,10 @@ def _settle(done: "asyncio.Future[bool]", message: wire.Done) -> None:
         done.set_exception((ValueError if message.is_user_error else RuntimeError)(message.error))
 
 
-def _reap(process: subprocess.Popen[bytes]) -> None:
+def _reap(process: subprocess.Popen[bytes], within_s: float) -> None:
     try:
-        process.wait(_CLOSE_S)
+        process.wait(within_s)
     except subprocess.TimeoutExpired:
-        log.warning("the engine's process did not end within %.0f s and is killed", _CLOSE_S)
+        log.warning("the engine's process did not end within %.0f s and is killed", within_s)
         process.kill()
         process.wait()

@@ -49,6 +49,10 @@ class Do(msgspec.Struct, tag=True, array_like=True):
     command: EngineCommand
 
 
+class Close(msgspec.Struct, tag=True, array_like=True):
+    """The server needs the engine no more. (Without it the server has died, and others may start it again.)"""
+
+
 class Ready(msgspec.Struct, tag=True, array_like=True):
     info: EngineInfo
     stats: EngineStats
@@ -113,9 +117,10 @@ class Beat(msgspec.Struct, tag=True, array_like=True):
     silent_s: float
     patience_s: float
     stats: EngineStats | None
+    trouble: str | None = None  # with another host of its group
 
 
-FromServer = Start | Add | Pool | Abort | Do
+FromServer = Start | Add | Pool | Abort | Do | Close
 FromEngine = Ready | Failed | Outputs | Pooled | Refused | Done | Beat
 _encoder = msgspec.msgpack.Encoder()
 from_server = msgspec.msgpack.Decoder(FromServer)

@@ -237,7 +237,10 @@ def _json(answer: Any, status: int = 200, headers: dict[str, str] | None = None)
 
 def _health(server: Server, request: Request) -> Response:
     """Liveness: the engine makes progress or is idle. Orchestrators restart a server that is not live."""
-    return _json({"status": "ok"} if server.is_live else {"status": "down"}, 200 if server.is_live else 503)
+    if server.is_live:
+        return _json({"status": "ok"})
+    trouble = server.client.health().trouble
+    return _json({"status": "down"} | ({} if trouble is None else {"reason": trouble}), 503)
 
 
 def _load(server: Server, request: Request) -> Response:

@@ -247,13 +247,13 @@ def banner(server: Server, listener: socket.socket, seconds: float) -> str:
     engine = info.config
     url = address(config, listener)
     key = ' -H "Authorization: Bearer $KEY"' if config.api_keys else ""
-    tokens, most = engine.num_blocks * engine.block_size, engine.max_model_len
+    tokens, most = engine.total_tokens, engine.max_model_len
     room = f"{tokens:,} tokens" + ("" if engine.kv_cache_dtype == "auto" else f" in {engine.kv_cache_dtype}")
     path, body = first_request(info)
     lines = [
         f"jaxllm serves {server.model.name} at {url}, ready in {seconds:.1f} s",
         *[f"Chat page: {url}/"] * engine.generates,
-        f"KV cache: {room}, or {tokens // most:,} requests of {most:,}; {engine.max_num_seqs:,} at once",
+        f"KV cache: {room}, or {tokens // most:,} requests of {most:,}; {engine.most_running:,} at once",
         "",
         f"curl {url}{path}{key} -H 'Content-Type: application/json' \\",
         f"  -d '{json.dumps({'model': server.model.name} | body)}'",

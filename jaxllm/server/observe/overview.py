@@ -18,9 +18,9 @@ def overview(server: "Server") -> dict[str, Any]:
             "num_requests_running": stats.num_running,
             "num_requests_waiting": stats.num_waiting,
             "kv_cache_usage": stats.blocks_used / stats.num_blocks,
-            "kv_cache_tokens": info.config.num_blocks * info.config.block_size,
+            "kv_cache_tokens": info.config.total_tokens,
             "max_model_len": info.config.max_model_len,
-            "max_num_seqs": info.config.max_num_seqs,
+            "max_num_seqs": info.config.most_running,
             "num_executables": stats.num_executables,
             "num_compiled": stats.num_compiled,
         }

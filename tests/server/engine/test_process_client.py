@@ -289,7 +289,7 @@ def test_a_long_step_is_silence_and_a_compilation_is_none():
         task = asyncio.create_task(collect(client, SLOW, max_tokens=1))
         await until(lambda: client.health().silent_s > 1.5)
         await task
-        await until(lambda: client.health() == (True, 0, pytest.approx(client.health().patience_s)))
+        await until(lambda: client.health() == (True, 0, pytest.approx(client.health().patience_s), None))
         assert client.health().patience_s > 10, "it is known to take long"
 
     run(test)
