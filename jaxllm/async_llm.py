@@ -128,7 +128,7 @@ class AsyncLLM(BaseLLM):
 
     async def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
-        await self._between_steps(self._engine.scheduler.pool.forget_keys)
+        await self._between_steps(self._engine.scheduler.forget_keys)
         return True
 
     async def sleep(self, level: int = 1) -> None:

@@ -5,15 +5,30 @@ does both. What these mean is what `pallas_kernels.paged_attention.reference` sa
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Num
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
-from jaxllm.pallas_kernels.paged_attention import KV_AXES, PagedBatch, cap, ragged_paged_attention, rounded
-from jaxllm.sharding.rules import shard_map
+from jaxllm.pallas_kernels.paged_attention import (
+    KV_AXES,
+    PagedBatch,
+    cap,
+    ragged_paged_attention,
+    rounded,
+    write_blocks,
+)
+from jaxllm.sharding.rules import gathered, shard_map
+
+
+class SharedTokens(NamedTuple):
+    """Tokens of a sequence that all shards compute, by whole blocks, and where this shard keeps their keys and values.
+    Blocks that there are not lie past the pool."""
+
+    blocks: Int[Array, " n"]
+    tokens: Int[Array, "n block_size"]  # of each, among all shards' tokens of the step, one shard's after the other
 
 
 @jax.tree_util.register_dataclass
@@ -25,6 +40,7 @@ class Paged:
     batch: PagedBatch
     placement: Placement = field(default=UNPLACED, metadata={"static": True})
     kv_scales: Float32[Array, "2 kv_heads"] | None = None  # of a pool of 8-bit numbers: those of keys, and of values
+    shared: SharedTokens | None = None
 
     def attend(
         self,
@@ -50,8 +66,21 @@ class Paged:
 
         in_axes = (heads, kv, kv, KV_AXES, (), *(axes for _, axes in more.values()))
         op = shard_map(attend, self.placement.mesh, in_axes=in_axes, out_axes=(heads, KV_AXES))
-        out, pool = op(q, k, v, self.kv_pool, self.batch, *(array for array, _ in more.values()))
+        pool = self.kv_pool if self.shared is None else self._with_shared(k, v, self.shared)
+        out, pool = op(q, k, v, pool, self.batch, *(array for array, _ in more.values()))
         return out, replace(self, kv_pool=pool)
+
+    def _with_shared(self, k: Array, v: Array, shared: SharedTokens) -> Array:
+        """The pool with keys and values of the tokens that other shards have of a sequence of this one, too."""
+
+        def write(k: Array, v: Array, pool: Array, shared: SharedTokens, *kv_scales: Array) -> tuple[Array]:
+            return (write_blocks(k, v, pool, *shared, *kv_scales),)
+
+        kv, scales = (None, "kv_heads", None), [] if self.kv_scales is None else [self.kv_scales]
+        in_axes = (kv, kv, KV_AXES, (), *((None, "kv_heads") for _ in scales))
+        op = shard_map(write, self.placement.mesh, in_axes=in_axes, out_axes=(KV_AXES,))
+        (pool,) = op(gathered(k), gathered(v), self.kv_pool, shared, *scales)
+        return pool
 
 
 @jax.tree_util.register_dataclass

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxllm.argument_checks import a_type
 from jaxllm.errors import DeviceError, MeshError
@@ -27,7 +27,8 @@ def make_mesh(spec: str | Mesh | None, name: str | None = None) -> Mesh:
     known (`rules.check_used`).
     """
     if spec is None:
-        return _mesh(np.array(all_devices()[:1]), ("tensor",))
+        all_devices()  # or says why there are none
+        return _mesh(np.array(jax.local_devices()[:1]), ("tensor",))
     if isinstance(spec, Mesh):
         unknown = sorted(set(spec.axis_names) - set(AXES))
         if unknown:
@@ -78,6 +79,12 @@ def _is_installed(module: str) -> bool:
 def platform_of(mesh: Mesh) -> str:
     """The platform of its devices: "cpu", "gpu" or "tpu"."""
     return mesh.devices.flat[0].platform
+
+
+def mesh_in_context(mesh: Mesh) -> Mesh | AbstractMesh:
+    """What a `shard_map` over the axes of `mesh` takes here: the whole mesh, where one over others is around it."""
+    around = jax.sharding.get_abstract_mesh()
+    return mesh if around.empty or not around.manual_axes else around
 
 
 def rename_axes(mesh: Mesh, names: Mapping[str, str]) -> Mesh:

@@ -11,7 +11,15 @@ from jaxllm.engine.beam.candidates import CANDIDATES_WIDTH, NUM_CANDIDATES
 from jaxllm.engine.beam.search import Candidates
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.commands import Command
-from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, PoolLayout, SampleInput, StepLayout, table_shapes
+from jaxllm.engine.device.packing import (
+    FROM_SLOT,
+    AdmitLayout,
+    PoolLayout,
+    SampleInput,
+    StepInput,
+    StepLayout,
+    table_shapes,
+)
 from jaxllm.engine.device.state import SamplingTable
 from jaxllm.engine.logprobs import WIDTH_WITH_IDS
 from jaxllm.engine.schedule.plan import NOT_ACCEPTED
@@ -161,6 +169,12 @@ class ShadowExecutor(FakeExecutor):
         config = self.config
         layout = StepLayout(tokens, config.max_num_seqs, config.block_size, config.pages_per_block)
         given = layout.unpack(command.arrays[0])
+        self.run(given)
+        return [given.counts]
+
+    def run(self, given: StepInput, shared_slot: int = -1) -> list[int]:
+        """Writes the tokens of all rows but that of `shared_slot`, which are returned."""
+        config, shared = self.config, []
         for slot, index, *pages in given.new_blocks.T:
             for table, (group, width, _) in zip(self.tables, self.shapes, strict=True):
                 if slot < config.max_num_seqs:
@@ -170,12 +184,16 @@ class ShadowExecutor(FakeExecutor):
         self.logits_of = []
         for slot, q_len in zip(given.slots[: given.counts[1]], given.q_lens, strict=False):
             for token in given.tokens[at : at + q_len]:
-                self._write(int(slot), int(self.last_tokens[slot] if token == FROM_SLOT else token), written)
+                if slot == shared_slot:
+                    shared.append(int(token))
+                else:
+                    self.write(int(slot), int(self.last_tokens[slot] if token == FROM_SLOT else token), written)
             at += q_len
         assert at == given.counts[2]
-        return [given.counts]
+        return shared
 
-    def _write(self, slot: int, token: int, written: set[tuple[int, int]]) -> None:
+    def write(self, slot: int, token: int, written: set[tuple[int, int]]) -> None:
+        """A token of a slot, after those that it has. No cell is `written` twice in a step."""
         length = int(self.lengths[slot])
         index, cell = divmod(length, self.config.block_size)
         for number, (group, _, _) in enumerate(self.shapes):

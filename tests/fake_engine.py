@@ -163,6 +163,7 @@ class LimitedRunner(Runner):
         self.limit = max(self.limit, num_tokens)
 
     def dispatch_forward(self, plan: Plan) -> Forward:
+        plan.awaits_masks = True  # so that the sampling comes after the look at what the forward pass has done
         forward = super().dispatch_forward(plan)
         self.on_forward(plan)
         return forward
@@ -203,11 +204,14 @@ class FakeEngine(Engine):
         swap_blocks=0,
         groups=EVERYTHING,
         whole_prompts=False,
+        num_shards=1,
+        most_tokens=64,
     ):
         config = EngineConfig(
             max_model_len=2,
+            num_shards=num_shards,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=64,  # and less, by the runner's limit
+            max_num_batched_tokens=most_tokens,  # and less, by the runner's limit
             block_size=block_size,
             num_blocks=num_blocks,
             enable_prefix_caching=prefix_caching and not whole_prompts,
@@ -219,9 +223,7 @@ class FakeEngine(Engine):
         )
         self.capacity = min(config.longest_len(), max(60, num_blocks * block_size))
         config = replace(config, max_model_len=self.capacity)
-        self.executor = ShadowExecutor(config, page_bytes=GIB)
-        self.executor.on_admit = self._check_admitted
-        runner = LimitedRunner(self.executor, config)
+        runner = self._runner(config)
         runner.on_forward = self._check_forward
         super().__init__(runner, vocab=SIZE_OF_VOCAB, eos_ids=[EOS], pooler=pooler())
         self.intake = NotingIntake(config, vocab=SIZE_OF_VOCAB, eos_ids=[EOS], tokenizer=None, pooler=pooler())
@@ -236,6 +238,11 @@ class FakeEngine(Engine):
         self.expected_beams: dict[BeamSearchGroup, list[tuple[list[int], str]]] = {}
         self.poison: set[Sequence] = set()  # a step with one of them fails
         self.failures: Counter[Sequence] = Counter()
+
+    def _runner(self, config: EngineConfig) -> LimitedRunner:
+        self.executor = ShadowExecutor(config, page_bytes=GIB)
+        self.executor.on_admit = self._check_admitted
+        return LimitedRunner(self.executor, config)
 
     @property
     def pool(self) -> BlockPool:
@@ -447,7 +454,7 @@ class FakeEngine(Engine):
             assert all(start == 0 and stop == len(r.prompt_token_ids) for r, start, stop in spans), "a prompt was cut"
         assert not any(request.pooling for request in plan.decodes), "a decode has a sample"
         assert plan.num_tokens == sum(stop - start for _, start, stop in spans) <= max_tokens
-        assert plan.num_tokens or plan.admitted or plan.swap_outs
+        assert not plan.is_empty
         assert len(plan.samples) == plan.num_samples <= max_tokens
         assert plan.num_samples == len(plan.decodes) + sum(chunk.num_samples for chunk in plan.chunks) + len(plan.forks)
         for requests in (plan.rows, dict.fromkeys(plan.samples), [request for request, _ in plan.admitted]):
@@ -455,14 +462,18 @@ class FakeEngine(Engine):
         assert not (plan.swap_outs and plan.swap_ins)
         assert len({new[:2] for new in plan.new_blocks}) == len(plan.new_blocks), "one write per cell"
         tables = {request.slot: request.table for request in plan.rows}
+        tables |= {guest.slot: guest.table for guest in scheduler.running_set.guests}
+        tables |= {request.slot: request.table for request in scheduler.running}
         assert all(tables[slot].pages(index) == pages for slot, index, *pages in plan.new_blocks)
-        assert len(plan.new_blocks) <= len(plan.rows) + -(-plan.num_tokens // block_size)
+        num_tokens = plan.num_tokens if plan.shared is None else self.config.num_shards * max_tokens
+        assert len(plan.new_blocks) <= len(plan.rows) + -(-num_tokens // block_size)
         assert plan.full_sampler or not any(request.params.needs_full_sampler for request in plan.rows)
         assert plan.has_chosen or not any(request.group.chooses_tokens for request in plan.samples)
         if any(request.host_dependent for request in in_flight):
             assert not any(request.host_dependent for request in plan.samples), "they sample in the same steps"
         held = [request.table for request in scheduler.running]
         held += [stem.table for stem in scheduler.running_set.stems.values()]
+        held += [guest.table for guest in scheduler.running_set.guests]
         holders = Counter(block for table in held for each in table.groups for block in each.ids)
         for request, start, stop in spans:
             assert request.status is Status.RUNNING

@@ -69,7 +69,7 @@ def stream_once(
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     arrivals: list[list[float]] = [[] for _ in prompts]
     num_tokens = [0] * len(prompts)
-    llm.engine.scheduler.pool.forget_keys()
+    llm.engine.scheduler.forget_keys()
     start = clock()
     with closing(llm.stream([{"prompt_token_ids": ids} for ids in prompts], params)) as updates:
         for index, output in updates:

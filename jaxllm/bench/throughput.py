@@ -124,7 +124,7 @@ def _run_once(llm: Any, requests: Sequence[WorkloadRequest], clock: Callable[[],
         )
         for request in requests
     ]
-    llm.engine.scheduler.pool.forget_keys()
+    llm.engine.scheduler.forget_keys()
     before = llm.stats()
     start = clock()
     outputs = llm.generate(prompts, params, use_tqdm=False)

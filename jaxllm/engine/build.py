@@ -3,26 +3,29 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.argument_checks import check_int
+from jaxllm.checkpoint.loader import staging_bytes
 from jaxllm.checkpoint.placement import check_mesh
 from jaxllm.engine import recording
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
-from jaxllm.engine.device import memory
+from jaxllm.engine.device import device_memory, memory
+from jaxllm.engine.device.command_log import Header
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.executor import Executor
+from jaxllm.engine.device.memory_plan import plan_engine
 from jaxllm.engine.device.packing import min_bucket
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.engine.kv_cache import check_kv_dtype, check_platform, fixed_scales, scale_command, with_scales
 from jaxllm.engine.model_interface import cache_specs
-from jaxllm.engine.model_source import Reading, model_source
+from jaxllm.engine.model_source import ModelSource, Reading, model_source
 from jaxllm.engine.pooling import Pooler, task_of
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import transformer
@@ -30,12 +33,26 @@ from jaxllm.models.moe import Experts
 from jaxllm.models.transformer import Params
 from jaxllm.sampling_checks import MAX_LOGPROBS
 from jaxllm.sharding.expand import padded, repeated
-from jaxllm.sharding.mesh import make_mesh, platform_of
-from jaxllm.sharding.rules import sharding
+from jaxllm.sharding.mesh import all_devices, make_mesh, platform_of
+from jaxllm.sharding.rules import num_shards, sharding
 
 log = logging.getLogger(__name__)
 
 CPU_SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 512}  # smaller defaults than elsewhere
+
+
+@runtime_checkable
+class HostGroup(Protocol):
+    """Hosts that an engine leads: see `jaxllm.cluster.leader`."""
+
+    @property
+    def processes_here(self) -> int:
+        """How many of them are on this machine."""
+        ...
+
+    def least_memory(self, own: device_memory.DeviceMemory | None) -> device_memory.DeviceMemory | None: ...
+    def lead(self, executor: CommandExecutor, header: Header) -> CommandExecutor: ...
+    def fail(self, error: BaseException) -> None: ...
 
 
 def build_engine(
@@ -65,9 +82,11 @@ def build_engine(
     hf_overrides: dict[str, Any] | None = None,
     task: str | None = None,
     max_logprobs: int | None = None,
+    group: HostGroup | None = None,
 ) -> Engine:
-    """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments."""
-    mesh = choose_mesh(mesh, tensor_parallel_size)
+    """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments; `group` are
+    the hosts that it leads."""
+    mesh = choose_mesh(mesh, tensor_parallel_size, spreads=group is not None)
     platform = platform_of(mesh)
     reading = Reading(load_format, hf_overrides, skip_tokenizer_init, task, quantization)
     if record is not None and (load_format == "dummy" or hf_overrides or task or quantization):
@@ -75,14 +94,8 @@ def build_engine(
             "record notes neither load_format='dummy' nor hf_overrides, task or quantization; write a checkpoint that "
             "is so"
         )
-    source = model_source(model, dtype, platform, tokenizer, reading)
-    source.expand(mesh)
-    graph, state = nnx.split(source.model)
-    check_mesh(state, mesh)
+    source, state, shape = open_model(model, dtype, tokenizer, reading, mesh)
     has_params = not callable(source.params)
-    if has_params:
-        state = jax.block_until_ready(source.place(state, mesh))  # what is free on the device is measured next
-    shape = model_shape(source.cfg, graph, state, mesh)
     sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
     sizes |= CPU_SIZES if platform == "cpu" else {}
     max_num_seqs = _default(max_num_seqs, sizes["max_num_seqs"])
@@ -112,36 +125,61 @@ def build_engine(
     check_platform(shape, wanted, mesh, source.cfg.heads)
     scales = fixed_scales(source, shape, wanted)
     wanted = with_scales(wanted, scales)
-    if num_blocks is not None:
-        memory.check_num_blocks(shape, wanted, num_blocks, mesh, has_params=has_params)
     if platform == "cpu" and gpu_memory_utilization is not None:
         log.warning(
             "gpu_memory_utilization=%g is for accelerators: on a CPU the KV pool takes %.3g %% of the machine's memory "
             "at most, unless num_blocks gives its size",
             *(gpu_memory_utilization, 100 * memory.CPU_KV_SHARE),
         )
-    device = memory.device_memory(mesh) if num_blocks is None else None
-    explicit_len = max_model_len is not None
-    config = size_engine(shape, wanted, mesh, num_blocks, device, explicit_len=explicit_len, has_params=has_params)
+    explicit_len, staged = max_model_len is not None, 0 if has_params else staging_bytes(state)
+    with device_memory.sizing():
+        processes_here = 1 if group is None else group.processes_here
+        device = device_memory.measure(mesh, processes_here=processes_here)
+        if group is not None:
+            device = group.least_memory(device)
+        if num_blocks is not None:
+            memory.check_num_blocks(shape, wanted, num_blocks, mesh, device, has_params=has_params)
+        config = size_engine(shape, wanted, mesh, num_blocks, device, explicit_len=explicit_len, has_params=has_params)
+        claim = plan_engine(
+            shape, config, mesh, device, loading=staged, has_params=has_params, processes_here=processes_here
+        )
     shape = with_max_len(shape, source.model, config.max_model_len)
     executor: CommandExecutor = Executor(  # compiles while the parameters load
-        shape, config, mesh, compilation_cache=compilation_cache
+        shape, config, mesh, compilation_cache=compilation_cache, claim=claim
     )
     try:
+        if group is not None:
+            executor = group.lead(executor, recording.header_of(source, config, mesh, executor.abstract_params))
         if record is not None:
             executor = recording.record(executor, source, config, record)
         runner = Runner(executor, config, shape.vocab, scale_command(source, config, scales))
         runner.set_params(state if has_params else source.place(state, mesh), source.name)
-    except BaseException:
+    except BaseException as error:
+        if group is not None:
+            group.fail(error)
         executor.close()
         raise
     return Engine(runner, vocab=source.cfg.vocab, eos_ids=source.eos_ids, tokenizer=source.tokenizer, pooler=pooler)
 
 
-def choose_mesh(mesh: str | Mesh | None, tensor_parallel_size: int | None) -> Mesh:
-    """As `LLM` takes them."""
+def open_model(
+    model: Any, dtype: str, tokenizer: Any, reading: Reading, mesh: Mesh
+) -> tuple[ModelSource, Params, ModelShape]:
+    """Where the model comes from, its parameters, and its shape. The parameters are on the mesh if the caller has
+    brought them; else they are shapes, and `ModelSource.place` loads them."""
+    source = model_source(model, dtype, platform_of(mesh), tokenizer, reading)
+    source.expand(mesh)
+    graph, state = nnx.split(source.model)
+    check_mesh(state, mesh)
+    if not callable(source.params):
+        state = jax.block_until_ready(source.place(state, mesh))  # what is free on the device is measured next
+    return source, state, model_shape(source.cfg, graph, state, mesh)
+
+
+def choose_mesh(mesh: str | Mesh | None, tensor_parallel_size: int | None, *, spreads: bool = False) -> Mesh:
+    """As `LLM` takes them; without either one device, or all if it `spreads`."""
     if tensor_parallel_size is None:
-        return make_mesh(mesh)
+        return make_mesh(f"tensor={len(all_devices())}" if spreads and mesh is None else mesh)
     if mesh is not None:
         raise ValueError(f"mesh and tensor_parallel_size={tensor_parallel_size} exclude each other; give one")
     check_int("tensor_parallel_size", tensor_parallel_size, 1, 2**16)
@@ -212,17 +250,20 @@ def size_engine(
     wanted: EngineConfig,
     mesh: Mesh,
     num_blocks: int | None,
-    device: memory.DeviceMemory | None,
+    device: device_memory.DeviceMemory | None,
     *,
     explicit_len: bool,
     has_params: bool = False,
 ) -> EngineConfig:
     """`wanted` with the number of blocks that fit, and a context no longer than they hold unless it was asked for.
 
-    `device` is what a device of the mesh has (None: a CPU); `has_params` says that the parameters lie there already.
+    `device` is what each device of the mesh has (None: not known); members of a group give the same, as the number of
+    blocks is part of every executable (see `device_memory.least`). `has_params`: the parameters lie there already.
     """
     block_size, max_model_len = wanted.block_size, wanted.max_model_len
-    wanted = dataclasses.replace(wanted, min_bucket=min_bucket(platform_of(mesh)))
+    wanted = dataclasses.replace(
+        wanted, min_bucket=min_bucket(platform_of(mesh)), num_shards=num_shards("shards", mesh)
+    )
     wanted = dataclasses.replace(wanted, groups=shape.cache_layout(wanted, mesh).groups)
     if num_blocks is None:
         budget = memory.kv_budget(shape, wanted, mesh, device, has_params=has_params)

@@ -22,11 +22,13 @@ KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 class EngineConfig:
     """Sizes of the batch and of the pool. Raises `ValueError` naming field, value and range."""
 
+    # Of each shard of data: slots, a step's tokens, and the pool.
     max_model_len: int  # tokens of a sequence, prompt included
     max_num_seqs: int  # sequences running at once: slots
     max_num_batched_tokens: int  # tokens of a step
     block_size: int  # tokens of a block
     num_blocks: int  # of all groups of layers together
+    num_shards: int = 1  # of data: the mesh's
     min_bucket: int = 1  # tokens that a step is padded to at least, and samples of a sampler; by the platform
     groups: tuple[CacheGroup, ...] = EVERYTHING  # of layers, which share the pool
     enable_prefix_caching: bool = True
@@ -63,6 +65,7 @@ class EngineConfig:
             )
         check_int("block_size", self.block_size, 1, 2**12)
         check_int("num_blocks", self.num_blocks, 1, MOST_BLOCKS)
+        check_int("num_shards", self.num_shards, 1, 2**16)
         check_int("min_bucket", self.min_bucket, 1, 8)
         if self.gpu_memory_utilization is not None:
             check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
@@ -85,6 +88,23 @@ class EngineConfig:
                 f"max_model_len={self.max_model_len} tokens don't fit the KV pool of {self.num_blocks} blocks "
                 f"of {self.block_size} = {self.longest_len()} tokens; lower max_model_len, or raise num_blocks"
             )
+
+    @property
+    def most_running(self) -> int:
+        """Sequences that run at once in all shards."""
+        return self.num_shards * self.max_num_seqs
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether shards can compute one prompt together: each then keeps all of it, as attention that sees everything
+        does."""
+        is_plain = len(self.groups) == 1 and self.groups[0].window is None and not self.groups[0].is_state
+        return self.num_shards > 1 and is_plain and self.generates and not self.whole_prompts
+
+    @property
+    def total_tokens(self) -> int:
+        """That the pools of all shards hold."""
+        return self.num_shards * self.num_blocks * self.block_size
 
     @property
     def swap_bytes(self) -> int:

@@ -15,8 +15,8 @@ from jaxllm.checkpoint.config import ModelSpec, read_config, resolve_dtype
 from jaxllm.checkpoint.files import is_gguf
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import canonical, expansion_of, named, sharding_before
-from jaxllm.engine.device.memory import device_memory, leaf_bytes
-from jaxllm.engine.host_memory import machine_bytes
+from jaxllm.engine.device.device_memory import measure
+from jaxllm.engine.device.memory import leaf_bytes
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import transformer
 from jaxllm.models.quantized import WeightForm
@@ -112,10 +112,9 @@ def _uniform(shape: tuple[int, ...], salt: int) -> jax.Array:
 
 def _check_fits(values: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, NamedSharding], mesh: Mesh) -> None:
     placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name]) for name, x in values.items()]
-    device = device_memory(mesh)
-    need, have = leaf_bytes(placed), machine_bytes() // mesh.size if device is None else device.limit
-    if need > have:
+    device, need = measure(mesh), leaf_bytes(placed)
+    if device is not None and need > device.limit:
         raise OutOfMemoryError(
-            f"the parameters take {need / 1e9:.2f} GB on each device, which has {have / 1e9:.2f} GB; use more devices "
-            "(--mesh tensor=N) or a smaller dtype"
+            f"the parameters take {need / 1e9:.2f} GB on each device, which has {device.limit / 1e9:.2f} GB; use more "
+            "devices (--mesh tensor=N) or a smaller dtype"
         )

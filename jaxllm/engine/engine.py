@@ -21,9 +21,10 @@ from jaxllm.engine.pooling import Pooler, PoolingRequest
 from jaxllm.engine.prepare import Intake, PreparedRequest
 from jaxllm.engine.requests import OpenRequests, Output
 from jaxllm.engine.schedule.block_pool import BlockPool
-from jaxllm.engine.schedule.plan import NOT_FINITE_POOLED, Plan, PooledSpan
+from jaxllm.engine.schedule.plan import NOT_FINITE_POOLED, PooledSpan, StepPlan
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import End, Sequence
+from jaxllm.engine.schedule.shards import Shards
 from jaxllm.engine.sleep import KV_CACHE, Sleep
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
 from jaxllm.engine.swap_choice import SwapChoice
@@ -67,14 +68,19 @@ class Engine:
     def _start_empty(self) -> None:
         """No requests, an empty pool, and a device state to be built before the next step."""
         runner, config = self.runner, self.config
-        self.scheduler = Scheduler(
-            BlockPool(config.num_blocks, config.block_size, config.groups),
-            max_num_seqs=config.max_num_seqs,
-            prefix_caching=config.enable_prefix_caching,
-            prefers_swap=self._swap_choice,
-            max_host_pages=config.swap_bytes // runner.costs.page_bytes,
-            whole_prompts=config.whole_prompts,
-        )
+        schedulers = [
+            Scheduler(
+                BlockPool(config.num_blocks, config.block_size, config.groups),
+                max_num_seqs=config.max_num_seqs,
+                prefix_caching=config.enable_prefix_caching,
+                prefers_swap=self._swap_choice,
+                max_host_pages=config.swap_bytes // config.num_shards // runner.costs.page_bytes,
+                whole_prompts=config.whole_prompts,
+            )
+            for _ in range(config.num_shards)
+        ]
+        sharing = {"may_share": runner.may_share, "most_tokens": config.max_num_batched_tokens}
+        self.scheduler = schedulers[0] if len(schedulers) == 1 else Shards(schedulers, **sharing)
         self.requests = OpenRequests(self.scheduler.finish)
         self._in_flight: Handle | None = None
         self._has_state = self._is_torn = False
@@ -182,12 +188,14 @@ class Engine:
     def _step(self) -> list[Output]:
         plan = self._schedule()
         done, self._in_flight = self._in_flight, None
-        failed: tuple[Plan, Exception] | None = None
+        failed: tuple[StepPlan, Exception] | None = None
         unsampled: tuple[Forward, GrammarRows] | None = None  # whose masks depend on the step before
         updated: list[Sequence] = []
         if plan is not None:
             try:
-                forward, rows = self.runner.dispatch_forward(plan), GrammarRows(plan)
+                rows = GrammarRows(plan)
+                plan.awaits_masks = bool(rows)
+                forward = self.runner.dispatch_forward(plan)
                 if rows.await_commit:
                     unsampled = forward, rows
                 else:
@@ -212,16 +220,16 @@ class Engine:
             updated += self._recover(*failed)
         return self.requests.updates(updated)
 
-    def _schedule(self) -> Plan | None:
+    def _schedule(self) -> StepPlan | None:
         limit = self.runner.max_tokens(self._needs_full_sampler)
         plan = self.scheduler.schedule(limit)
         if plan is not None:
-            is_cut = limit <= plan.num_tokens < self.config.max_num_batched_tokens  # for want of an executable
-            plan.num_wanted = plan.num_tokens + (self.scheduler.num_left_tokens() if is_cut else 0)
+            is_cut = limit <= plan.most_tokens < self.config.max_num_batched_tokens  # for want of an executable
+            plan.num_wanted = plan.most_tokens + (self.scheduler.num_left_tokens() if is_cut else 0)
             self._steps.count(plan.num_tokens)
             for sequence, _ in plan.admitted:
                 sequence.request.scheduled()
-            self._peak_blocks = max(self._peak_blocks, self.scheduler.pool.num_used)
+            self._peak_blocks = max(self._peak_blocks, self.scheduler.num_used)
         return plan
 
     def _sample(self, forward: Forward, rows: GrammarRows) -> list[Sequence]:
@@ -234,13 +242,14 @@ class Engine:
         self._in_flight = self.runner.dispatch_sample(forward, masks)
         return [self._end_blocked(sequence) for sequence in blocked]
 
-    def _commit(self, plan: Plan, result: Result) -> list[Sequence]:
+    def _commit(self, plan: StepPlan, result: Result) -> list[Sequence]:
         if result.tokens or result.pooled:
             self.failure, self._num_failed_steps = None, 0
         now = time.monotonic()
-        sampling = [chunk.sequence for chunk in plan.chunks if chunk.num_samples]
-        for sequence in (*plan.decodes[plan.num_steady :], *sampling):  # among them all that get their first token
-            sequence.request.sampled(now)
+        for shard in plan.shards:
+            sampling = [chunk.sequence for chunk in shard.chunks if chunk.num_samples]
+            for sequence in (*shard.decodes[shard.num_steady :], *sampling):  # all that get their first token
+                sequence.request.sampled(now)
         pooled = [each[0].sequence for each in result.pooled if self._end_pooled(*each)]
         return pooled + self.scheduler.commit(plan, result.tokens, *self._read(plan, result))
 
@@ -251,7 +260,7 @@ class Engine:
             return False
         is_finite = bool(np.isfinite(pooled).all())
         sequence.pooled = pooled if is_finite else None
-        self.scheduler.committer.num_not_finite += not is_finite
+        self.scheduler.of(sequence).committer.num_not_finite += not is_finite
         self.scheduler.finish(sequence, End("stop") if is_finite else End("error", error=NOT_FINITE_POOLED))
         return True
 
@@ -266,7 +275,7 @@ class Engine:
         return sequence
 
     def _read(
-        self, plan: Plan, result: Result
+        self, plan: StepPlan, result: Result
     ) -> tuple[list[PackedLogprobs | None] | None, list[BeamRow | None] | None]:
         """Gives requests the log-probabilities of their prompts; returns what is to be kept of each sample's token,
         and how each beam may go on."""
@@ -298,7 +307,7 @@ class Engine:
             ) from error
         self._has_state = True
 
-    def _recover(self, plan: Plan, error: Exception) -> list[Sequence]:
+    def _recover(self, plan: StepPlan, error: Exception) -> list[Sequence]:
         """The device's state is gone, and all requests start over. Returns the sequences that end for it: those that
         were in several failed steps, and all if every step fails."""
         log.error("a step of %d tokens failed and is recomputed: %s", plan.num_tokens, error)
@@ -321,7 +330,7 @@ class Engine:
     def update_params(self, params: Params) -> None:
         """Replaces the parameters between two steps, and drops the prefix cache, which came from the old ones."""
         self._sleep.set_params(params)
-        self.scheduler.pool.forget_keys()
+        self.scheduler.forget_keys()
 
     def sleep(self, level: int) -> None:
         """Gives the device's memory away, between two steps. ValueError while there are requests."""
@@ -330,7 +339,7 @@ class Engine:
         while self._in_flight is not None:
             self.step()
         self._sleep.fall(level)
-        self.scheduler.pool.forget_keys()
+        self.scheduler.forget_keys()
         self._has_state = False
 
     def wake_up(self, tags: abc.Collection[str] | None = None) -> None:

@@ -10,8 +10,11 @@ _V1, _V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "m
 
 def machine_bytes() -> int:
     """Of the machine, or of the container; the same at each start."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([total, *(limit for limit, _ in _limits())])
+    return min([_physical_bytes(), *(limit for limit, _ in _limits())])
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_bytes() -> int:
@@ -21,13 +24,23 @@ def free_bytes() -> int:
     return min([_available(total), *(max(0, limit - used) for limit, used in _limits())])
 
 
+def swap_free_bytes() -> int:
+    """Of the system's swap space; 0 in a container with a limit, whose share of it is not known."""
+    return 0 if machine_bytes() < _physical_bytes() else _meminfo().get("SwapFree", 0)
+
+
 def _available(total: int) -> int:
+    return _meminfo().get("MemAvailable", total)
+
+
+def _meminfo() -> dict[str, int]:
+    """Bytes by name; empty where the system is not Linux."""
     try:
         lines = (PROC / "meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return total
-    values = dict(line.split(":", 1) for line in lines if ":" in line)
-    return int(values["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in values else total
+    except OSError:
+        return {}
+    values = (line.split(":", 1) for line in lines if ":" in line)
+    return {name: int(value.split()[0]) * 1024 for name, value in values if value.split()}
 
 
 def _limits() -> Iterator[tuple[int, int]]:

@@ -167,7 +167,7 @@ class _Replay:
         self._unread.pop(self._num_calls - _MAX_KEPT, None)
         self._num_calls += 1
         self._report.commands += len(commands)
-        self._report.steps += sum(command.kind == "step" for command in commands)
+        self._report.steps += sum(command.kind in ("step", "step_shared") for command in commands)
 
     def _check_results(self, frame: CallResults) -> None:
         report, (commands, results) = self._report, self._unread.pop(frame.call, ([], []))

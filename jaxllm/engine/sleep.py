@@ -30,7 +30,9 @@ class Sleep:
             raise ValueError(f"level={level!r} must be 1 (parameters go to host memory) or 2 (they are dropped)")
         executor = self._runner.executor
         if not isinstance(executor, Executor):
-            raise ValueError("an engine that records can't sleep; build one without record")
+            raise ValueError(
+                "an engine that records, or runs over several hosts, can't sleep; build one without record and cluster"
+            )
         if WEIGHTS not in self.given_away and not self._lacks_params:
             if level == 1:
                 self._kept = [(np.array(jax.device_get(leaf)), leaf.sharding) for leaf in executor.leaves]

@@ -1,10 +1,12 @@
 """What an engine tells of itself."""
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.schedule.scheduler import Scheduler
+from jaxllm.engine.schedule.shards import Shards
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -24,7 +26,7 @@ class StepCounter:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine holds now, and what it has done so far."""
+    """What an engine holds now, and what it has done so far: all shards together."""
 
     num_blocks: int  # pages of the pool; where layers have different windows, a block takes several
     block_size: int  # tokens
@@ -57,31 +59,38 @@ class EngineStats:
 
 
 def read_stats(
-    scheduler: Scheduler, compile_plan: CompilePlan, peak_blocks_used: int, steps: StepCounter
+    scheduler: Scheduler | Shards, compile_plan: CompilePlan, peak_blocks_used: int, steps: StepCounter
 ) -> EngineStats:
-    """O(running), however large the pool is."""
-    pool, preemption, admission = scheduler.pool, scheduler.preemption, scheduler.admission
+    """Of all shards together. O(running), however large the pool is."""
+
+    def total(of: Callable[[Scheduler], int]) -> int:
+        return sum(map(of, scheduler.shards))
+
+    num_swapped = total(lambda shard: shard.preemption.num_swapped)
+    queues = [shard.waiting for shard in scheduler.shards]
+    if isinstance(scheduler, Shards):
+        queues.append(scheduler.waiting)
     return EngineStats(
-        num_blocks=pool.num_pages,
-        block_size=pool.block_size,
-        blocks_used=pool.num_used,
-        blocks_shared=pool.num_shared,
-        blocks_cached=pool.num_cached,
+        num_blocks=total(lambda shard: shard.pool.num_pages),
+        block_size=scheduler.shards[0].pool.block_size,
+        blocks_used=scheduler.num_used,
+        blocks_shared=total(lambda shard: shard.pool.num_shared),
+        blocks_cached=total(lambda shard: shard.pool.num_cached),
         peak_blocks_used=peak_blocks_used,
-        wasted_slots=scheduler.running_set.num_wasted_slots,
-        blocks_copied=scheduler.num_copied,
-        blocks_swapped_out=preemption.num_pages_out,
-        blocks_swapped_in=preemption.num_pages_in,
-        blocks_on_host=preemption.num_host_pages,
-        num_running=len(scheduler.running_set),
-        num_waiting=len(scheduler.waiting),
-        num_waiting_preempted=scheduler.waiting.num_returning,
-        num_free_slots=len(scheduler.running_set.free_slots),
-        num_preemptions=preemption.num_swapped + preemption.num_recomputed,
-        num_swapped=preemption.num_swapped,
-        num_prompt_tokens=admission.num_prompt_tokens,
-        num_cached_tokens=admission.num_cached_tokens,
-        num_not_finite=scheduler.committer.num_not_finite,
+        wasted_slots=total(lambda shard: shard.running_set.num_wasted_slots),
+        blocks_copied=total(lambda shard: shard.num_copied),
+        blocks_swapped_out=total(lambda shard: shard.preemption.num_pages_out),
+        blocks_swapped_in=total(lambda shard: shard.preemption.num_pages_in),
+        blocks_on_host=total(lambda shard: shard.preemption.num_host_pages),
+        num_running=total(lambda shard: len(shard.running_set)),
+        num_waiting=sum(map(len, queues)),
+        num_waiting_preempted=sum(queue.num_returning for queue in queues),
+        num_free_slots=total(lambda shard: len(shard.running_set.free_slots)),
+        num_preemptions=num_swapped + total(lambda shard: shard.preemption.num_recomputed),
+        num_swapped=num_swapped,
+        num_prompt_tokens=total(lambda shard: shard.admission.num_prompt_tokens),
+        num_cached_tokens=total(lambda shard: shard.admission.num_cached_tokens),
+        num_not_finite=total(lambda shard: shard.committer.num_not_finite),
         step_counts=steps.counts.copy(),
         num_step_tokens=steps.num_tokens,
         step_s=steps.seconds,

@@ -13,6 +13,7 @@ _KERNELS = "kernels are chosen for the device and the model's shapes"
 _CODE = "code in a checkpoint is never run; a model that needs it is refused by name"
 _LOADING = "a detail of how vLLM loads weights"
 _NO_PARALLEL = "a model is split by tensors only; give tensor_parallel_size, or mesh='tensor=4'"
+_DATA = "shards of data are an axis of the mesh; give mesh='data=2', or mesh='data=2,tensor=4'"
 _NO_REPLICAS = (
     "an engine is one replica; start one for each part of the devices, and a server for each behind a balancer"
 )
@@ -156,7 +157,7 @@ _ONLY: dict[str, Only] = {
     "pipeline_parallel_size": Only(_is_one, _NO_PARALLEL),
     "prefill_context_parallel_size": Only(_is_one, _NO_PARALLEL),
     "decode_context_parallel_size": Only(_is_one, _NO_PARALLEL),
-    "data_parallel_size": Only(_is_one, _NO_REPLICAS),
+    "data_parallel_size": Only(_is_one, _DATA),
     "data_parallel_size_local": Only(_is_one, _NO_REPLICAS),
     "data_parallel_rank": Only(_is_zero, _NO_REPLICAS),
     "data_parallel_start_rank": Only(_is_zero, _NO_REPLICAS),

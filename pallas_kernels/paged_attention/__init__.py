@@ -5,3 +5,4 @@ from jaxllm.pallas_kernels.paged_attention.api import ragged_paged_attention as 
 from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch as PagedBatch
 from jaxllm.pallas_kernels.paged_attention.reference import cap as cap
 from jaxllm.pallas_kernels.paged_attention.reference import rounded as rounded
+from jaxllm.pallas_kernels.paged_attention.reference import write_blocks as write_blocks

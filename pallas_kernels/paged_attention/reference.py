@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Num
+from jaxtyping import Array, Float, Float32, Int, Num
 
 from jaxllm.pallas_kernels.paged_attention.batch import PagedBatch
 
@@ -62,18 +62,36 @@ def ragged_paged_attention(
 
 def write_kv(k: Array, v: Array, kv_pool: Array, batch: PagedBatch, kv_scales: Array | None = None) -> Array:
     """The pool with the new keys and values in their blocks, in place when the pool is donated."""
-    num_blocks, _, _, block_size, padded_head_dim = kv_pool.shape
+    num_blocks, _, _, block_size, _ = kv_pool.shape
     seq, positions, valid = batch.token_positions(k.shape[0])
     # Padding writes past the pool, each row elsewhere so that the indices stay unique: dropped, never wrapped.
     nowhere = num_blocks + jnp.arange(k.shape[0], dtype=jnp.int32)
     block = jnp.where(valid, batch.block_tables[seq, positions // block_size], nowhere)
-    kv = jnp.stack([k, v], axis=1)  # [tokens, 2, kv_heads, head_dim]
-    kv = jnp.pad(kv, ((0, 0), (0, 0), (0, 0), (0, padded_head_dim - k.shape[2])))
+    cells = _cells(k, v, kv_pool, kv_scales)
+    return kv_pool.at[block, :, :, positions % block_size].set(cells, mode="drop", unique_indices=True)
+
+
+def write_blocks(
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    kv_pool: Num[Array, "blocks 2 kv_heads block_size padded_head_dim"],
+    blocks: Int[Array, " n"],
+    tokens: Int[Array, "n block_size"],
+    kv_scales: Float32[Array, "2 kv_heads"] | None = None,
+) -> Num[Array, "blocks 2 kv_heads block_size padded_head_dim"]:
+    """The pool with the keys and values of these `tokens` in whole `blocks`, of which no two are alike and those past
+    the pool are dropped: what scatters cells, a TPU would lay the pool out anew for."""
+    cells = _cells(k, v, kv_pool, kv_scales)[tokens]  # [n, block_size, 2, kv_heads, head_dim]
+    return kv_pool.at[blocks].set(jnp.moveaxis(cells, 1, 3), mode="drop", unique_indices=True)
+
+
+def _cells(k: Array, v: Array, kv_pool: Array, kv_scales: Array | None) -> Array:
+    """What the pool holds of each token, `[tokens, 2, kv_heads, padded_head_dim]`."""
+    kv = jnp.stack([k, v], axis=1)
+    kv = jnp.pad(kv, ((0, 0), (0, 0), (0, 0), (0, kv_pool.shape[-1] - k.shape[2])))
     if kv_scales is None:
-        kv = kv.astype(kv_pool.dtype)
-    else:
-        kv = quantise(kv, kv_scales[None, :, :, None], kv_pool.dtype)
-    return kv_pool.at[block, :, :, positions % block_size].set(kv, mode="drop", unique_indices=True)
+        return kv.astype(kv_pool.dtype)
+    return quantise(kv, kv_scales[None, :, :, None], kv_pool.dtype)
 
 
 def read_kv(

@@ -1,10 +1,9 @@
 """Sampling: the draw of a token, the best ones, and the normaliser of each row of logits."""
 
+from collections.abc import Callable
 from functools import partial
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Op, Placement
@@ -37,15 +36,15 @@ def draw(
     *,
     implementation: str = "auto",
     placement: Placement = UNPLACED,
+    on_each: Callable[[Callable], Callable] = lambda fn: fn,
 ) -> Draws:
-    """A token for each row; see `reference.draw`. Each of several GPUs gets all logits, and does all the work."""
+    """A token for each row; see `reference.draw`. Each of several GPUs does all the work: `on_each` makes a function
+    run on each, which then gets all logits."""
     arrays = logits, temperature, top_k, top_p, min_p, keys
     fn = DRAW.choose(implementation, placement, *arrays)
-    mesh = placement.mesh
-    if mesh is None or mesh.size == 1 or not fn.__module__.endswith(".gpu"):
-        return fn(*arrays)
-    everywhere = PartitionSpec()
-    return jax.shard_map(fn, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)(*arrays)
+    if fn.__module__.endswith(".gpu"):
+        fn = on_each(fn)
+    return Draws(*fn(*arrays))
 
 
 def best(

@@ -37,7 +37,7 @@ class FakeLLM:
     def __init__(self, *, missing: int = 0, cached: int = 0, preempted: int = 0):
         self.missing, self.cached, self.preempted = missing, cached, preempted
         self.log: list = []
-        self.engine = SimpleNamespace(scheduler=SimpleNamespace(pool=self))
+        self.engine = SimpleNamespace(scheduler=self)
 
     def forget_keys(self):
         self.log.append("forget")

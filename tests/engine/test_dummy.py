@@ -11,6 +11,7 @@ from flax import nnx
 from jaxllm.checkpoint.config import read_config
 from jaxllm.checkpoint.loader import abstract_params
 from jaxllm.engine import dummy
+from jaxllm.engine.device import device_memory
 from jaxllm.errors import ModelFormatError, OutOfMemoryError
 from jaxllm.models import registry
 from jaxllm.sharding.mesh import make_mesh
@@ -95,6 +96,6 @@ def test_a_config_itself_will_do(model_dir, tmp_path):
 
 
 def test_parameters_that_cannot_fit_are_not_made(model_dir, monkeypatch):
-    monkeypatch.setattr(dummy, "machine_bytes", lambda: 1000)
+    monkeypatch.setattr(device_memory, "machine_bytes", lambda: 1000)
     with pytest.raises(OutOfMemoryError, match="on each device, which has 0.00 GB; use more devices"):
         dummy.dummy_model(model_dir, "float32", make_mesh(None))

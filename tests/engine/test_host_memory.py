@@ -48,3 +48,13 @@ def test_a_container_of_the_first_version_whose_path_is_that_outside(system):
     system(proc__meminfo=MEMINFO, proc__self__cgroup="5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n0::/\n")
     system(cgroup__memory__memory_dot_limit_in_bytes="2000000", cgroup__memory__memory_dot_usage_in_bytes="2500000")
     assert (host_memory.machine_bytes(), host_memory.free_bytes()) == (2_000_000, 0)
+
+
+def test_swap_space_is_the_systems_and_none_of_a_limited_containers(system):
+    assert host_memory.swap_free_bytes() == 0
+    system(proc__meminfo=f"{MEMINFO}SwapFree: 7 kB\nHugePages_Total: 0\n", proc__self__cgroup="4:memory:/\n")
+    assert host_memory.swap_free_bytes() == 7 * 1024
+    system(cgroup__memory__memory_dot_limit_in_bytes=str(2**63 - 4096))  # what says that there is none
+    assert host_memory.swap_free_bytes() == 7 * 1024
+    system(cgroup__memory__memory_dot_limit_in_bytes="2000000")
+    assert host_memory.swap_free_bytes() == 0

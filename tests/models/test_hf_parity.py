@@ -18,10 +18,13 @@ def watch_logits(llm: LLM, monkeypatch) -> list[np.ndarray]:
     apply = Executor.apply
 
     def watched(self, commands):
-        for name, arrays, *_ in commands:
+        results = []
+        for command in commands:
+            name, arrays, *_ = command
             if name[0] == "sample":
                 seen.append(np.asarray(self.compile_plan["logits", name[1]](self._head, self.state.hidden, *arrays)))
-        return apply(self, commands)
+            results += apply(self, [command])
+        return results
 
     llm.wait_compiled()
     monkeypatch.setattr(Executor, "apply", watched)

@@ -84,8 +84,8 @@ def test_the_callers_mesh_and_parameters_are_used_where_they_lie(wide):
         ("banana=2", "the axes are data, stage, expert, tensor, each once"),
         ("tensor=2,tensor=2", "each once"),
         ("tensor=0", "sizes, at least 1"),
-        ("data=4", "mesh axis 'data' has 4 devices that would all do the same work.*leave it out"),
-        ("stage=2", "mesh axis 'stage' has 2 devices that would all do the same work"),
+        ("stage=2", "mesh axis 'stage' has 2 devices that would all do the same work.*leave it out"),
+        ("data=2,stage=2", "mesh axis 'stage' has 2 devices that would all do the same work"),
         ("expert=2,tensor=2", "mesh axis 'expert' has 2 devices that would all do the same work"),
     ],
 )

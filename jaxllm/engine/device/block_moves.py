@@ -4,7 +4,6 @@ Of a pool's layout only this is known: axis 0 is the block. Padding ids lie past
 them, a gather clips them.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -19,10 +18,11 @@ from jaxtyping import Array, Int, Shaped
 
 from jaxllm.engine.device.commands import Command
 from jaxllm.engine.device.packing import pick_bucket
-from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.device.swap_chunk import SwapChunk
+from jaxllm.engine.schedule.plan import Plan, StepPlan
 from jaxllm.pallas_kernels.copy_blocks import api as block_ops
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
-from jaxllm.sharding.rules import replicated
+from jaxllm.sharding.rules import num_shards, over_shards, shard_mesh, sharding
 
 SWAP_SIZES = (4, 16)  # blocks that one `swap_out` or `swap_in` moves; more take several
 MAX_STAGED_BYTES = 256 << 20  # of each device's memory, for blocks on their way, each way
@@ -76,38 +76,44 @@ def _alike(kv_pools: Sequence[Array | jax.ShapeDtypeStruct]) -> list[list[int]]:
 
 
 def jobs(kv_pools: Sequence[jax.ShapeDtypeStruct], max_num_seqs: int) -> dict[Hashable, Callable[[], Lowered]]:
-    """The executables for pools with these shapes and shardings: ("copy", n), ("swap_out", n) and ("swap_in", n)."""
+    """The executables for pools with these shapes and shardings: ("copy", n), ("swap_out", n) and ("swap_in", n), of n
+    blocks in each shard."""
     pools, places = list(kv_pools), [pool.sharding for pool in kv_pools]
     mesh = places[0].mesh
     assert isinstance(mesh, Mesh)  # not an abstract one
+    shards = num_shards("shards", mesh)
 
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(mesh))
+    def ints(size: int, *shape: int) -> jax.ShapeDtypeStruct:
+        place = sharding(("shards", *(None for _ in shape)), mesh)
+        return jax.ShapeDtypeStruct((shards * size, *shape), jnp.int32, sharding=place)
 
     def contents(n: int) -> list[jax.ShapeDtypeStruct]:
         stacked = []
         for alike in _alike(pools):
             pool = pools[alike[0]]
-            beside = NamedSharding(mesh, PartitionSpec(None, *pool.sharding.spec))  # on the devices of its heads
-            shape = (len(alike), n, *pool.shape[1:])
+            of_shards, *of_heads = pool.sharding.spec
+            beside = NamedSharding(mesh, PartitionSpec(of_shards, None, *of_heads))  # on the devices of its heads
+            shape = (shards * len(alike), n, *pool.shape[1:])
             stacked.append(jax.ShapeDtypeStruct(shape, pool.dtype, sharding=beside))
         return stacked
 
     def lower_copy(n: int) -> Lowered:
-        copy = partial(copy_blocks, placement=Placement(mesh))
+        copy = over_shards(partial(copy_blocks, placement=Placement(shard_mesh(mesh))), mesh)
         return jax.jit(copy, donate_argnums=0, out_shardings=places).lower(pools, ints(2, n))
 
     def lower_out(n: int) -> Lowered:
         beside = [stacked.sharding for stacked in contents(n)]
-        return jax.jit(read_blocks, out_shardings=beside).lower(pools, ints(n))
+        return jax.jit(over_shards(read_blocks, mesh), out_shardings=beside).lower(pools, ints(n))
 
     def lower_in(n: int) -> Lowered:
-        return jax.jit(write_blocks, donate_argnums=0, out_shardings=places).lower(pools, ints(n), contents(n))
+        write = over_shards(write_blocks, mesh)
+        return jax.jit(write, donate_argnums=0, out_shardings=places).lower(pools, ints(n), contents(n))
 
     swaps = {"swap_out": lower_out, "swap_in": lower_in}
-    return {("copy", n): partial(lower_copy, n) for n in copy_sizes(max_num_seqs)} | {
-        (name, n): partial(lower, n) for name, lower in swaps.items() for n in SWAP_SIZES
+    found: dict[Hashable, Callable[[], Lowered]] = {
+        ("copy", n): partial(lower_copy, n) for n in copy_sizes(max_num_seqs)
     }
+    return found | {(name, n): partial(lower, n) for name, lower in swaps.items() for n in SWAP_SIZES}
 
 
 def host_bytes(kv_pools: Sequence[Array | jax.ShapeDtypeStruct]) -> int:
@@ -115,29 +121,40 @@ def host_bytes(kv_pools: Sequence[Array | jax.ShapeDtypeStruct]) -> int:
     return sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in kv_pools)
 
 
-def encode_moves(plan: Plan, num_pages: int, max_num_seqs: int) -> list[Command]:
+def encode_moves(plan: StepPlan, num_pages: int, max_num_seqs: int) -> list[Command]:
     """What moves before the step of `plan`, in the order of the contract: swap-outs, swap-ins, copies. The arrays are
-    ids of blocks, int32 `[n]` or, of a copy, `[2, n]`, for the executables of `n` blocks."""
-    if not plan.has_moves:
+    ids of blocks, of one shard after the other int32 `[n]` or, of a copy, `[2, n]`, for the executables of `n` blocks.
+    A swap has blocks of one shard, which padding tells from the others."""
+    shards = plan.shards
+    if not any(of_shard.has_moves for of_shard in shards):
         return []
-    _check(plan, num_pages)
+    for of_shard in shards:
+        _check(of_shard, num_pages)
+
+    def ids(shard: int, blocks: Sequence[int], size: int) -> np.ndarray:
+        return np.concatenate([_pad(blocks if i == shard else (), size, num_pages) for i in range(len(shards))])
+
     commands = [
-        Command(name, tuple(_pad(blocks, size, num_pages) for size, blocks in _split(swap.pages)), swap.key)
-        for name, swaps in (("swap_out", plan.swap_outs), ("swap_in", plan.swap_ins))
-        for swap in swaps
+        Command(name, tuple(ids(shard, blocks, size) for size, blocks in _split(swap.pages)), swap.key)
+        for name in ("swap_out", "swap_in")
+        for shard, of_shard in enumerate(shards)
+        for swap in (of_shard.swap_outs if name == "swap_out" else of_shard.swap_ins)
     ]
     sizes = copy_sizes(max_num_seqs)
-    for at in range(0, len(plan.copies), sizes[-1]):  # in the plan's order: what was planned first is read first
-        copies = plan.copies[at : at + sizes[-1]]
-        size = pick_bucket(sizes, len(copies))
-        packed = np.stack([_pad(pages, size, num_pages) for pages in zip(*copies, strict=True)])
+    most = max(len(of_shard.copies) for of_shard in shards)
+    for at in range(0, most, sizes[-1]):  # in the plan's order: what was planned first is read first
+        copies = [of_shard.copies[at : at + sizes[-1]] for of_shard in shards]
+        size = pick_bucket(sizes, max(map(len, copies)))
+        pages = [list(zip(*of_shard, strict=True)) or [(), ()] for of_shard in copies]
+        packed = np.stack([_pad(each, size, num_pages) for of_shard in pages for each in of_shard])
         commands.append(Command("copy", (packed,)))
-    return commands + [Command("release", (), key) for key in plan.released_copies]
+    return commands + [Command("release", (), key) for of_shard in shards for key in of_shard.released_copies]
 
 
-def encode_measurement(num_pages: int) -> Command:
-    """Measures with pages as there are; the ids are int32 `[SWAP_SIZES[-1]]`."""
-    return Command("measure_bandwidth", (_pad(range(min(SWAP_SIZES[-1], num_pages)), SWAP_SIZES[-1], num_pages),))
+def encode_measurement(num_pages: int, num_shards: int = 1) -> Command:
+    """Measures with pages as there are; the ids are int32 `[SWAP_SIZES[-1]]` of each shard."""
+    ids = _pad(range(min(SWAP_SIZES[-1], num_pages)), SWAP_SIZES[-1], num_pages)
+    return Command("measure_bandwidth", (np.tile(ids, num_shards),))
 
 
 def _check(plan: Plan, num_pages: int) -> None:
@@ -169,30 +186,12 @@ def _split(blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
         at += size
 
 
-class _SwapChunk:
-    """Contents of some blocks: on the device at first, on the host once settled."""
-
-    def __init__(self, contents: Contents):
-        self.contents: Sequence[Array | np.ndarray] = contents
-        self.device_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in contents)
-        for x in contents:
-            x.copy_to_host_async()
-
-    def settle(self) -> None:
-        """Waits for the copy and lets go of the device's memory. (On a CPU they are the same memory.)"""
-        self.contents = [np.asarray(x) for x in self.contents]
-
-    def give_up(self) -> None:
-        """Nobody wants it any more."""
-        self.contents, self.device_bytes = [], 0
-
-
 class BlockMoves:
-    """Moves blocks, and keeps those that are swapped out in host memory. `executable` gives one by its name, once it is
-    compiled."""
+    """Moves blocks in the pools of `num_shards` shards, and keeps those that are swapped out in host memory.
+    `executable` gives one by its name, once it is compiled."""
 
-    def __init__(self, executable: Callable[[Hashable], Callable]):
-        self._executable = executable
+    def __init__(self, executable: Callable[[Hashable], Callable], num_shards: int = 1):
+        self._executable, self._num_shards = executable, num_shards
         self.clear()
 
     @property
@@ -202,8 +201,8 @@ class BlockMoves:
 
     def clear(self) -> None:
         """Forgets every copy."""
-        self._kept: dict[int, list[_SwapChunk]] = {}
-        self._staged: deque[_SwapChunk] = deque()  # not settled yet, in the order of their swap-outs
+        self._kept: dict[int, list[SwapChunk]] = {}
+        self._staged: deque[SwapChunk] = deque()  # not settled yet, in the order of their swap-outs
         self._num_before = 0  # of those: from before the last `settle`
         self._returning_bytes = 0  # of each device's memory, for blocks that came back since
 
@@ -232,12 +231,20 @@ class BlockMoves:
         assert command.key not in self._kept, "a key of a swap-out is used again"
         chunks = self._kept[command.key] = []
         for ids in command.arrays:
-            chunk = _SwapChunk(self._executable(("swap_out", ids.shape[-1]))(kv_pools, ids))
+            shard = int(ids.argmin()) // self._size(ids)  # the others have padding
+            chunk = SwapChunk(self._read(kv_pools, ids), self._num_shards, shard)
             chunks.append(chunk)
             self._staged.append(chunk)
             while len(self._staged) > 1 and sum(c.device_bytes for c in self._staged) > MAX_STAGED_BYTES:
                 self._staged.popleft().settle()
                 self._num_before = max(0, self._num_before - 1)
+
+    def _size(self, ids: Int[np.ndarray, " n"]) -> int:
+        """Of the executable."""
+        return ids.shape[-1] // self._num_shards
+
+    def _read(self, kv_pools: KVPools, ids: Int[np.ndarray, " ids"]) -> Contents:
+        return self._executable(("swap_out", self._size(ids)))(kv_pools, ids)
 
     def _swap_in(self, kv_pools: KVPools, command: Command) -> KVPools:
         """Writes the chunks from where they are: from the device, if they have not reached the host yet."""
@@ -248,28 +255,30 @@ class BlockMoves:
                 jax.block_until_ready(kv_pools)  # then nobody needs the chunks before this one
                 self._returning_bytes = 0
             self._returning_bytes += chunk.device_bytes
-            kv_pools = self._executable(("swap_in", ids.shape[-1]))(kv_pools, ids, list(chunk.contents))
+            contents = chunk.on_device(partial(self._read, kv_pools, ids))
+            kv_pools = self._executable(("swap_in", self._size(ids)))(kv_pools, ids, contents)
         self._give_up(chunks)
         return kv_pools
 
-    def _give_up(self, chunks: Sequence[_SwapChunk]) -> None:
+    def _give_up(self, chunks: Sequence[SwapChunk]) -> None:
         for chunk in chunks:
             chunk.give_up()
 
 
 def measure_bandwidth(
-    kv_pools: KVPools, executable: Callable[[Hashable], Callable], ids: Int[np.ndarray, " n"]
+    kv_pools: KVPools, executable: Callable[[Hashable], Callable], ids: Int[np.ndarray, " n"], num_shards: int = 1
 ) -> tuple[KVPools, float]:
-    """Bytes a second of a round trip of the blocks `ids` to host memory and back, on an idle device. Takes the pools,
-    and returns them as they were: blocks go back to where they came from."""
-    read, write = executable(("swap_out", ids.shape[-1])), executable(("swap_in", ids.shape[-1]))
+    """Bytes a second of a round trip of a shard's blocks to host memory and back, on an idle device: all shards move
+    theirs, `ids`, at once. Takes the pools, and returns them as they were: blocks go back to where they came from."""
+    read, write = (executable((name, ids.shape[-1] // num_shards)) for name in ("swap_out", "swap_in"))
     trials = []
     for _ in range(NUM_TRIALS):
         jax.block_until_ready(kv_pools)
         start = time.perf_counter()
         contents = read(kv_pools, ids)
-        for x in contents:
-            x.copy_to_host_async()
-        kv_pools = jax.block_until_ready(write(kv_pools, ids, [np.asarray(x) for x in contents]))
+        num_bytes = sum(x.nbytes for x in contents) // num_shards
+        chunk = SwapChunk(contents, num_shards, None)
+        chunk.settle()
+        kv_pools = jax.block_until_ready(write(kv_pools, ids, chunk.on_device(list)))
         trials.append(time.perf_counter() - start)
-    return kv_pools, sum(x.nbytes for x in contents) / median(trials)
+    return kv_pools, num_bytes / median(trials)

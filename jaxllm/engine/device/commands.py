@@ -55,6 +55,7 @@ KINDS: Mapping[Hashable, CommandKind] = MappingProxyType(
         "admit": CommandKind((("rows", "size"),), runs=True),
         "rules": CommandKind((("1", "size"),), runs=True),
         "step": CommandKind((("size",),), runs=True, num_results=1),
+        "step_shared": CommandKind((("size",),), runs=True, num_results=1),  # with a prompt that all shards compute
         "prompt_logprobs": CommandKind((("2", "rows"),), runs=True, num_results=1),
         "pool": CommandKind(_SAMPLES, runs=True, num_results=1),
         "sample": CommandKind(_SAMPLES, runs=True, num_results=1),

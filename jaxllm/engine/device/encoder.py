@@ -1,6 +1,7 @@
 """From plans to commands. Of the device's side it alone reads sequences; what it makes are host arrays."""
 
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from jaxllm.engine.device.packing import (
 )
 from jaxllm.engine.device.state import rules_layout
 from jaxllm.engine.schedule import sequence as schedule
-from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.plan import Plan, StepPlan
 from jaxllm.grammar.matcher import mask_words
 
 
@@ -54,6 +55,7 @@ class Encoder:
         )
         sizes = config.max_num_seqs, config.block_size, config.pages_per_block
         self._steps = {n: StepLayout(n, *sizes) for n in self.all.tokens}
+        self._shared_step = StepLayout(self.all.tokens[-1], *sizes, sharers=config.num_shards)
         self._pools = {n: PoolLayout(n, config.max_num_seqs) for n in pool_ladder(config.max_num_batched_tokens)}
         self._samples = {n: SampleLayout(n, config.max_num_seqs) for n in self.all.samples}
         tables = tuple(table.shape for table in table_shapes(config))
@@ -94,43 +96,52 @@ class Encoder:
     def _are_ready(self, names: Sequence[Hashable]) -> bool:
         return all(map(self._ready, names))
 
-    def empty_masks(self, plan: Plan, buckets: Buckets) -> np.ndarray:
-        """A fresh int32 [samples, words] for the masks of the step's samples, one bit a token; they allow everything so
-        far."""
-        return np.full((pick_bucket(buckets.samples, plan.num_samples), self._mask_words), -1, np.int32)
+    def may_share(self) -> bool:
+        """Whether what computes a prompt in several shards is compiled."""
+        return self.config.shares_prompts and self._ready(("step_shared", self._shared_step.tokens))
+
+    def empty_masks(self, plan: StepPlan, buckets: Buckets) -> np.ndarray:
+        """A fresh int32 [samples, words] for the masks of the step's samples, one shard after the other, one bit a
+        token; they allow everything so far."""
+        samples = pick_bucket(buckets.samples, plan.most_samples)
+        return np.full((len(plan.shards) * samples, self._mask_words), -1, np.int32)
 
     def encode_measurement(self) -> Command | None:
         """What measures the bandwidth to host memory and back; None until what it runs is compiled."""
         if not self._are_ready([(name, SWAP_SIZES[-1]) for name in ("swap_out", "swap_in")]):
             return None
-        return encode_measurement(self.config.num_pages)
+        return encode_measurement(self.config.num_pages, self.config.num_shards)
 
-    def encode_forward(self, plan: Plan, buckets: Buckets) -> list[Command]:
+    def encode_forward(self, plan: StepPlan, buckets: Buckets) -> list[Command]:
         """All but the sampling, in the smallest of the `buckets` that holds it. Decode rows take their tokens from the
         slots, into which the sampling of the step before puts them."""
         config = self.config
         commands = encode_moves(plan, config.num_pages, config.max_num_seqs) + self._admit(plan)
-        if plan.num_tokens:
-            tokens = pick_bucket(buckets.tokens, plan.num_tokens)
-            commands.append(Command(("step", tokens), (self._steps[tokens].pack(plan),)))
+        if plan.shared is not None:
+            name = "step_shared", self._shared_step.tokens
+            commands.append(Command(name, (_of_shards(map(self._shared_step.pack, plan.shards)),)))
+        elif plan.num_tokens:
+            tokens = pick_bucket(buckets.tokens, plan.most_tokens)
+            commands.append(Command(("step", tokens), (_of_shards(map(self._steps[tokens].pack, plan.shards)),)))
         return commands
 
-    def encode_sample(self, plan: Plan, buckets: Buckets, masks: np.ndarray | None = None) -> list[Command]:
+    def encode_sample(self, plan: StepPlan, buckets: Buckets, masks: np.ndarray | None = None) -> list[Command]:
         """The sampling. `masks` are of `empty_masks`, if some samples follow a grammar, and are not written any more.
 
         Of its results, the last one or two are the samples': `[samples]` tokens; or `[samples, width]`, with their
         log-probabilities, and the beams' candidates. Before them come those of `spans`, in their order; and first, if
-        the plan has pooled rows, their `[rows, outputs]`.
+        the plan has pooled rows, their `[rows, outputs]`. Each has the shards' one after the other.
         """
-        commands = self._prompt_logprobs(spans_of(plan))
+        commands = self._prompt_logprobs([spans_of(each) for each in plan.shards])
         if plan.pooled:
-            name = self._pool_name(plan.num_tokens)
-            commands.insert(0, Command(name, (self._pools[name[1]].pack(plan.pooled),)))
+            name = self._pool_name(plan.most_tokens)
+            packed = _of_shards(self._pools[name[1]].pack(each.pooled) for each in plan.shards)
+            commands.insert(0, Command(name, (packed,)))
         if not plan.num_samples:
             return commands
-        samples = pick_bucket(buckets.samples, plan.num_samples)
+        samples = pick_bucket(buckets.samples, plan.most_samples)
         alters = masks is not None or plan.alters_logits
-        packed = self._samples[samples].pack(plan, is_altered=alters)
+        packed = _of_shards(self._samples[samples].pack(each, is_altered=alters) for each in plan.shards)
         if not plan.full_sampler:
             return [*commands, Command(("sample", samples), (packed,))]
         commands.append(Command(("logits", samples), (packed,)))
@@ -139,30 +150,49 @@ class Encoder:
             commands.append(Command(("alter", samples), (masks, packed)))
         return [*commands, Command(("sample_full", samples), (packed,))]
 
-    def _prompt_logprobs(self, spans: Sequence[PromptLogprobSpan]) -> list[Command]:
-        """From the hidden states of the step just dispatched, `max_num_seqs` tokens at a time."""
-        if not spans:
-            return []
+    def _prompt_logprobs(self, spans: Sequence[Sequence[PromptLogprobSpan]]) -> list[Command]:
+        """From the hidden states of the step just dispatched, `max_num_seqs` tokens of each shard at a time."""
         size = self.config.max_num_seqs
-        after = np.concatenate([np.arange(span.at, span.at + span.stop - span.start) for span in spans])
-        tokens = np.concatenate([span.sequence.prompt_token_ids[span.start : span.stop] for span in spans])
+        columns = [[of_span for span in of_shard for of_span in _tokens_of(span)] for of_shard in spans]
         commands = []
-        for i in range(0, len(after), size):
-            packed = np.zeros((2, size), np.int32)
-            packed[:, : len(after) - i] = after[i : i + size], tokens[i : i + size]
-            commands.append(Command("prompt_logprobs", (packed,)))
+        for i in range(0, max(map(len, columns)), size):
+            packed = np.zeros((len(columns), 2, size), np.int32)
+            for row, of_shard in zip(packed, columns, strict=True):
+                part = np.asarray(of_shard[i : i + size], np.int32).reshape(-1, 2)
+                row[:, : len(part)] = part.T
+            commands.append(Command("prompt_logprobs", (packed.reshape(-1, size),)))
         return commands
 
-    def _admit(self, plan: Plan) -> list[Command]:
-        size = ADMIT_SIZES[0]
-        if len(plan.admitted) > 1 and self._ready(("admit", ADMIT_SIZES[-1])):
-            size = ADMIT_SIZES[-1]
-        rows = [plan.admitted[at : at + size] for at in range(0, len(plan.admitted), size)]
-        commands = [Command(("admit", size), (self._admits[size].pack(part),)) for part in rows]
-        for sequence in plan.rules:
-            packed = np.concatenate([[sequence.slot], self._rules.pack(sequence)]).astype(np.int32)
-            commands.append(Command("rules", (packed[None],)))
+    def _admit(self, plan: StepPlan) -> list[Command]:
+        most = max(len(each.admitted) for each in plan.shards)
+        size = ADMIT_SIZES[-1] if most > 1 and self._ready(("admit", ADMIT_SIZES[-1])) else ADMIT_SIZES[0]
+        commands = []
+        for at in range(0, most, size):
+            packed = _of_shards(self._admits[size].pack(each.admitted[at : at + size]) for each in plan.shards)
+            commands.append(Command(("admit", size), (packed,)))
+        for row in itertools.zip_longest(*(each.rules for each in plan.shards)):
+            commands.append(Command("rules", (_of_shards(map(self._pack_rules, row)),)))
         return commands
+
+    def _pack_rules(self, sequence: schedule.Sequence | None) -> np.ndarray:
+        """int32 [1, size]: a slot and its row, or padding."""
+        packed = np.zeros((1, 1 + self._rules.size), np.int32)
+        if sequence is None:
+            packed[0, 0] = self.config.max_num_seqs
+        else:
+            packed[0, 0], packed[0, 1:] = sequence.slot, self._rules.pack(sequence)
+        return packed
+
+
+def _of_shards(packed: Iterable[np.ndarray]) -> np.ndarray:
+    """One after the other."""
+    each = list(packed)
+    return each[0] if len(each) == 1 else np.concatenate(each)
+
+
+def _tokens_of(span: PromptLogprobSpan) -> Iterable[tuple[int, int]]:
+    """Of each of the span's tokens the one before, among the step's, and its id."""
+    return zip(itertools.count(span.at), span.sequence.prompt_token_ids[span.start : span.stop], strict=False)
 
 
 def spans_of(plan: Plan) -> list[PromptLogprobSpan]:

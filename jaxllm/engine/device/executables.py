@@ -20,10 +20,13 @@ from jaxllm.engine.device.logprobs import logprob_rows
 from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, PoolLayout, SampleLayout, StepLayout, TableShape
 from jaxllm.engine.device.sampler import sample, sample_full
 from jaxllm.engine.device.state import LogitRules, SamplingTable, Slots
+from jaxllm.engine.schedule.plan import SharedPart
+from jaxllm.models.cache import SharedTokens
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.paged_attention import PagedBatch
+from jaxllm.sharding.rules import gathered
 
 _KV_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
@@ -143,6 +146,8 @@ def step(
     given = layout.unpack(packed)
     slots = slots._replace(block_tables=_with_new_blocks(slots.block_tables, given.new_blocks))
     rows = of_slots(slots, given.slots)
+    if layout.sharers > 1:
+        rows = rows._replace(length=jnp.where(given.slots == given.shared[0], given.shared[1], rows.length))
     cu_q_lens = jnp.pad(jnp.cumsum(given.q_lens), (1, 0))
     first_table = rows.block_tables[0][:, 0]
     batch = PagedBatch(first_table, cu_q_lens, rows.length + given.q_lens, given.counts[:2])
@@ -151,17 +156,40 @@ def step(
     is_token = jnp.arange(layout.tokens, dtype=jnp.int32) < given.counts[2]
     page = jnp.where(is_token, first_table[row, positions // layout.block_size], len(history))
     history = history.at[page, positions % layout.block_size].set(tokens, mode="drop")
+    shared = None
+    if layout.sharers > 1:
+        at = jnp.where(is_token & (given.slots[row] == given.shared[0]), positions, -1)
+        table = slots.block_tables[0].at[given.shared[0], 0].get(mode="clip")
+        shared = _shared_tokens(SharedPart(*given.shared), at, table, len(slots.length), len(history), layout)
+        history = history.at[shared.blocks].set(gathered(tokens)[shared.tokens], mode="drop", unique_indices=True)
 
     model = model_shape.model(leaves)
     ctx = StepContext(positions, row, is_token=is_token, placement=placement)
     views = [
         view_table(batch, *each, rows.length, layout.block_size) for each in zip(rows.block_tables, tables, strict=True)
     ]
-    given_caches = LayerCaches(kv_pools, views, model_shape.caches, caches, placement, layout.block_size, kv_scales)
-    hidden, written = model(tokens, ctx, given_caches)
-    slots = slots._replace(length=slots.length.at[given.slots].add(given.q_lens, mode="drop"))
+    sizes = caches, placement, layout.block_size
+    hidden, written = model(tokens, ctx, LayerCaches(kv_pools, views, model_shape.caches, *sizes, kv_scales, shared))
+    lengths = slots.length.at[given.slots].add(given.q_lens, mode="drop")
+    if shared is not None:
+        lengths = lengths.at[given.shared[0]].set(given.shared[3], mode="drop")
+    slots = slots._replace(length=lengths)
     last_hidden = jax.lax.dynamic_update_slice_in_dim(last_hidden, hidden, 0, 0)
     return pools_of(written, caches), history, slots, last_hidden, given.counts
+
+
+def _shared_tokens(
+    part: SharedPart, at: Int[Array, " tokens"], table: Int[Array, " width"], slots: int, pages: int, layout: StepLayout
+) -> SharedTokens:
+    """Of a prompt that all shards compute; `at` are the positions in it of this shard's tokens, -1 of others', and
+    `table` its blocks here."""
+    size, at = layout.block_size, gathered(at)
+    index = jnp.arange(len(at), dtype=jnp.int32)
+    source = jnp.zeros(len(at), jnp.int32).at[jnp.where(at < 0, len(at), at - part.begin)].set(index, mode="drop")
+    number = index[: len(at) // size]
+    is_real = (part.slot < slots) & ((number + 1) * size <= part.end - part.begin)
+    blocks = jnp.where(is_real, table.at[part.begin // size + number].get(mode="clip"), pages + number)
+    return SharedTokens(blocks, source[: len(number) * size].reshape(-1, size))
 
 
 def _with_new_blocks(tables: Sequence[Array], new_blocks: Int[Array, "columns n"]) -> tuple[Array, ...]:

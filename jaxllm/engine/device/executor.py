@@ -16,6 +16,7 @@ from jaxllm.engine.device.block_moves import BlockMoves, host_bytes, measure_ban
 from jaxllm.engine.device.commands import Command, unknown
 from jaxllm.engine.device.compat import takes_four_bits
 from jaxllm.engine.device.compile_plan import CompilePlan
+from jaxllm.engine.device.device_memory import Claim
 from jaxllm.engine.device.executable_store import open_store
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.kv_scales import place_scales
@@ -33,7 +34,7 @@ Results = list[Array | np.ndarray]  # of commands, in their order
 
 class Executor:
     """Runs on `mesh`. Compiling starts at once; the commands "update_params" and "init" must come before the others.
-    `compilation_cache` is as in `open_store`."""
+    `compilation_cache` is as in `open_store`; `claim` is what it takes of the devices, until it is closed."""
 
     def __init__(
         self,
@@ -42,8 +43,10 @@ class Executor:
         mesh: Mesh,
         *,
         compilation_cache: bool | str | Path | None = False,
+        claim: Claim | None = None,
     ):
         self.mesh = mesh
+        self._claim = claim
         self.abstract_params = jax.tree.unflatten(model_shape.treedef, model_shape.leaves)
         lowering = Lowering(model_shape, config, mesh)
         self.temp_bound = memory.step_bytes(model_shape, config, mesh)
@@ -55,7 +58,8 @@ class Executor:
             jobs, check, compile=lambda lowered: takes_four_bits(compile(lowered)), first=first, share=share
         )
         self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory
-        self.moves = BlockMoves(self.compile_plan.awaited)
+        self._num_shards = config.num_shards
+        self.moves = BlockMoves(self.compile_plan.awaited, self._num_shards)
         self.leaves: list[Array] = []
         self._scale_shapes = lowering.scales()
         self.kv_scales: list[Array] = []  # of a pool of 8-bit numbers
@@ -65,6 +69,8 @@ class Executor:
         self._pool_indices, self._pool_head = model_shape.pool_indices, []
         self._logits: Array | None = None  # of the step's samples
         self._altered: Array | None = None
+        if claim is not None:
+            claim.follow(self)
 
     def offer_params(self, version: int, params: Params) -> None:
         """Holds `params`, which lie where the executables want them, for the command that names this version.
@@ -100,6 +106,8 @@ class Executor:
         self._offered.clear()
         self.kv_scales = []
         self.release_state()
+        if self._claim is not None:
+            self._claim.release()
 
     def release_params(self) -> None:
         """Lets go of the parameters, until others are offered."""
@@ -145,7 +153,7 @@ class Executor:
     def _measure_bandwidth(self, command: Command) -> list[np.ndarray]:
         """Bytes a second, float64 `[1]`."""
         (ids,) = command.arrays
-        pools, bandwidth = measure_bandwidth(self._live.pools, self.compile_plan.awaited, ids)
+        pools, bandwidth = measure_bandwidth(self._live.pools, self.compile_plan.awaited, ids, self._num_shards)
         self._set_pools(pools)
         return [np.array([bandwidth])]
 
@@ -213,6 +221,7 @@ HANDLERS: dict[Hashable, Callable[[Executor, Command], Sequence[Array | np.ndarr
     "admit": Executor._admit,
     "rules": Executor._install_rules,
     "step": Executor._step,
+    "step_shared": Executor._step,
     "prompt_logprobs": Executor._prompt_logprobs,
     "pool": Executor._pool,
     "sample": Executor._sample,

@@ -17,7 +17,7 @@ from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.kv_range import range_caches, ranges_of
 from jaxllm.pallas_kernels.dispatch import Placement
-from jaxllm.sharding.rules import sharding
+from jaxllm.sharding.rules import place, sharding
 
 # What is measured: rows of random tokens. Other texts' keys and values may be larger, which the margin is for; what is
 # larger still is clipped.
@@ -35,17 +35,17 @@ def kv_specs(caches: Sequence[tuple[CacheSpec, ...]]) -> list[CacheSpec]:
 
 def scale_shapes(model_shape: ModelShape, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
     """With shardings."""
-    place = sharding(AXES, mesh)
+    split = sharding(AXES, mesh)
     shapes = [(2, spec.shape[0]) for spec in kv_specs(model_shape.caches)]
-    return [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
+    return [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=split) for shape in shapes]
 
 
 def place_scales(pairs: Int[np.ndarray, "caches 2"], like: Sequence[jax.ShapeDtypeStruct]) -> list[Array]:
     """On the devices, from the bits of one float32 for each cache's keys and one for its values."""
     scales = np.asarray(pairs).view(np.float32)
     assert len(scales) == len(like), (len(scales), len(like))
-    whole = [np.broadcast_to(pair[:, None], each.shape) for pair, each in zip(scales, like, strict=True)]
-    return [jax.device_put(np.array(x), each.sharding) for x, each in zip(whole, like, strict=True)]
+    whole = [np.array(np.broadcast_to(pair[:, None], each.shape)) for pair, each in zip(scales, like, strict=True)]
+    return place(whole, [each.sharding for each in like])
 
 
 def scales_command(pairs: Sequence[tuple[float, float]]) -> Command:

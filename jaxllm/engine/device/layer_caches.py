@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 from jaxllm.argument_checks import a_type
 from jaxllm.engine.device.cache_layout import CacheLayout, Place
 from jaxllm.engine.device.packing import TableShape
-from jaxllm.models.cache import Paged
+from jaxllm.models.cache import Paged, SharedTokens
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.state_cache import PagedState
 from jaxllm.pallas_kernels.dispatch import Placement
@@ -48,9 +48,10 @@ class LayerCaches:
         placement: Placement,
         block_size: int,
         kv_scales: Sequence[Array] = (),  # of each cache of keys and values, where the pool has 8-bit numbers
+        shared: SharedTokens | None = None,
     ):
         self.pools = list(pools)
-        self._kv_scales = kv_scales
+        self._kv_scales, self._shared = kv_scales, shared
         self._views, self._specs, self._layout = views, specs, layout
         self._placement, self._block_size = placement, block_size
 
@@ -59,9 +60,8 @@ class LayerCaches:
 
     def copy(self) -> "LayerCaches":
         """Which may be changed alone."""
-        return LayerCaches(
-            self.pools, self._views, self._specs, self._layout, self._placement, self._block_size, self._kv_scales
-        )
+        same = self._views, self._specs, self._layout, self._placement, self._block_size, self._kv_scales, self._shared
+        return LayerCaches(self.pools, *same)
 
     def __getitem__(self, layer: int) -> Any:
         return self.get(layer, 0) if len(self._specs[layer]) == 1 else CachesOfLayer(self, layer)
@@ -99,7 +99,7 @@ class LayerCaches:
         arrays = _arrays(place)
         pools = tuple(self.pools[array] for array in arrays)
         if not spec.is_state:
-            return Paged(pools[0], views[0], self._placement, kv_scales)
+            return Paged(pools[0], views[0], self._placement, kv_scales, self._shared)
         tables, cells = zip(
             *((view.block_tables, arrays.index(cell.array)) for view, cell in zip(views, place.cells, strict=True)),
             strict=True,

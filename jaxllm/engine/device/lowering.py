@@ -40,7 +40,7 @@ from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.zeros import zeros
 from jaxllm.sharding.mesh import platform_of
-from jaxllm.sharding.rules import replicated, sharding
+from jaxllm.sharding.rules import num_shards, over_shards, replicated, shard_mesh, sharding
 
 NUM_FIRST = 4  # executables that suffice to serve a request, where nothing is measured before
 
@@ -55,12 +55,18 @@ class Lowering:
 
     @property
     def placement(self) -> Placement:
-        return Placement(self.mesh)
+        """Of a shard: what the functions see is its part alone."""
+        return Placement(shard_mesh(self.mesh))
+
+    @property
+    def num_shards(self) -> int:
+        return num_shards("shards", self.mesh)
 
     def jobs(self) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
         """Name -> lowering of every executable: a step for each bucket of tokens, four for each bucket of samples, the
-        admits, three more, those that pool, and those that move blocks; one that measures the scales of 8-bit keys and
-        values, where that is asked for. A model that does not generate has no samplers.
+        admits, three more, those that pool, and those that move blocks; one of the largest size in which shards of data
+        compute a prompt together; one that measures the scales of 8-bit keys and values, where that is asked for. A
+        model that does not generate has no samplers.
 
         Smallest first: the first `num_first` suffice to serve a request. On accelerators, where each takes seconds,
         steps of 8 and 64 times as many tokens follow, with plain samplers: prompts and batches soon need few steps.
@@ -87,6 +93,9 @@ class Lowering:
                 jobs |= {"rules": self.lower_rules, "prompt_logprobs": self.lower_prompt_logprobs}
             jobs |= admits
             jobs |= {name: job for name, job in moves.items() if isinstance(name, tuple) and name[0] == "copy"}
+        if self.config.shares_prompts:
+            most = self.config.max_num_batched_tokens
+            jobs["step_shared", most] = partial(self.lower_step, self.step_layout(most, sharers=self.num_shards))
         return jobs | pools | moves  # swaps last: until then, preempted sequences are recomputed
 
     @property
@@ -136,10 +145,10 @@ class Lowering:
         }
         return {(name, layout.samples): partial(lower, layout) for name, lower in lowerings.items()}
 
-    def step_layout(self, tokens: int) -> StepLayout:
+    def step_layout(self, tokens: int, sharers: int = 1) -> StepLayout:
         """Of a step of so many tokens."""
         config = self.config
-        return StepLayout(tokens, config.max_num_seqs, config.block_size, config.pages_per_block)
+        return StepLayout(tokens, config.max_num_seqs, config.block_size, config.pages_per_block, sharers)
 
     @cached_property
     def cache_layout(self) -> CacheLayout:
@@ -154,7 +163,7 @@ class Lowering:
         return table_shapes(self.config)
 
     def state(self) -> DeviceState:
-        """The shapes of the state, with shardings."""
+        """The shapes of the state of all shards, with shardings."""
         num_pages = self.config.num_pages
         arrays = self.cache_layout.arrays
         pools: Any = [self._like((num_pages, *each.shape), each.dtype, (None, *each.axes)) for each in arrays]
@@ -181,20 +190,25 @@ class Lowering:
     def lower_init(self) -> jax.stages.Lowered:
         state = self.state()
 
+        def own(x: Any) -> tuple[int, ...]:
+            return (x.shape[0] // self.num_shards, *x.shape[1:])
+
         def init() -> DeviceState:
-            pools = [zeros(pool.shape, pool.dtype, placement=self.placement) for pool in state.kv_pools]
-            history = jnp.zeros(state.history.shape, jnp.int32)
-            hidden, sums = (jnp.zeros(x.shape, x.dtype) for x in (state.hidden, state.sums))
+            pools = [zeros(own(pool), pool.dtype, placement=self.placement) for pool in state.kv_pools]
+            history = jnp.zeros(own(state.history), jnp.int32)
+            hidden, sums = (jnp.zeros(own(x), x.dtype) for x in (state.hidden, state.sums))
             return DeviceState(pools, history, *self._empty_tables(), hidden, sums)
 
-        return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, state)).lower()
+        fn = over_shards(init, self.mesh)
+        return jax.jit(fn, out_shardings=jax.tree.map(lambda x: x.sharding, state)).lower()
 
     def lower_step(self, layout: StepLayout) -> jax.stages.Lowered:
         state = self.state()
         sizes = {"layout": layout, "tables": self._tables, "caches": self.cache_layout}
         fn = partial(executables.step, model_shape=self.model_shape, placement=self.placement, **sizes)
         written = state.kv_pools, state.history, state.slots, state.hidden
-        out = *jax.tree.map(lambda x: x.sharding, written), replicated(self.mesh)
+        out = jax.tree.map(lambda x: x.sharding, (*written, self._ints(3)))
+        fn = over_shards(fn, self.mesh, num_shared=1)
         jitted = jax.jit(fn, donate_argnums=(1, 2, 3, 4), out_shardings=out)
         return jitted.lower([*self.model_shape.leaves, *self.scales()], *written, self._ints(layout.size))
 
@@ -207,19 +221,23 @@ class Lowering:
         sizes = {"dtype": shape.kv_dtype(self.config), "placement": self.placement}
         fn = partial(kv_scales.measure, model_shape=shape, **sizes)
         tokens = kv_scales.measured_tokens(self.config, shape.vocab, None)
+        fn = over_shards(fn, self.mesh, num_shared=2, shares_results=True)
         jitted = jax.jit(fn, out_shardings=[each.sharding for each in self.scales()])
-        return jitted.lower(list(shape.leaves), self._ints(*tokens.shape))
+        tokens = jax.ShapeDtypeStruct(tokens.shape, jnp.int32, sharding=replicated(self.mesh))
+        return jitted.lower(list(shape.leaves), tokens)
 
     def lower_sample(self, layout: SampleLayout) -> jax.stages.Lowered:
         slots, sampling, _, hidden, _ = self.small_state()
         fn = partial(executables.sample_step, model_shape=self.model_shape, layout=layout, placement=self.placement)
-        jitted = jax.jit(fn, donate_argnums=2, out_shardings=(replicated(self.mesh),) * 2)
+        fn = over_shards(fn, self.mesh, num_shared=1)
+        jitted = jax.jit(fn, donate_argnums=2, out_shardings=(slots.last_token.sharding, replicated(self.mesh)))
         packed = self._ints(layout.size)
         return jitted.lower(self.model_shape.head, hidden, slots.last_token, slots.length, sampling, packed)
 
     def lower_logits(self, layout: SampleLayout) -> jax.stages.Lowered:
         *_, hidden, _ = self.small_state()
         fn = partial(executables.logits_step, model_shape=self.model_shape, layout=layout, placement=self.placement)
+        fn = over_shards(fn, self.mesh, num_shared=1)
         jitted = jax.jit(fn, out_shardings=self._logits(layout).sharding)
         return jitted.lower(self.model_shape.head, hidden, self._ints(layout.size))
 
@@ -227,46 +245,51 @@ class Lowering:
         slots, sampling, rules, *_ = self.small_state()
         logits, masks = self._logits(layout), self._ints(layout.samples, mask_words(self.model_shape.vocab))
         fn = partial(executables.alter_step, layout=layout, placement=self.placement)
-        jitted = jax.jit(fn, out_shardings=logits.sharding)
+        jitted = jax.jit(over_shards(fn, self.mesh), out_shardings=logits.sharding)
         return jitted.lower(logits, masks, self._ints(layout.size), slots, sampling, rules, self.state().history)
 
     def lower_sample_full(self, layout: SampleLayout) -> jax.stages.Lowered:
         slots, sampling, rules, *_ = self.small_state()
         vocab = self.model_shape.vocab
         fn = partial(executables.sample_full_step, vocab=vocab, layout=layout, placement=self.placement)
-        jitted = jax.jit(fn, donate_argnums=0, out_shardings=(replicated(self.mesh),) * 3)
+        out = slots.last_token.sharding, *(replicated(self.mesh),) * 2
+        jitted = jax.jit(over_shards(fn, self.mesh), donate_argnums=0, out_shardings=out)
         logits, packed = self._logits(layout), self._ints(layout.size)
         return jitted.lower(slots.last_token, slots.length, sampling, rules, logits, logits, packed)
 
     def lower_rules(self) -> jax.stages.Lowered:
         _, _, rules, *_ = self.small_state()
         fn = partial(executables.install_rules, layout=self._rules)
-        jitted = jax.jit(fn, donate_argnums=0, out_shardings=replicated(self.mesh))
+        out = jax.tree.map(lambda x: x.sharding, rules)
+        jitted = jax.jit(over_shards(fn, self.mesh), donate_argnums=0, out_shardings=out)
         return jitted.lower(rules, self._ints(1, 1 + self._rules.size))
 
     def lower_pool(self, layout: PoolLayout) -> jax.stages.Lowered:
         *_, hidden, sums = self.small_state()
         fn = partial(executables.pool_step, model_shape=self.model_shape, layout=layout, placement=self.placement)
-        jitted = jax.jit(fn, donate_argnums=1, out_shardings=(replicated(self.mesh),) * 2)
+        fn = over_shards(fn, self.mesh, num_shared=1)
+        jitted = jax.jit(fn, donate_argnums=1, out_shardings=(sums.sharding, replicated(self.mesh)))
         return jitted.lower(self.model_shape.pool_head, sums, hidden, self._ints(layout.size))
 
     def lower_prompt_logprobs(self) -> jax.stages.Lowered:
         *_, hidden, _ = self.small_state()
         fn = partial(executables.prompt_logprobs, model_shape=self.model_shape, placement=self.placement)
-        jitted = jax.jit(fn, out_shardings=replicated(self.mesh))
+        jitted = jax.jit(over_shards(fn, self.mesh, num_shared=1), out_shardings=replicated(self.mesh))
         return jitted.lower(self.model_shape.head, hidden, self._ints(2, self.config.max_num_seqs))
 
     def lower_admit(self, rows: int) -> jax.stages.Lowered:
         layout = AdmitLayout(rows, self.config.max_num_seqs, tuple(table.shape for table in self._tables))
         slots, sampling, *_ = self.small_state()
-        jitted = jax.jit(
-            partial(executables.admit, layout=layout), donate_argnums=(0, 1), out_shardings=replicated(self.mesh)
-        )
+        fn = over_shards(partial(executables.admit, layout=layout), self.mesh)
+        out = jax.tree.map(lambda x: x.sharding, (slots, sampling))
+        jitted = jax.jit(fn, donate_argnums=(0, 1), out_shardings=out)
         return jitted.lower(slots, sampling, self._ints(rows, layout.size))
 
     def _like(self, shape: Sequence[int], dtype: Any, axes: Sequence[str | None] | None = None) -> jax.ShapeDtypeStruct:
-        place = replicated(self.mesh) if axes is None else sharding(axes, self.mesh)
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=place)
+        """Of all shards' arrays of this shape and these axes, one after the other."""
+        own = (None,) * len(shape) if axes is None else axes
+        place = sharding(("shards", *own[1:]), self.mesh)
+        return jax.ShapeDtypeStruct((self.num_shards * shape[0], *shape[1:]), dtype, sharding=place)
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return self._like(shape, jnp.int32)

@@ -6,20 +6,18 @@ from start to start: what is measured is rounded to a coarse grid.
 
 import logging
 import math
-import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxllm.argument_checks import check_int
-from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, MOST_BLOCKS, EngineConfig
+from jaxllm.engine.config import MOST_BLOCKS, EngineConfig
 from jaxllm.engine.device.block_moves import MAX_STAGED_BYTES
+from jaxllm.engine.device.device_memory import DeviceMemory
 from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
-from jaxllm.engine.host_memory import free_bytes, machine_bytes
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.pallas_kernels.quantized_matmul import stored_bytes
 from jaxllm.sharding.mesh import platform_of
@@ -27,50 +25,9 @@ from jaxllm.sharding.rules import local_shape, num_shards
 
 log = logging.getLogger(__name__)
 
-ALLOCATOR_SHARE = 0.98  # of what the runtime may allocate; the rest is fragmentation
-JAX_GPU_FRACTION = 0.75  # of a GPU's memory that JAX may allocate unless the environment says otherwise
 CPU_KV_SHARE = 1 / 16  # of the machine's memory, which others use too
 _COUNTED = 2**31, 2**32  # bytes: between them Triton's 32-bit offsets of elements of one byte overflow
 _IN_USE_GRID = 64 << 20  # bytes; arrays smaller than this beside the model do not change the pool's size
-
-
-class DeviceMemory(NamedTuple):
-    """Bytes of one device."""
-
-    total: int  # that it has
-    limit: int  # of those, that the runtime may allocate
-    in_use: int  # of those, that are allocated
-
-    def usable(self, share: float | None) -> int:
-        """What the process may use: `share` of all (None: the default's), and no more than the runtime may."""
-        return min(int(self.total * (share or GPU_MEMORY_UTILIZATION)), int(self.limit * ALLOCATOR_SHARE))
-
-
-def device_memory(mesh: Mesh) -> DeviceMemory | None:
-    """Of the fullest of this process's accelerators on the mesh; None on a CPU."""
-    return None if platform_of(mesh) == "cpu" else fullest(mesh.local_devices)
-
-
-def fullest(devices: Sequence[Any]) -> DeviceMemory:
-    """Of the device on which least is free. ValueError if the runtime does not know."""
-    found = []
-    for device in devices:
-        stats = device.memory_stats() or {}
-        if "bytes_limit" not in stats:
-            raise ValueError(
-                f"{device} does not say how much memory it has (XLA_PYTHON_CLIENT_ALLOCATOR=platform keeps it from "
-                "that); give num_blocks"
-            )
-        limit = stats["bytes_limit"]
-        total = int(limit / _allocator_fraction()) if device.platform == "gpu" else limit
-        found.append(DeviceMemory(total, limit, stats.get("bytes_in_use", 0)))
-    return min(found, key=lambda memory: memory.limit - memory.in_use)
-
-
-def _allocator_fraction() -> float:
-    """The share of a GPU's memory that JAX may allocate."""
-    given = [os.environ[name] for name in MEM_FRACTION_VARIABLES if os.environ.get(name)]
-    return float(given[0]) if given else JAX_GPU_FRACTION
 
 
 def leaf_bytes(leaves: Sequence[jax.ShapeDtypeStruct]) -> int:
@@ -104,22 +61,32 @@ def logit_arrays(platform: str) -> int:
     return 8 if platform == "tpu" else 5
 
 
+def beside_pool(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
+    """Bytes that each device needs beside parameters and pool: for a step and the slots, and for blocks that move."""
+    slots = leaf_bytes(jax.tree.leaves(Lowering(shape, config, mesh).small_state()))
+    return step_bytes(shape, config, mesh) + slots + MAX_STAGED_BYTES * (platform_of(mesh) != "cpu")
+
+
 def kv_budget(
     shape: ModelShape, config: EngineConfig, mesh: Mesh, device: DeviceMemory | None, *, has_params: bool = False
 ) -> int:
     """Bytes for the KV pool on each device. `has_params`: the parameters lie there already, among what is in use.
-    Raises `OutOfMemoryError` with what is missing."""
-    slots = leaf_bytes(jax.tree.leaves(Lowering(shape, config, mesh).small_state()))
-    params, temporary = leaf_bytes(shape.leaves), step_bytes(shape, config, mesh) + slots
-    least = block_bytes(shape, config, mesh)
+    Raises `OutOfMemoryError` with what is missing, and ValueError if the `device` is not known."""
     if device is None:
-        usable, others = machine_bytes() // mesh.size, 0
-        unused = free_bytes() // mesh.size - params * (not has_params) - temporary
+        raise ValueError(
+            f"{mesh.local_devices[0]} does not say how much memory it has (XLA_PYTHON_CLIENT_ALLOCATOR=platform keeps "
+            "it from that); give num_blocks"
+        )
+    params, temporary = leaf_bytes(shape.leaves), beside_pool(shape, config, mesh)
+    least = block_bytes(shape, config, mesh)
+    if device.is_host:
+        usable, others = device.total, 0
+        unused = device.free - params * (not has_params) - temporary
+        _check_host(device, unused, params * (not has_params), temporary, least)
         most = _cpu_share(int(usable * CPU_KV_SHARE), unused, least)
     else:
         usable = most = device.usable(config.gpu_memory_utilization)
-        others = -(-max(0, device.in_use - params * has_params) // _IN_USE_GRID) * _IN_USE_GRID
-        temporary += MAX_STAGED_BYTES
+        others = others_bytes(device, params * has_params)
     free = usable - others - params - temporary
     if free < least:
         raise OutOfMemoryError(
@@ -129,9 +96,25 @@ def kv_budget(
             "than it may use; take more devices (mesh='tensor=N'), a smaller dtype, a higher gpu_memory_utilization, "
             "or lower max_num_seqs and max_num_batched_tokens"
         )
-    if device is not None:
-        _tell(config, device, params=params, others=others, temporary=temporary, free=free)
     return min(most, free)
+
+
+def others_bytes(device: DeviceMemory, own: int) -> int:
+    """Of a device, besides its `own` bytes that are in use: arrays of the process's, and what its engines will take."""
+    return -(-max(0, device.in_use - own + device.claimed) // _IN_USE_GRID) * _IN_USE_GRID
+
+
+def _check_host(device: DeviceMemory, unused: int, params: int, temporary: int, least: int) -> None:
+    """Raises `OutOfMemoryError` where not even the system's swap space holds what the engine takes at once."""
+    if unused + device.swap < least:
+        raise OutOfMemoryError(
+            f"the model does not fit: each device needs {params / 1e9:.2f} GB for parameters that are still to load, "
+            f"{temporary / 1e9:.2f} GB for a step and its slots and {least / 1e9:.3f} GB for a KV block, but of its "
+            f"{device.total / 1e9:.2f} GB of the machine's memory {device.free / 1e9:.2f} GB are free, with "
+            f"{device.claimed / 1e9:.2f} GB taken off that other engines of this process will take, and "
+            f"{device.swap / 1e9:.2f} GB of swap space; free some, take a smaller dtype or a quantization, or lower "
+            "max_num_seqs and max_num_batched_tokens"
+        )
 
 
 def _cpu_share(share: int, unused: int, least: int) -> int:
@@ -145,49 +128,28 @@ def _cpu_share(share: int, unused: int, least: int) -> int:
     return most
 
 
-def _tell(config: EngineConfig, device: DeviceMemory, *, params: int, others: int, temporary: int, free: int) -> None:
-    parts = device.total, device.usable(config.gpu_memory_utilization), params, free, temporary, others
-    log.info(
-        "of the %.1f GB of each device the process may use %.1f GB: %.1f GB for parameters, %.1f GB for the KV pool "
-        "at most, %.1f GB for a step; others in the process use %.1f GB",
-        *(num_bytes / 1e9 for num_bytes in parts),
-    )
-    wanted = config.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-    if device.limit < int(device.total * wanted):
-        log.warning(
-            "JAX may allocate %.0f %% of the device, less than gpu_memory_utilization=%g: set %s=%g before JAX starts",
-            100 * device.limit / device.total,
-            wanted,
-            MEM_FRACTION_VARIABLES[0],
-            wanted,
-        )
-
-
 def check_num_blocks(
-    shape: ModelShape, config: EngineConfig, num_blocks: int, mesh: Mesh, *, has_params: bool = False
+    shape: ModelShape,
+    config: EngineConfig,
+    num_blocks: int,
+    mesh: Mesh,
+    device: DeviceMemory | None,
+    *,
+    has_params: bool = False,
 ) -> None:
-    """Raises `OutOfMemoryError` for more blocks than each device has memory for, before anything is made of them;
-    `has_params`: the parameters lie there already."""
+    """Raises `OutOfMemoryError` for more blocks than each device has memory for, before anything is made of them, if
+    that is known; `has_params`: the parameters lie there already."""
     check_int("num_blocks", num_blocks, 1, MOST_BLOCKS)
-    free = free_bytes() // mesh.size if platform_of(mesh) == "cpu" else free_on(mesh.local_devices)
-    if free is None:
+    if device is None:
         return
     params, each = 0 if has_params else leaf_bytes(shape.leaves), block_bytes(shape, config, mesh)
-    most = max(0, free - params) // each
+    most = max(0, device.free - params) // each
     if num_blocks > most:
         raise OutOfMemoryError(
             f"num_blocks={num_blocks} take {num_blocks * each / 1e9:.1f} GB of each device, {each / 1e6:.3g} MB each, "
-            f"but of {free / 1e9:.1f} GB that are free the parameters take {params / 1e9:.1f}: give at most "
+            f"but of {device.free / 1e9:.1f} GB that are free the parameters take {params / 1e9:.1f}: give at most "
             f"{coarse(most)}, or leave num_blocks out for as many as fit"
         )
-
-
-def free_on(devices: Sequence[Any]) -> int | None:
-    """Bytes on the fullest of these accelerators; None where the runtime does not know."""
-    stats = [device.memory_stats() or {} for device in devices]
-    if not all("bytes_limit" in found for found in stats):
-        return None
-    return min(found["bytes_limit"] - found.get("bytes_in_use", 0) for found in stats)
 
 
 def num_blocks(shape: ModelShape, config: EngineConfig, budget: int, mesh: Mesh) -> int:

@@ -67,6 +67,7 @@ class StepInput(NamedTuple):
     slots: np.ndarray  # [seqs] slot of each row; padding has the first id past the table
     q_lens: np.ndarray  # [seqs] tokens of each row, 0 in padding
     tokens: np.ndarray  # [tokens] token ids, or FROM_SLOT
+    shared: np.ndarray  # [4] or [0]: a `SharedPart`; where there is none, its slot is the first past the table
     new_blocks: np.ndarray  # [2 + pages, n]: slot, index of the block, its pages; padding has the first slot past
 
 
@@ -78,6 +79,7 @@ class StepLayout:
     max_num_seqs: int
     block_size: int
     num_pages: int = 1  # of a block of all groups
+    sharers: int = 1  # shards that may compute one prompt together in this step
 
     @property
     def seqs(self) -> int:
@@ -85,11 +87,12 @@ class StepLayout:
 
     @property
     def max_new_blocks(self) -> int:
-        return self.seqs + -(-self.tokens // self.block_size)
+        return self.seqs + -(-self.sharers * self.tokens // self.block_size)
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
-        sizes = (3, self.seqs, self.seqs, self.tokens, (2 + self.num_pages) * self.max_new_blocks)
+        num_shared = 4 if self.sharers > 1 else 0
+        sizes = (3, self.seqs, self.seqs, self.tokens, num_shared, (2 + self.num_pages) * self.max_new_blocks)
         return tuple(int(end) for end in np.cumsum(sizes))
 
     @property
@@ -107,6 +110,7 @@ class StepLayout:
         packed = np.zeros(self.size, np.int32)
         fields = self.unpack(packed)
         fields.slots[:] = fields.new_blocks[0] = self.max_num_seqs
+        fields.shared[:1] = self.max_num_seqs
         return packed
 
     def pack(self, plan: Plan) -> np.ndarray:
@@ -131,6 +135,8 @@ class StepLayout:
             f.slots[row], f.q_lens[row] = chunk.sequence.slot, len(tokens)
             f.tokens[at : at + len(tokens)] = tokens
             at += len(tokens)
+        if plan.shared is not None:
+            f.shared[:] = plan.shared
         if plan.new_blocks:
             f.new_blocks[:, : len(plan.new_blocks)] = np.asarray(plan.new_blocks, np.int32).T
         return packed

@@ -74,7 +74,7 @@ class Recorder:
         except Exception as error:
             self._write(FailedCall(str(error)))
             raise
-        self._num_steps += any(command.kind == "step" for command in commands)
+        self._num_steps += any(command.kind in ("step", "step_shared") for command in commands)
         if arrays := repeatable(commands, results):
             self._unread.append(_Unread(call, self._num_steps, arrays))
         # The host has read those of the step before the one before: here nobody waits for them.

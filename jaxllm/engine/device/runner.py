@@ -16,7 +16,7 @@ from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.demand import Demand
 from jaxllm.engine.device.encoder import Buckets, Encoder, PromptLogprobSpan, spans_of
 from jaxllm.engine.device.packing import pick_bucket
-from jaxllm.engine.schedule.plan import Plan, PooledSpan
+from jaxllm.engine.schedule.plan import PooledSpan, StepPlan
 from jaxllm.engine.schedule.preemption_costs import PreemptionCosts
 from jaxllm.errors import EngineDeadError
 from jaxllm.models.transformer import Params
@@ -48,23 +48,25 @@ class CommandExecutor(Protocol):
 class Forward(NamedTuple):
     """A step whose forward pass is dispatched, and whose samples are not yet."""
 
-    plan: Plan
+    plan: StepPlan
     bucket: int  # of tokens; 0 if the plan has no rows
     dispatched_at: float  # seconds of time.perf_counter
     done: list[Array]  # what is there once it is over; nothing if the plan has no rows
+    sampled: list[Array] | None  # what came of the sampling, where that was dispatched with it
 
 
 class Handle(NamedTuple):
-    """A dispatched step: its plan, and what the host will read of it, which is on its way there."""
+    """A dispatched step: its plan, and what the host will read of it, which is on its way there. Arrays have the rows
+    of one shard after the other, with padding after each shard's."""
 
-    plan: Plan
+    plan: StepPlan
     bucket: int  # as of `Forward`, and so the next two
     dispatched_at: float
     done: list[Array]
     tokens: Array | None  # int32 [samples]: the sampled tokens; or [samples, width]: with their log-probabilities
     candidates: Array | None  # int32 [samples, width] if there are beams
-    spans: list[PromptLogprobSpan]
-    prompt_logprobs: list[Array]  # int32 [rows, width] of the spans' tokens, one span after the other
+    spans: list[list[PromptLogprobSpan]]  # of each shard
+    prompt_logprobs: list[Array]  # int32 [rows, width] of a shard's spans' tokens, one span after the other; and so on
     pooled: Array | None  # float32 [rows, outputs] of the plan's pooled spans, and padding
 
 
@@ -126,6 +128,10 @@ class Runner:
         self._buckets = self._usable[full_sampler]
         return max(self._buckets.tokens, default=0)
 
+    def may_share(self) -> bool:
+        """Whether shards may compute a prompt together in the next step, if that has room for as many tokens as any."""
+        return self._encoder.may_share()
+
     def wait_first(
         self, full_sampler: bool = False, *, num_tokens: int = 1, tick: Callable[[], None] = lambda: None
     ) -> None:
@@ -162,24 +168,32 @@ class Runner:
         """A fresh, empty state: at the start, and after a failed step took the old one with it."""
         self.executor.apply([Command("init")])
 
-    def empty_masks(self, plan: Plan) -> np.ndarray:
+    def empty_masks(self, plan: StepPlan) -> np.ndarray:
         """See `Encoder.empty_masks`."""
         return self._encoder.empty_masks(plan, self._buckets)
 
-    def dispatch_forward(self, plan: Plan) -> Forward:
-        """Puts the first half of a step on the device's queue, what moves before it first: all but the sampling.
-        Awaits nothing. `dispatch_sample` must follow before the next step."""
+    def dispatch_forward(self, plan: StepPlan) -> Forward:
+        """Puts a step on the device's queue, what moves before it first; the sampling too, unless that waits for
+        masks. Awaits nothing. `dispatch_sample` must follow before the next step."""
         now = time.perf_counter()
-        if plan.swap_outs or plan.swap_ins:
+        if plan.has_swaps:
             self._num_unsettled = 2
-        bucket = pick_bucket(self._buckets.tokens, plan.num_tokens) if plan.num_tokens else 0
-        return Forward(plan, bucket, now, self.executor.apply(self._encoder.encode_forward(plan, self._buckets)))
+        bucket = pick_bucket(self._buckets.tokens, plan.most_tokens) if plan.num_tokens else 0
+        if plan.shared is not None:
+            bucket = self.config.max_num_batched_tokens
+        commands, num_done = self._encoder.encode_forward(plan, self._buckets), int(bucket > 0)
+        if not plan.awaits_masks:
+            commands += self._encoder.encode_sample(plan, self._buckets)
+        results = self.executor.apply(commands)
+        sampled = None if plan.awaits_masks else results[num_done:]
+        return Forward(plan, bucket, now, results[:num_done], sampled)
 
     def dispatch_sample(self, forward: Forward, masks: np.ndarray | None = None) -> Handle:
-        """Puts the second half on the queue, and awaits nothing. `masks` is of `empty_masks`, if some samples follow a
-        grammar, and is not written any more from now on."""
-        plan, bucket, now, done = forward
-        results = self.executor.apply(self._encoder.encode_sample(plan, self._buckets, masks))
+        """Puts the sampling on the queue, where it is not there yet, and awaits nothing. `masks` is of `empty_masks`,
+        if the plan awaits some, and is not written any more from now on."""
+        plan, bucket, now, done, results = forward
+        if results is None:
+            results = self.executor.apply(self._encoder.encode_sample(plan, self._buckets, masks))
         pooled = results.pop(0) if plan.pooled else None
         tokens = candidates = None
         if plan.num_samples:
@@ -191,26 +205,26 @@ class Runner:
         for result in (tokens, candidates, pooled, *results):
             if result is not None:
                 result.copy_to_host_async()
-        return Handle(plan, bucket, now, done, tokens, candidates, spans_of(plan), results, pooled)
+        spans = [spans_of(each) for each in plan.shards]
+        return Handle(plan, bucket, now, done, tokens, candidates, spans, results, pooled)
 
     def collect(self, handle: Handle) -> Result:
         """Waits for a step. Raises what it raised."""
+        shards = handle.plan.shards
+        num_samples = [plan.num_samples for plan in shards]
         tokens, logprobs = np.zeros(0, np.int32), None
         if handle.tokens is not None:
-            tokens = np.asarray(handle.tokens)
+            tokens = _real_rows(np.asarray(handle.tokens), num_samples)
             if tokens.ndim > 1:
                 tokens, logprobs = tokens[:, 0], tokens[:, 1:]
         else:
             jax.block_until_ready(handle.done)
-        prompt_logprobs, at = [], 0
-        if handle.spans:
-            rows = np.concatenate([np.asarray(part) for part in handle.prompt_logprobs])
-            for span in handle.spans:
-                end = at + span.stop - span.start
-                prompt_logprobs.append((span, rows[at:end]))
-                at = end
-        candidates = None if handle.candidates is None else np.asarray(handle.candidates)
-        pooled = [] if handle.pooled is None else list(zip(handle.plan.pooled, np.asarray(handle.pooled), strict=False))
+        candidates = None if handle.candidates is None else _real_rows(np.asarray(handle.candidates), num_samples)
+        pooled = []
+        if handle.pooled is not None:
+            rows = _real_rows(np.asarray(handle.pooled), [len(plan.pooled) for plan in shards])
+            pooled = list(zip(handle.plan.pooled, rows, strict=False))
+        prompt_logprobs = _of_spans(handle.spans, handle.prompt_logprobs)
         if self._num_unsettled:
             self._num_unsettled -= 1
             self.executor.apply([Command("settle")])
@@ -222,7 +236,8 @@ class Runner:
     def _observe(self, handle: Handle) -> None:
         start, self._collected_at = max(handle.dispatched_at, self._collected_at), time.perf_counter()
         plan, seconds = handle.plan, self._collected_at - start
-        self.costs.observe_step(plan.num_tokens, plan.num_tokens - len(plan.decodes), seconds)
+        most = max(plan.shards, key=lambda shard: shard.num_tokens)  # the others wait for it
+        self.costs.observe_step(most.num_tokens, most.num_tokens - len(most.decodes), seconds)
         compiled = self.compile_plan
         if compiled.num_done < compiled.total:
             lacks = self._demand.observe(plan.num_wanted, handle.bucket, seconds, patience=compiled.longest_s)
@@ -237,3 +252,28 @@ class Runner:
             (found,) = self.executor.apply([measure])
             self.costs.copy_bytes_per_s = float(found[0])
         return self.costs.copy_bytes_per_s is not None
+
+
+def _real_rows(rows: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Those of several shards, without padding: `rows` has as many of each, of which `counts` say how many are real.
+    One shard's padding stays."""
+    if len(counts) == 1:
+        return rows
+    each = zip(np.split(rows, len(counts)), counts, strict=True)
+    return np.concatenate([of_shard[:count] for of_shard, count in each])
+
+
+def _of_spans(
+    spans: Sequence[Sequence[PromptLogprobSpan]], parts: Sequence[Array]
+) -> list[tuple[PromptLogprobSpan, np.ndarray]]:
+    """The rows of each shard's spans, of which each of the `parts` has some."""
+    if not parts:
+        return []
+    found, split = [], [np.split(np.asarray(part), len(spans)) for part in parts]
+    for shard, of_shard in enumerate(spans):
+        rows, at = np.concatenate([part[shard] for part in split]), 0
+        for span in of_shard:
+            end = at + span.stop - span.start
+            found.append((span, rows[at:end]))
+            at = end
+    return found

@@ -1,7 +1,11 @@
 """From logits to tokens. What changes logits is in `logit_rules`, filters and draws in `pallas_kernels.sampling`."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxllm.engine.beam.candidates import CANDIDATES_WIDTH
@@ -14,6 +18,7 @@ from jaxllm.engine.logprobs import WIDTH_WITH_IDS
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.pallas_kernels import sampling
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
+from jaxllm.sharding.rules import mesh_axes, shard_map
 
 MIN_TEMPERATURE = 1e-5  # below it a row is greedy
 
@@ -85,7 +90,21 @@ def _draw(
 ) -> sampling.Draws:
     temperature = jnp.where(row.temperature >= MIN_TEMPERATURE, row.temperature, 0.0)
     keys = jax.random.key_data(jax.vmap(sample_key)(row.seed, row.sample_index, length))
-    return sampling.draw(logits, temperature, row.top_k, row.top_p, row.min_p, keys, placement=placement)
+    options = {"placement": placement, "on_each": partial(_with_all_logits, placement.mesh)}
+    return sampling.draw(logits, temperature, row.top_k, row.top_p, row.min_p, keys, **options)
+
+
+def _with_all_logits(mesh: Mesh | None, fn: Callable) -> Callable:
+    """`fn` run on each device, whose first argument are logits: those are gathered here, as XLA would gather the larger
+    weight that they come from."""
+    if mesh is None or mesh.size == 1:
+        return fn
+    axes = mesh_axes("vocab", (None, "vocab"), mesh)
+
+    def run(part: Array, *others: Array) -> tuple[Array, ...]:
+        return tuple(fn(jax.lax.all_gather(part, axes, axis=1, tiled=True), *others))
+
+    return shard_map(run, mesh, ((None, "vocab"), *[()] * 5), ((), ()))
 
 
 def _mask_stop_ids(

@@ -33,6 +33,8 @@ class Admission:
         self.reset()
 
     def reset(self) -> None:
+        self.lent: SequenceGroup | None = None  # whose prompt all shards compute: it has its chunks from them
+        self.num_passed = 0  # groups that let others pass in the last plan: what they begin with is being computed
         self._forking: list[Sequence] = []  # parents that have computed what others wait for
         self._deferred: list[SequenceGroup] = []  # groups that could not be admitted in this plan
         self._prefills: list[Sequence] = []  # running ones that the plan has no row for yet, the first at the end
@@ -48,6 +50,7 @@ class Admission:
         admits = not plan.swap_outs  # otherwise blocks are short, and the victim would come straight back
         self._prefills = sorted(running, key=lambda sequence: sequence.order, reverse=True)
         self._cut = []
+        self.num_passed = 0
         self.room.begin(self._prefills, max_tokens)
         while _has_room(plan, max_tokens):
             head = self.queue.peek() if admits else None
@@ -82,6 +85,7 @@ class Admission:
             waits_for_others, has_entered = self._enter(plan, group, max_tokens)
         if not has_entered:
             self._deferred.append(group)
+            self.num_passed += waits_for_others
         return has_entered or waits_for_others
 
     def _enter(self, plan: Plan, group: SequenceGroup, max_tokens: int) -> tuple[bool, bool]:
@@ -134,6 +138,8 @@ class Admission:
         """For a sequence that has just got its slot. The last token to compute is the slot's last, so a row for it
         alone is a decode like any other."""
         self.room.enter(sequence)
+        if sequence.group is self.lent:
+            return
         if sequence.num_tokens - sequence.num_computed > 1 or sequence.pooling:
             self._add_chunk(plan, sequence, max_tokens)
         elif self._limit(sequence, 1):

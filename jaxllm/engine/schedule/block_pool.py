@@ -137,9 +137,10 @@ class BlockPool:
         """How many pages of `blocks` are free, and would no longer be if acquired."""
         return sum(len(self.pages(block)) for block in blocks if self.refs[block] == 0)
 
-    def forget_keys(self) -> None:
+    def forget_keys(self, like: "BlockPool | None" = None) -> None:
         """Drops the prefix cache, as the blocks' contents no longer match their keys. Keys made before this never match
-        keys made after it, so that holders of old contents can't offer them under a new key."""
+        keys made after it, so that holders of old contents can't offer them under a new key. From then on keys are
+        those of the pool `like`, if that is given."""
         self._keys.clear()
         for known in self._blocks:
             known.clear()
@@ -149,6 +150,8 @@ class BlockPool:
         self.num_cached = 0
         self._secret = secrets.token_bytes(32)  # keys must not be predictable: a hit leaks that a prompt was seen
         self.generation += 1
+        if like is not None:
+            self._secret, self.generation = like._secret, like.generation
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant holds. O(blocks)."""

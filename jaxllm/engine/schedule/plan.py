@@ -3,6 +3,7 @@
 from array import array
 from collections import abc
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from jaxllm.engine.schedule.block_table import Copy
@@ -55,6 +56,15 @@ class Swap(NamedTuple):
     pages: list[int]
 
 
+class SharedPart(NamedTuple):
+    """What is the shard's of a prompt that all shards compute: the last of the plan's chunks, if it is any token."""
+
+    slot: int
+    start: int  # the first of the prompt's tokens that is computed here
+    begin: int  # from where, and up to which, the shards together compute it in this step: whole blocks
+    end: int
+
+
 @dataclass(slots=True)
 class Plan:
     """One step. Its rows are `decodes` (one token each, the slot's last), then `chunks`; it may have none, and only
@@ -74,8 +84,10 @@ class Plan:
     chunks: list[Chunk] = field(default_factory=list)
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)  # one that samples, another from its logits
     new_blocks: list[tuple[int, ...]] = field(default_factory=list)  # slot, index in its block table, and pages
+    max_tokens: int = 0  # that it may have
     num_tokens: int = 0
     num_wanted: int = 0  # of tokens, at least, that the step would have if it could be larger
+    awaits_masks: bool = False  # which its sampling needs, and which come after the forward pass
     num_samples: int = 0
     full_sampler: bool = False
     alters_logits: bool = False  # perhaps, apart from masks of grammars
@@ -86,6 +98,7 @@ class Plan:
     pooled: list[PooledSpan] = field(default_factory=list)  # of rows without samples
     drafts: dict[int, int] = field(default_factory=dict)  # by sample, of those after a sequence's first: the draft
     epochs: list[int] = field(default_factory=list)  # of each, when planned
+    shared: SharedPart | None = None
 
     def install(self, sequence: Sequence) -> None:
         """Writes the sequence's whole row of the slot table before the step."""
@@ -132,6 +145,14 @@ class Plan:
         sequence.num_computed = stop
         return stop, num_samples
 
+    def add_part(self, sequence: Sequence, start: int, stop: int, end: int) -> None:
+        """Adds tokens `start` to `stop` of a prompt which the shards together compute up to `end`."""
+        self.shared = SharedPart(sequence.slot, start, sequence.num_computed, end)
+        if stop > start:
+            self.chunks.append(Chunk(sequence, start, stop, 0))
+            self.num_tokens += stop - start
+        sequence.num_computed = end
+
     def add_fork(self, parent: Sequence, sequence: Sequence) -> None:
         """Lets another sequence sample from the logits of the parent's row."""
         self.forks.append((parent, sequence))
@@ -170,13 +191,68 @@ class Plan:
         self.epochs += [sequence.epoch for sequence in self.samples[self.num_steady :]]
 
     @property
+    def shards(self) -> tuple["Plan", ...]:
+        """Of each shard its plan: there is one shard."""
+        return (self,)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a shard."""
+        return self.num_tokens
+
+    @property
+    def most_samples(self) -> int:
+        return self.num_samples
+
+    @property
+    def has_swaps(self) -> bool:
+        """Whether blocks go to host memory, or come back."""
+        return bool(self.swap_outs or self.swap_ins)
+
+    @property
     def has_moves(self) -> bool:
         """Whether blocks move before the step."""
-        return bool(self.swap_outs or self.swap_ins or self.copies or self.released_copies)
+        return self.has_swaps or bool(self.copies or self.released_copies)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.num_tokens or self.admitted or self.swap_outs)
+        return not (self.num_tokens or self.admitted or self.swap_outs or self.shared)
+
+
+class ShardedPlan:
+    """One step of several shards of data; who idles has an empty plan."""
+
+    def __init__(self, shards: abc.Sequence[Plan]):
+        self.shards = tuple(shards)
+        self.num_wanted = 0  # as in `Plan`, of a shard
+        self.awaits_masks = False  # as in `Plan`
+        self.num_tokens = sum(plan.num_tokens for plan in shards)
+        self.num_samples = sum(plan.num_samples for plan in shards)
+        self.most_tokens = max(plan.num_tokens for plan in shards)
+        self.most_samples = max(plan.num_samples for plan in shards)
+        self.full_sampler = any(plan.full_sampler for plan in shards)
+        self.alters_logits = any(plan.alters_logits for plan in shards)
+        self.has_chosen = any(plan.has_chosen for plan in shards)
+        self.admitted = [admitted for plan in shards for admitted in plan.admitted]
+        self.pooled = [span for plan in shards for span in plan.pooled]
+        self.shared = shards[0].shared  # of all, or of none
+
+    @property
+    def has_swaps(self) -> bool:
+        """Whether blocks go to host memory, or come back."""
+        return any(plan.has_swaps for plan in self.shards)
+
+    @cached_property
+    def rows(self) -> list[Sequence]:
+        """Those of one shard after the other, as all that is here."""
+        return [sequence for plan in self.shards for sequence in plan.rows]
+
+    @cached_property
+    def samples(self) -> list[Sequence]:
+        return [sequence for plan in self.shards for sequence in plan.samples]
+
+
+StepPlan = Plan | ShardedPlan
 
 
 def _pooled_span(chunk: Chunk, first: int) -> PooledSpan | None:

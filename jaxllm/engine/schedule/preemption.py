@@ -35,7 +35,7 @@ class Preemption:
         self.num_swapped = self.num_recomputed = 0  # sequences preempted either way
         self.num_pages_out = self.num_pages_in = 0
         self._prefers_swap = prefers_swap
-        self._keys = itertools.count()
+        self.keys = itertools.count()  # of copies in host memory
         self._released_copies: list[int] = []
         self._draining: list[Sequence] = []
 
@@ -175,7 +175,7 @@ class Preemption:
         num_blocks -= sum(len(sequence.table.ids) for sequence in sequences) - outgoing.groups.count(0)  # shared ones
         if not self._prefers_swap(num_pages, num_blocks * self.pool.block_size):
             return False
-        group.host_copy = HostCopy(next(self._keys), num_pages, outgoing.groups, places)
+        group.host_copy = HostCopy(next(self.keys), num_pages, outgoing.groups, places)
         plan.swap_outs.append(Swap(group.host_copy.key, outgoing.pages))
         self.num_host_pages += num_pages
         self.num_pages_out += num_pages

@@ -1,8 +1,11 @@
 """The sequences that were in steps that failed."""
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.schedule.sequence import End, Sequence, Status
+
+MAX_FAILURES = 2  # failed steps with a sequence in them after which it is quarantined
 
 
 class _Failures(NamedTuple):
@@ -41,3 +44,19 @@ class Retries:
         failures = self._failures.get(sequence)
         if failures is not None and num_tokens > failures.num_tokens + 1:
             del self._failures[sequence]
+
+
+def quarantine(
+    failed: Iterable[Sequence], cause: str, retries: Retries, finish: Callable[[Sequence, End], None]
+) -> list[Sequence]:
+    """Counts a failed step for each of these sequences; one with `MAX_FAILURES` is ended, and returned."""
+    quarantined = []
+    for sequence in dict.fromkeys(row.group.head(row) for row in failed):
+        if sequence.status is Status.FINISHED:
+            continue
+        num_failures = retries.add(sequence)
+        if num_failures >= MAX_FAILURES:
+            error = f"the step failed {num_failures} times with this sequence in it: {cause}"
+            finish(sequence, End("error", error=error))
+            quarantined.append(sequence)
+    return quarantined

@@ -43,7 +43,8 @@ class RunningSet:
         self.stems: dict[SequenceGroup, Stem] = {}  # of groups that wait; they hold blocks, but no slots
         self.individuals: dict[Sequence, None] = {}  # the others, as an ordered set; each step looks at them one by one
         self.free_slots = list(range(self.max_num_seqs))
-        self.awaits_host = False  # whether a host-dependent sequence was in flight when the plan was begun
+        self.guests: list[Sequence] = []  # in slots too: of prompts that other shards have, and this one helps with
+        self.awaits_host = False  # host-dependent sequences do not sample in this plan, as one is in flight
         self.num_full = self.num_altered = 0  # need the full sampler; of those, whose logits are altered
         self.num_chosen = 0  # whose groups choose their tokens
 
@@ -64,6 +65,17 @@ class RunningSet:
         sequence.slot, sequence.status = self.free_slots.pop(), status
         self.individuals[sequence] = None
         self._count(sequence, 1)
+
+    def receive(self, guest: Sequence) -> None:
+        """Gives a guest a slot; it is planned by who has sent it."""
+        guest.slot, guest.status = self.free_slots.pop(), Status.RUNNING
+        self.guests.append(guest)
+
+    def dismiss(self, guest: Sequence) -> None:
+        """Takes back its slot; its blocks stay in the prefix cache."""
+        self.guests.remove(guest)
+        guest.table.release()
+        self.free_slots.append(guest.slot)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes back its slot and blocks, and ends its epoch."""
@@ -102,10 +114,10 @@ class RunningSet:
         for group in list(self.stems):
             self.drop_stem(group)
 
-    def look_for_host_dependent(self) -> None:
-        """Host-dependent sequences sample in the same steps, however they came: none while one is in flight. Those of
-        one step after the other would stay in two phases for ever, each with half of the rows."""
-        self.awaits_host = any(sequence.host_dependent and sequence.num_in_flight for sequence in self.individuals)
+    @property
+    def has_host_dependent(self) -> bool:
+        """Whether one is in flight. O(individuals)."""
+        return any(sequence.host_dependent and sequence.num_in_flight for sequence in self.individuals)
 
     def enter_batch(self, sequences: Iterable[Sequence]) -> None:
         """Lets those of the sequences, which decode, that are steady do so in the batch from now on."""
@@ -155,6 +167,9 @@ class RunningSet:
             sequence.table.check()
             for each in sequence.table.groups:
                 held.update(each.ids)
+        for guest in self.guests:
+            guest.table.check()
+            held.update(guest.table.ids)
         for group, stem in self.stems.items():
             assert group.waiting, "nobody goes on from it"
             assert 0 <= stem.table.capacity - stem.num_tokens < self.pool.block_size
@@ -162,7 +177,7 @@ class RunningSet:
             for each in stem.table.groups:
                 held.update(each.ids)
         assert self.pool.refs == [held[block] for block in range(self.pool.num_pages)]
-        slots = [sequence.slot for sequence in self] + self.free_slots
+        slots = [sequence.slot for sequence in (*self, *self.guests)] + self.free_slots
         assert sorted(slots) == list(range(self.max_num_seqs))
         self.prefix_cache.check(list(self))
         self.batch.check()

@@ -13,9 +13,10 @@ from jaxllm.engine.schedule.admission import Admission
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.commit import Committer
-from jaxllm.engine.schedule.plan import Plan
+from jaxllm.engine.schedule.plan import Plan, StepPlan
 from jaxllm.engine.schedule.preemption import Preemption
 from jaxllm.engine.schedule.prefix_cache import PrefixCache
+from jaxllm.engine.schedule.retries import quarantine
 from jaxllm.engine.schedule.running import RunningSet
 from jaxllm.engine.schedule.sequence import End, Sequence, Status
 from jaxllm.engine.schedule.sequence_group import GroupRow, SequenceGroup
@@ -23,8 +24,6 @@ from jaxllm.engine.schedule.waiting import WaitingQueue
 
 if TYPE_CHECKING:
     from jaxllm.engine.logprobs import PackedLogprobs
-
-MAX_FAILURES = 2  # failed steps with a sequence in them after which it is quarantined
 
 
 class Scheduler:
@@ -55,6 +54,20 @@ class Scheduler:
         self._drafting: list[Sequence] = []  # of the plan's decodes, those that may go on with drafts
 
     @property
+    def shards(self) -> tuple["Scheduler", ...]:
+        """Those of each shard: there is one."""
+        return (self,)
+
+    def of(self, sequence: Sequence) -> "Scheduler":
+        """Which has the sequence."""
+        return self
+
+    @property
+    def num_used(self) -> int:
+        """Pages that sequences hold."""
+        return self.pool.num_used
+
+    @property
     def running(self) -> list[Sequence]:
         """The sequences on the device, in the order in which they are served."""
         return list(self.running_set)
@@ -77,8 +90,21 @@ class Scheduler:
         """Queues a request's sequences. They must fit the pool alone: the engine has refused them otherwise."""
         for sequence in group.sequences:
             sequence.table = BlockTable(self.pool, keeps_first=sequence.params.reads_history)
-        self.num_unfinished_full += sum(sequence.params.needs_full_sampler for sequence in group.sequences)
+        self.num_unfinished_full += group.num_full
         self.waiting.add(group, group.live)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Forgets a group of which nothing is on the device or in host memory."""
+        self.waiting.remove(group)
+        self.num_unfinished_full -= group.num_full
+
+    def may_leave(self, group: SequenceGroup) -> bool:
+        """Whether another shard could compute a waiting group as well."""
+        return not group.on_device and group.host_copy is None and group not in self.running_set.stems
+
+    def forget_keys(self) -> None:
+        """Drops the prefix cache: see `BlockPool.forget_keys`."""
+        self.pool.forget_keys()
 
     def finish(self, sequence: Sequence, end: End) -> None:
         """Ends a sequence at once, even in flight: its epoch ends, so that tokens still computed for it are dropped.
@@ -103,13 +129,21 @@ class Scheduler:
         self.running_set.retries.forget(sequence)
         sequence.status, sequence.end = Status.FINISHED, end
 
-    def schedule(self, max_tokens: int) -> Plan | None:
+    def schedule(self, max_tokens: int, *, awaits_host: bool = False) -> Plan | None:
         """Plans a step of at most `max_tokens` tokens, decodes first. None if nothing can run now.
+
+        Host-dependent sequences sample in the same steps, however they came: none while one is in flight, here or, if
+        it `awaits_host`, elsewhere. Those of one step after the other would stay in two phases for ever, each with half
+        of the rows.
 
         Allocates slots and blocks, and counts the plan's tokens as computed: the caller must dispatch it.
         """
-        plan = Plan()
-        self.running_set.look_for_host_dependent()
+        return self.seal(self.draft(max_tokens, awaits_host=awaits_host))
+
+    def draft(self, max_tokens: int, *, awaits_host: bool = False) -> Plan:
+        """The plan, to which chunks may still be added."""
+        plan = Plan(max_tokens=max_tokens)
+        self.running_set.awaits_host = awaits_host or self.running_set.has_host_dependent
         self.preemption.evict_drained(plan)
         if self.pool.num_free < len(self.running_set) * self.pool.pages_per_block:
             self.preemption.make_room(plan, max_tokens)
@@ -122,13 +156,17 @@ class Scheduler:
         if self._drafting:
             self._plan_drafts(plan, max_tokens)
         self.num_copied += len(plan.copies)
+        return plan
+
+    def seal(self, plan: Plan) -> Plan | None:
+        """What to dispatch of it: None if that is nothing."""
         if plan.is_empty:
             return None
         self.preemption.report_released(plan)
         plan.full_sampler, plan.alters_logits = self.running_set.num_full > 0, self.running_set.num_altered > 0
         plan.has_chosen = self.running_set.num_chosen > 0
         plan.seal()
-        if len(self.running_set) <= max_tokens:
+        if len(self.running_set) <= plan.max_tokens:
             self.running_set.enter_batch(plan.decodes[plan.num_steady :])
         for chunk in plan.chunks:  # the next plan may hit these blocks: this one is dispatched before it
             if not chunk.drafts:
@@ -157,9 +195,9 @@ class Scheduler:
     def _plan_individuals(self, plan: Plan, max_tokens: int) -> list[Sequence]:
         """Adds the other running sequences with one token to compute; returns those with more."""
         prefills, decodes = [], plan.decodes
-        awaits_host = self.running_set.awaits_host
+        awaits_host, lent = self.running_set.awaits_host, self.admission.lent
         for sequence in self.running_set.individuals:
-            if sequence.status is not Status.RUNNING or not sequence.can_sample:
+            if sequence.status is not Status.RUNNING or not sequence.can_sample or sequence.group is lent:
                 continue
             num_computed = sequence.num_computed
             num_left = max(sequence.num_tokens, num_computed + 1) - num_computed
@@ -228,13 +266,14 @@ class Scheduler:
 
     def commit(
         self,
-        plan: Plan,
+        plan: StepPlan,
         sampled: abc.Sequence[int],
         logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:
         """See `Committer.commit`."""
-        return self.committer.commit(plan, sampled, logprobs, candidates, finish=self.finish)
+        (own,) = plan.shards
+        return self.committer.commit(own, sampled, logprobs, candidates, finish=self.finish)
 
     def restart(
         self, unfinished: Iterable[Sequence], failed: Iterable[Sequence] = (), cause: str = ""
@@ -245,25 +284,20 @@ class Scheduler:
         Each of `failed`, the sequences of the step that failed, counts it; one with `MAX_FAILURES` is ended with an
         error, which tells the `cause`, and returned.
         """
+        self.reset()
+        for group in dict.fromkeys(sequence.group for sequence in unfinished):
+            group.restart()
+            self.add(group)
+        return quarantine(failed, cause, self.running_set.retries, self.finish)
+
+    def reset(self) -> None:
+        """Drops all sequences, and the prefix cache. Failures are remembered."""
         self.running_set.reset()
         self.preemption.reset()
         self.admission.reset()
         self.waiting.clear()
         self.committer.moved = []
         self.num_unfinished_full = 0
-        for group in dict.fromkeys(sequence.group for sequence in unfinished):
-            group.restart()
-            self.add(group)
-        quarantined = []
-        for sequence in dict.fromkeys(row.group.head(row) for row in failed):
-            if sequence.status is Status.FINISHED:
-                continue
-            num_failures = self.running_set.retries.add(sequence)
-            if num_failures >= MAX_FAILURES:
-                error = f"the step failed {num_failures} times with this sequence in it: {cause}"
-                self.finish(sequence, End("error", error=error))
-                quarantined.append(sequence)
-        return quarantined
 
     def check(self) -> None:
         """Raises AssertionError unless every invariant holds. O(blocks + running + waiting)."""

@@ -52,6 +52,12 @@ class SequenceGroup(ABC):
         return [sequence for sequence in self.sequences if sequence.slot >= 0]
 
     @property
+    def num_full(self) -> int:
+        """Of the sequences that have not ended, those that need the full sampler."""
+        ongoing = (sequence for sequence in self.sequences if sequence.status is not Status.FINISHED)
+        return sum(sequence.params.needs_full_sampler for sequence in ongoing)
+
+    @property
     @abstractmethod
     def live(self) -> list[Sequence]:
         """Those that have tokens to go on from."""
@@ -105,7 +111,7 @@ class Samples(SequenceGroup):
 
     @property
     def live(self) -> list[Sequence]:
-        return self.sequences
+        return [sequence for sequence in self.sequences if sequence.status is not Status.FINISHED]
 
     def companions(self, parent: Sequence) -> list[Sequence]:
         return []

@@ -36,6 +36,14 @@ class WaitingQueue:
         """The number of sequences, those of parked groups included."""
         return self._num_waiting
 
+    def __contains__(self, group: SequenceGroup) -> bool:
+        return group in self._entry_of
+
+    @property
+    def num_queued(self) -> int:
+        """Groups that are not parked."""
+        return len(self._entries) - self._num_outdated
+
     @property
     def num_returning(self) -> int:
         """How many of them have run before, and were preempted."""
@@ -97,6 +105,11 @@ class WaitingQueue:
         if not group.waiting:
             self._num_outdated += self._entry_of.pop(group) is not None
             self._tidy()
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Its sequences wait elsewhere from now on."""
+        for sequence in group.waiting.copy():
+            self.take(sequence)
 
     def _tidy(self) -> None:
         """O(1) on average."""

@@ -108,7 +108,8 @@ def test_a_run_has_commands_of_every_kind(recording):
     path, _ = recording
     assert path.stat().st_mode & 0o777 == 0o600
     seen = {command.kind for frame in frames_of(path) if isinstance(frame, Applied) for command in frame.commands}
-    assert seen == KINDS.keys() - {"kv_scales"}  # which a checkpoint brings: tests/engine/test_kv_cache_dtype.py
+    # A checkpoint brings scales (tests/engine/test_kv_cache_dtype.py), and shards share steps (test_data_axis.py).
+    assert seen == KINDS.keys() - {"kv_scales", "step_shared"}
 
 
 def test_two_executors_fed_one_stream_are_equal_to_the_bit(recording, executor):

@@ -12,9 +12,9 @@ from flax import nnx
 
 from jaxllm import LLM
 from jaxllm.engine.build import model_shape
-from jaxllm.engine.config import MEM_FRACTION_VARIABLES, EngineConfig
+from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import memory
-from jaxllm.engine.device.memory import DeviceMemory
+from jaxllm.engine.device.device_memory import DeviceMemory
 from jaxllm.engine.failure import describe_state
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import gemma3, llama, transformer
@@ -37,6 +37,10 @@ CONFIG = EngineConfig(
     max_model_len=131072, max_num_seqs=256, max_num_batched_tokens=2048, block_size=32, num_blocks=2**30
 )
 H200 = DeviceMemory(139 << 30, 139 << 30, 0)
+
+
+def host(free: int, total: int = 160 << 30, **others) -> DeviceMemory:
+    return DeviceMemory(total, total, total - free, is_host=True, **others)
 
 
 def blocks_of(device, mesh, config=CONFIG):
@@ -64,67 +68,36 @@ def test_an_8b_model_on_one_and_on_four_devices():
     assert 0.44 * H200.total < used < 0.5 * H200.total
 
 
-def test_on_a_cpu_the_pool_takes_a_small_share_whatever_that_of_accelerators(monkeypatch, caplog):
+def test_on_a_cpu_the_pool_takes_a_small_share_whatever_that_of_accelerators(caplog):
     mesh = make_mesh(None)
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 160 << 30)
-    monkeypatch.setattr(memory, "free_bytes", lambda: 100 << 30)
     for share in (None, 0.5, 0.9):
         config = replace(CONFIG, gpu_memory_utilization=share)
-        assert memory.kv_budget(shape_of(mesh), config, mesh, None) == 10 << 30
-    monkeypatch.setattr(memory, "free_bytes", lambda: 20 << 30)
-    loaded, given = (memory.kv_budget(shape_of(mesh), CONFIG, mesh, None, has_params=given) for given in (False, True))
+        assert memory.kv_budget(shape_of(mesh), config, mesh, host(100 << 30)) == 10 << 30
+    little = host(20 << 30)
+    loaded, given = (
+        memory.kv_budget(shape_of(mesh), CONFIG, mesh, little, has_params=given) for given in (False, True)
+    )
     assert (1 << 30) < loaded < (5 << 30) and given == 10 << 30
     assert "not 11: no more of the machine's memory is free beside the model" in caplog.text
-    monkeypatch.setattr(memory, "free_bytes", lambda: 1 << 30)  # the system may swap
-    assert memory.kv_budget(shape_of(mesh), CONFIG, mesh, None) == memory.block_bytes(shape_of(mesh), CONFIG, mesh)
+    claimed = memory.kv_budget(shape_of(mesh), CONFIG, mesh, little._replace(claimed=1 << 30))
+    assert claimed == loaded - (1 << 30)
     for share in (0.0, 1.1):
         with pytest.raises(ValueError, match=f"gpu_memory_utilization={share} must be a finite number in"):
             replace(CONFIG, gpu_memory_utilization=share)
 
 
+def test_on_a_cpu_what_not_even_swap_space_holds_is_refused():
+    mesh = make_mesh(None)
+    block = memory.block_bytes(shape_of(mesh), CONFIG, mesh)
+    assert memory.kv_budget(shape_of(mesh), CONFIG, mesh, host(1 << 30, swap=100 << 30)) == block
+    message = r"16\.06 GB for parameters that are still to load.* 3\.22 GB are free, with 1\.07 GB taken off that other"
+    with pytest.raises(OutOfMemoryError, match=message):
+        memory.kv_budget(shape_of(mesh), CONFIG, mesh, host(4 << 30, claimed=1 << 30))
+
+
 def test_a_model_that_does_not_fit_says_how_much_is_missing():
     with pytest.raises(OutOfMemoryError, match=r"16\.06 GB for parameters.* GB more than it may use; take more"):
         blocks_of(DeviceMemory(16 << 30, 16 << 30, 0), make_mesh(None))
-
-
-class FakeDevice:
-    """Of a GPU's memory JAX may allocate `limit`."""
-
-    def __init__(self, limit, in_use, platform="gpu"):
-        self.platform, self.stats = platform, {"bytes_limit": limit, "bytes_in_use": in_use}
-
-    def memory_stats(self):
-        return self.stats
-
-
-def test_the_fullest_device_counts_and_a_gpu_has_more_than_jax_may_allocate(monkeypatch):
-    for name in MEM_FRACTION_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    gpus = [FakeDevice(60 << 30, in_use) for in_use in (1 << 30, 5 << 30, 0)]
-    assert memory.fullest(gpus) == (80 << 30, 60 << 30, 5 << 30)
-    for name in reversed(MEM_FRACTION_VARIABLES):
-        monkeypatch.setenv(name, "0.5")
-        assert memory.fullest(gpus).total == 120 << 30
-    assert memory.fullest([FakeDevice(60 << 30, 0, "tpu")]) == (60 << 30, 60 << 30, 0)
-    assert memory.device_memory(make_mesh(None)) is None
-    silent = FakeDevice(1, 0)
-    silent.stats = None
-    with pytest.raises(ValueError, match="does not say how much memory it has .* give num_blocks"):
-        memory.fullest([silent])
-
-
-def test_the_share_is_of_the_whole_card_and_less_only_if_jax_may_not(caplog):
-    card = 100 << 30
-    all_of_it, most, little = (DeviceMemory(card, int(card * share), 0) for share in (1.0, 0.92, 0.75))
-    assert all_of_it.usable(None) == int(0.92 * card) and all_of_it.usable(0.5) == card // 2
-    assert 0.9 * card < most.usable(None) < 0.92 * card
-    assert 0.73 * card < little.usable(0.9) < 0.75 * card
-    with caplog.at_level("INFO", logger=memory.__name__):
-        blocks_of(most, make_mesh(None))
-    assert "of the 107.4 GB of each device the process may use 96.8 GB: 16.1 GB for parameters" in caplog.text
-    assert "XLA_CLIENT_MEM_FRACTION" not in caplog.text
-    blocks_of(little, make_mesh(None), replace(CONFIG, gpu_memory_utilization=0.9))
-    assert "JAX may allocate 75 % of the device, less than gpu_memory_utilization=0.9: set XLA_CLIENT" in caplog.text
 
 
 def test_what_others_use_is_left_to_them_and_parameters_count_once():
@@ -137,6 +110,8 @@ def test_what_others_use_is_left_to_them_and_parameters_count_once():
     assert budget(params, has_params=True) == budget(0)
     assert budget(0) - budget(params + (10 << 30), has_params=True) == 10 << 30
     assert budget(1) == budget(50 << 20) == budget(64 << 20)  # small arrays don't move the number of blocks
+    claimed = memory.kv_budget(shape_of(mesh), CONFIG, mesh, H200._replace(in_use=6 << 30, claimed=4 << 30))
+    assert claimed == budget(10 << 30), "what another engine will take is as good as taken"
     trained = budget(2 * params, has_params=True)  # the trainer's copy is another one
     assert params <= budget(0) - trained <= params + (64 << 20)
 
@@ -189,22 +164,15 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(grown) < 200_000  # kB: the tokenizer and the like
 
 
-def test_blocks_are_counted_against_what_is_free(monkeypatch):
+def test_blocks_are_counted_against_what_is_free():
     mesh, shape = make_mesh(None), shape_of(make_mesh(None))
-    monkeypatch.setattr(memory, "free_bytes", lambda: 32 << 30)
+    device = host(33 << 30, claimed=1 << 30)
     params, each = memory.leaf_bytes(shape.leaves), memory.block_bytes(shape, CONFIG, mesh)
     most = ((32 << 30) - params) // each
-    memory.check_num_blocks(shape, CONFIG, most, mesh)
-    memory.check_num_blocks(shape, CONFIG, (32 << 30) // each, mesh, has_params=True)
+    memory.check_num_blocks(shape, CONFIG, most, mesh, device)
+    memory.check_num_blocks(shape, CONFIG, (32 << 30) // each, mesh, device, has_params=True)
     with pytest.raises(OutOfMemoryError, match=rf"of 34.4 GB .* 16.1: give at most {memory.coarse(most)},"):
-        memory.check_num_blocks(shape, CONFIG, most + 1, mesh)
-
-
-def test_a_device_that_does_not_tell_is_believed():
-    devices = [FakeDevice(90 << 30, 50 << 30), FakeDevice(80 << 30, 30 << 30)]
-    assert memory.free_on(devices) == 40 << 30
-    devices[0].stats = None
-    assert memory.free_on(devices) is None
+        memory.check_num_blocks(shape, CONFIG, most + 1, mesh, device)
 
 
 def test_swap_space_beyond_the_machines_memory_is_refused(tiny):
