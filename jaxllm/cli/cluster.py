@@ -21,7 +21,7 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cluster", choices=KINDS, help="which hosts there are, and which this is, from what started the command")
     add("--coordinator", metavar="HOST:PORT", help="the first host's address, at which the others call")
     add("--num-hosts", type=int, metavar="N", help="without --cluster: how many hosts there are")
-    add("--host-index", type=int, metavar="I", help="without --cluster: which host this is, from 0, the first")
+    add("--host-index", type=int, metavar="N", help="without --cluster: which host this is, from 0, the first")
     add("--bind", metavar="ADDR", help="address at which the first host listens (default: that of the coordinator)")
     add(
         "--cluster-secret-file",
