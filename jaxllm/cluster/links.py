@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import select
 import selectors
 import socket
 import threading
@@ -175,7 +176,8 @@ class Links:
         for link in self._links:
             if link.lock.acquire(blocking=False):  # else it is being sent something
                 try:
-                    link.connection.sendall(frame(link.keys.commands, BEAT, messages.BEAT))
+                    if _has_room(link.connection):  # who hangs reads nothing, and must not be waited for
+                        link.connection.sendall(frame(link.keys.commands, BEAT, messages.BEAT))
                 except OSError as error:
                     self.lose(f"{link.host} can't be reached: {error}")
                 finally:
@@ -210,6 +212,13 @@ class Links:
                 link.memory = message
         with self._changed:
             self._changed.notify_all()
+
+
+def _has_room(connection: socket.socket) -> bool:
+    """Whether a beat can be sent without waiting: a socket that is writable has room for more than that."""
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def _drain(connection: socket.socket) -> None:
