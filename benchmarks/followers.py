@@ -1,4 +1,4 @@
-"""What the command stream costs a leader for each decode step: from commands to the last follower's socket.
+"""What the command stream costs a leader's step loop for each decode step: from commands to when it may go on.
 
 Followers are processes of this machine that read, check and parse what they get, and compute nothing.
 """

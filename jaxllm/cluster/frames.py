@@ -24,7 +24,7 @@ def frame(key: bytes, number: int, body: bytes) -> bytes:
     """`body` as the frame of this number."""
     assert len(body) <= MAX_BODY_BYTES
     start = _START.pack(number, len(body))
-    return start + _checksum(key, start, body) + body
+    return b"".join((start, _checksum(key, start, body), body))
 
 
 def _checksum(key: bytes, start: bytes, body: bytes | bytearray | memoryview) -> bytes:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import select
 import selectors
 import socket
 import threading
@@ -12,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence, Set
 from jaxllm.cluster import messages
 from jaxllm.cluster.frames import BEAT, FrameReader, frame
 from jaxllm.cluster.handshake import FrameKeys
+from jaxllm.cluster.sender import open_sender
 from jaxllm.engine.device.command_codec import parse_name
 from jaxllm.errors import ClusterError, EngineDeadError, GroupLostError
 from jaxllm.silence import SilenceMeter
@@ -22,8 +22,9 @@ BEAT_S = 0.25
 LATE_S = 1.0  # that a beat may be before there is trouble
 SILENT_S = 8.0  # after which a member counts as hung: JAX's own watch takes longer, and gives no reason
 END_S = 1.0  # for the others to hear that the group ends
-_END_S = 0.1
 _POLL_S = 0.1
+_MOST_WAITING_BYTES = 64 << 20  # of commands that are not sent yet
+_ROOM_S = 0.001  # between looks for room
 _READ_BYTES = 1 << 16
 
 
@@ -34,7 +35,6 @@ class Link:
         self.index, self.connection, self.keys = index, connection, keys
         self.host = f"host {index} ({connection.getpeername()[0]})"
         self.reader = FrameReader(keys.reports, self.host)
-        self.lock = threading.Lock()  # of what is written
         self.silence = SilenceMeter()
         self.compiled: set[Hashable] = set()
         self.failures: dict[Hashable, str] = {}  # executables that it can't compile, and why
@@ -48,28 +48,29 @@ class Links:
 
     def __init__(self, links: list[Link]):
         self._links, self._number = links, 0
+        self._key = links[0].keys.commands if links else b""
         self._compiled: set[Hashable] = set()
         self.lost: str | None = None
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._is_closed = False
         self._sending = threading.Lock()
+        self._sender = open_sender([link.connection for link in links])
+        self._has_finished = threading.Event()  # sending
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._watch, name="jaxllm-group", daemon=True)
         self._thread.start()
 
     def send(self, body: bytes) -> None:
-        """One frame to every follower. `GroupLostError` if that can't be done any more."""
-        with self._sending:
-            self.check()
-            number, self._number = self._number, self._number + 1
-            data = frame(self._links[0].keys.commands, number, body) if self._links else b""
-            for link in self._links:
-                try:
-                    with link.lock:
-                        link.connection.sendall(data)
-                except OSError as error:
-                    self.lose(f"{link.host} can't be reached: {error}")
+        """One frame to every follower; waits only where so much waits to be sent that they don't keep up.
+        `GroupLostError` if the group is lost."""
         self.check()
+        with self._sending:
+            number, self._number = self._number, self._number + 1
+            waiting = self._sender.push(frame(self._key, number, body))
+        while waiting > _MOST_WAITING_BYTES:
+            time.sleep(_ROOM_S)
+            self.check()
+            waiting = self._sender.push(b"")
 
     def check(self) -> None:
         """Raises `GroupLostError` if the group is lost."""
@@ -143,15 +144,12 @@ class Links:
             self._thread.join()
 
     def _say_end(self, reason: str, *, is_closed: bool) -> None:
-        body = messages.encode(messages.EndOfGroup(reason, is_closed))
+        self._sender.push(frame(self._key, BEAT, messages.encode(messages.EndOfGroup(reason, is_closed))))
+        self._sender.finish(END_S)
         for link in self._links:
-            link.connection.setblocking(False)
-            if link.lock.acquire(timeout=_END_S):
-                with contextlib.suppress(OSError):
-                    link.connection.sendall(frame(link.keys.commands, BEAT, body))
-                link.lock.release()
             with contextlib.suppress(OSError):
-                link.connection.shutdown(socket.SHUT_WR)  # which also ends a send that waits for room
+                link.connection.shutdown(socket.SHUT_WR)
+        self._has_finished.set()
 
     def _watch(self) -> None:
         """The thread's: reads, beats, and measures silence."""
@@ -162,26 +160,18 @@ class Links:
             while not self._is_closed and self.lost is None:
                 for key, _ in selector.select(BEAT_S / 2):
                     self._read(key.data)
-                for link in self._links:
+                for position, link in enumerate(self._links):
+                    if error := self._sender.error(position):
+                        self.lose(f"{link.host} can't be reached: {error}")
                     link.silence.tick()
                     if link.silence.silent_s > SILENT_S:
                         self.lose(f"{link.host} has been silent for {SILENT_S:.0f} s: it hangs, or its network does")
                 if time.monotonic() > beat_at:
                     beat_at = time.monotonic() + BEAT_S
-                    self._beat()
+                    self._sender.push(frame(self._key, BEAT, messages.BEAT))
+        self._has_finished.wait()
         for link in self._links:
             _drain(link.connection)
-
-    def _beat(self) -> None:
-        for link in self._links:
-            if link.lock.acquire(blocking=False):  # else it is being sent something
-                try:
-                    if _has_room(link.connection):  # who hangs reads nothing, and must not be waited for
-                        link.connection.sendall(frame(link.keys.commands, BEAT, messages.BEAT))
-                except OSError as error:
-                    self.lose(f"{link.host} can't be reached: {error}")
-                finally:
-                    link.lock.release()
 
     def _read(self, link: Link) -> None:
         try:
@@ -212,13 +202,6 @@ class Links:
                 link.memory = message
         with self._changed:
             self._changed.notify_all()
-
-
-def _has_room(connection: socket.socket) -> bool:
-    """Whether a beat can be sent without waiting: a socket that is writable has room for more than that."""
-    poll = select.poll()
-    poll.register(connection, select.POLLOUT)
-    return bool(poll.poll(0))
 
 
 def _drain(connection: socket.socket) -> None:

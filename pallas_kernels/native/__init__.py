@@ -21,10 +21,15 @@ TARGETS = (
 )
 
 
+def exists() -> bool:
+    """Whether the library for this source and jaxlib is built."""
+    return _library().exists()
+
+
 @functools.cache
 def is_built() -> bool:
     """Whether the library for this source and jaxlib exists; warns once if not."""
-    built = _library().exists()
+    built = exists()
     if not built:
         log.warning(
             "the C++ kernels for CPUs are not built, and XLA's code, about a fifth slower, serves in their place. With "
@@ -37,6 +42,12 @@ def is_built() -> bool:
 def load() -> ctypes.CDLL:
     """The library, for functions that are no custom calls."""
     return ctypes.CDLL(str(_library()))
+
+
+@functools.cache
+def load_holding_gil() -> ctypes.PyDLL:
+    """The library, for functions that return at once: other Python threads wait for them."""
+    return ctypes.PyDLL(str(_library()))
 
 
 @functools.cache

@@ -1,25 +1,26 @@
 """Commands as bytes: what describes them, and their arrays one after the other. Nothing that is parsed is run."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxllm.engine.device.commands import Command, check
 
+_INT32 = np.dtype("<i4")
+
 
 def describe(commands: Sequence[Command]) -> list[Any]:
     """Of numbers, texts and lists: the commands without their arrays' elements."""
-    return [[c.name, c.key, c.source, [x.shape for x in c.arrays]] for c in commands]
+    return [(name, key, source, [x.shape for x in arrays]) for name, arrays, key, source in commands]
 
 
-def array_bytes(commands: Sequence[Command]) -> Iterator[bytes]:
-    """The elements of all arrays, little-endian int32."""
-    for command in commands:
-        for x in command.arrays:
-            assert x.dtype == np.int32, "all that the host sends is int32"
-            yield x.astype("<i4", copy=False).tobytes()
+def array_bytes(commands: Sequence[Command]) -> list[bytes]:
+    """The elements of each array, little-endian int32."""
+    arrays = [x for command in commands for x in command.arrays]
+    assert all(x.dtype == _INT32 for x in arrays), "all that the host sends is int32"
+    return [x.tobytes() for x in arrays]
 
 
 def parse(described: Any, data: bytes | memoryview) -> list[Command]:
@@ -33,7 +34,7 @@ def parse(described: Any, data: bytes | memoryview) -> list[Command]:
             count = math.prod(shape)
             if 4 * count > len(data) - at:
                 raise ValueError("its arrays are cut off")
-            arrays.append(np.frombuffer(data, "<i4", count, at).reshape(shape))
+            arrays.append(np.frombuffer(data, _INT32, count, at).reshape(shape))
             at += 4 * count
         if type(key) is not int or not isinstance(source, str):
             raise ValueError(f"a command has the key {key!r} and the source {source!r}")
