@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm import async_llm
-from jaxllm.engine import build
+from jaxllm.engine import build, sizing
 from tests.chat_model import write_model
 
 PROGRAMS = {file.stem: file.read_text() for file in (Path(__file__).parent / "vllm_programs").glob("*.py")}
@@ -35,8 +35,8 @@ def run(tmp_path, monkeypatch, capsys, engines):
         "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }}\n{% endfor %}"
         "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
     )
-    monkeypatch.setitem(build.CPU_SIZES, "max_num_seqs", 8)  # fewer executables to compile
-    monkeypatch.setitem(build.CPU_SIZES, "max_num_batched_tokens", 32)
+    monkeypatch.setitem(sizing.CPU_SIZES, "max_num_seqs", 8)  # fewer executables to compile
+    monkeypatch.setitem(sizing.CPU_SIZES, "max_num_batched_tokens", 32)
 
     build_engine = build.build_engine
 

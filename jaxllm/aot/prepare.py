@@ -18,13 +18,13 @@ from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.forms import give_forms
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import check_mesh, named
-from jaxllm.engine.build import model_shape, size_engine, with_max_len
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
-from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.model_shape import ModelShape, model_shape, with_max_len
 from jaxllm.engine.device.packing import StepLayout, pick_bucket
 from jaxllm.engine.kv_cache import check_kv_dtype, check_platform
+from jaxllm.engine.sizing import size_engine
 from jaxllm.errors import MeshError, OutOfMemoryError
 from jaxllm.models import transformer
 from jaxllm.sharding.mesh import parse_axes

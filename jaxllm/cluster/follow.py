@@ -12,11 +12,12 @@ from jaxllm.cluster.formation import Address
 from jaxllm.cluster.leader import LeaderGroup
 from jaxllm.cluster.machine import machine
 from jaxllm.cluster.options import Cluster
-from jaxllm.engine.build import choose_mesh, open_model, with_max_len
+from jaxllm.engine.build import choose_mesh, open_model
 from jaxllm.engine.device import device_memory
 from jaxllm.engine.device.command_log import Header
 from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.memory_plan import plan_engine
+from jaxllm.engine.device.model_shape import with_max_len
 from jaxllm.engine.model_source import Reading
 from jaxllm.engine.recording import header_of
 from jaxllm.errors import ClusterError, GroupLostError

@@ -22,6 +22,7 @@ class Sender(Protocol):
 
     def push(self, data: bytes) -> int:
         """Has `data` sent to all; after `finish`, to nobody. How many bytes wait now: pushed and not sent to all."""
+        ...
 
     def error(self, position: int) -> str | None:
         """Why nothing can be sent there any more; None while it can."""

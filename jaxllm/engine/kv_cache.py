@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jaxllm.checkpoint.quantized.kv_scales import Scales
 from jaxllm.engine.config import KV_CACHE_DTYPES, EngineConfig
 from jaxllm.engine.device.commands import Command
-from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.kv_scales import kv_specs, measure_command, measured_tokens, scales_command
+from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.engine.model_source import ModelSource
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.pallas_kernels.dispatch import Placement, compute_capability

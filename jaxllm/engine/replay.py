@@ -10,12 +10,12 @@ import numpy as np
 from flax import nnx
 
 from jaxllm.checkpoint.placement import check_mesh
-from jaxllm.engine.build import model_shape, with_max_len
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.command_log import Applied, CallResults, CommandLog, FailedCall, Header, digest
 from jaxllm.engine.device.commands import Command, kind_of
 from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.model_shape import model_shape, with_max_len
 from jaxllm.engine.device.recorder import repeatable
 from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.engine.model_source import EMBEDDED, ModelSource, model_source

@@ -11,13 +11,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-from jaxllm.engine.build import CPU_SIZES, model_shape
 from jaxllm.engine.config import BLOCK_SIZE, MOST_BLOCKS, EngineConfig
-from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.kv_scales import measure, place_scales, scale_shapes
+from jaxllm.engine.device.model_shape import ModelShape, model_shape
 from jaxllm.engine.kv_cache import check_kv_dtype, fixed_scales, scale_command, with_scales
 from jaxllm.engine.model_source import ModelSource
 from jaxllm.engine.pooling import task_of
+from jaxllm.engine.sizing import CPU_SIZES
 from jaxllm.models.cache import Dense
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext

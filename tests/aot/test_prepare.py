@@ -14,7 +14,7 @@ from jaxllm.aot import chips, collectives, efficiency, floors, prepare, thunks
 from jaxllm.aot.hlo import Instruction
 from jaxllm.checkpoint.config import read_config
 from jaxllm.cli.aot import main
-from jaxllm.engine import build
+from jaxllm.engine import sizing
 from jaxllm.engine.config import MEM_FRACTION_VARIABLES
 from jaxllm.engine.device import lowering
 from jaxllm.errors import MeshError, ModelFormatError, OutOfMemoryError
@@ -346,7 +346,7 @@ def test_mesh_is_in_the_engines_order(on_cpu):
 
 def test_a_tpu_begins_with_eight_tokens_and_what_prompts_need(on_cpu, monkeypatch):
     """A row alone takes it longer than eight; large steps come soon, the smallest with its sampler first."""
-    for module in (build, lowering):
+    for module in (sizing, lowering):
         monkeypatch.setattr(module, "platform_of", lambda mesh: "tpu")
     prepared = prepare.prepare(LLAMA, chips.parse_target("v6e-4"), max_num_seqs=64, max_num_batched_tokens=2048)
     assert list(prepared.layouts)[:3] == [8, 16, 32] and prepared.config.min_bucket == 8

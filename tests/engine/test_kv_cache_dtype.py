@@ -17,13 +17,14 @@ from jaxllm import LLM
 from jaxllm.cli.common import add_engine_arguments, engine_kwargs
 from jaxllm.cli.main import main
 from jaxllm.cli.parser import CommandParser
-from jaxllm.engine.build import model_shape, size_engine
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import kv_scales, memory
 from jaxllm.engine.device.command_log import CommandLog
+from jaxllm.engine.device.model_shape import model_shape
 from jaxllm.engine.kv_cache import check_kv_dtype, check_platform
 from jaxllm.engine.model_source import Reading, model_source
 from jaxllm.engine.replay import replay
+from jaxllm.engine.sizing import size_engine
 from jaxllm.errors import ModelFormatError
 from jaxllm.from_vllm.dtypes import kv_dtype_name
 from jaxllm.models.cache import Dense

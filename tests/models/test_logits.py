@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxllm.engine.build import model_shape
+from jaxllm.engine.device.model_shape import model_shape
 from jaxllm.models import gemma2, llama
 from jaxllm.models.context import StepContext
 from jaxllm.models.layers import LayerSpec, Rope

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.executables import (
     admit,
@@ -24,6 +23,7 @@ from jaxllm.engine.device.executables import (
     step,
 )
 from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.model_shape import model_shape
 from jaxllm.engine.device.packing import AdmitLayout, PoolLayout, SampleLayout, StepLayout, table_shapes
 from jaxllm.engine.device.state import rules_layout
 from jaxllm.grammar.matcher import mask_words

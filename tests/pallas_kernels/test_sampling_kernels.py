@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice
 
-from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.executables import sample_full_step
 from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.model_shape import model_shape
 from jaxllm.engine.device.packing import SampleLayout
 from jaxllm.engine.device.sampler import sample
 from jaxllm.engine.device.state import SAMPLING_LAYOUT, empty_slots, rules_layout

@@ -17,11 +17,11 @@ from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import canonical_params, expansion_of, named, place_params, sharding_before
 from jaxllm.checkpoint.window import concrete
 from jaxllm.engine import dummy
-from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.block_moves import host_bytes
 from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.model_shape import model_shape
 from jaxllm.errors import MeshError
 from jaxllm.models import qwen3, transformer
 from jaxllm.sharding import rules

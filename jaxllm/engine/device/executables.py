@@ -1,128 +1,26 @@
 """The functions that run on the device. Each takes the state it writes donated."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.cache_layout import CacheLayout, cache_layout
+from jaxllm.engine.device.cache_layout import CacheLayout
 from jaxllm.engine.device.columns import RowLayout, install, of_slots
 from jaxllm.engine.device.layer_caches import LayerCaches, pools_of, view_table
 from jaxllm.engine.device.logit_rules import alter
 from jaxllm.engine.device.logprobs import logprob_rows
+from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, PoolLayout, SampleLayout, StepLayout, TableShape
 from jaxllm.engine.device.sampler import sample, sample_full
 from jaxllm.engine.device.state import LogitRules, SamplingTable, Slots
 from jaxllm.engine.schedule.plan import SharedPart
 from jaxllm.models.cache import SharedTokens
-from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.paged_attention import PagedBatch
 from jaxllm.sharding.rules import gathered
-
-_KV_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A model as the executables see it: NNX graph, shapes and shardings of the leaves, what its layers cache."""
-
-    graph: nnx.GraphDef
-    treedef: Any  # of the parameters; the executables take flat leaves, which cost no flattening a step
-    leaves: Sequence[jax.ShapeDtypeStruct]  # with shardings
-    caches: tuple[tuple[CacheSpec, ...], ...]  # of each layer
-    vocab: int
-    logits_width: int  # of them, and of what pads them on several devices
-    token_widths: tuple[int, ...]  # elements of a token: the residual stream, then a layer's intermediate results
-    dtype: Any
-    routed_width: int = 0  # elements of a token's rows for its experts, which each device has whole
-    generates: bool = True  # whether hidden states become logits
-    has_head: bool = False  # whether pooled hidden states go through the model's `head`
-
-    def model(self, leaves: Sequence[Any]) -> Any:
-        return nnx.merge(self.graph, jax.tree.unflatten(self.treedef, leaves))
-
-    def cache_layout(self, config: EngineConfig, mesh: Mesh) -> CacheLayout:
-        """Of an engine of this context length and block size."""
-        sizes = {"max_model_len": config.max_model_len, "block_size": config.block_size}
-        return cache_layout(self.caches, self.kv_dtype(config), mesh, **sizes)
-
-    def kv_dtype(self, config: EngineConfig) -> Any:
-        """Of the keys and values in the pool."""
-        return _KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
-
-    @cached_property
-    def head_indices(self) -> tuple[int, ...]:
-        """Which of the leaves make logits of hidden states: a sampler takes no others."""
-        return self._used_by("logits", self.hidden.dtype) if self.generates else ()
-
-    @cached_property
-    def pool_indices(self) -> tuple[int, ...]:
-        """Likewise, of pooled hidden states whatever the model's `head` makes."""
-        return self._used_by("head", jnp.float32) if self.has_head else ()
-
-    def _used_by(self, method: str, dtype: Any) -> tuple[int, ...]:
-        def call(leaves: Sequence[Array], hidden: Array) -> Array:
-            return getattr(self.model(leaves), method)(hidden, StepContext.of(jnp.zeros(1, jnp.int32)))
-
-        hidden = jax.ShapeDtypeStruct((1, *self.hidden.shape), dtype)
-        jaxpr = jax.make_jaxpr(call)(list(self.leaves), hidden).jaxpr
-        used = {var for equation in jaxpr.eqns for var in equation.invars if not hasattr(var, "val")}
-        return tuple(i for i, var in enumerate(jaxpr.invars[: len(self.leaves)]) if var in used)
-
-    def _with(self, indices: Sequence[int], given: Sequence[Array]) -> Any:
-        """The model with the leaves of `indices`; the others stay shapes, which nobody looks at."""
-        leaves: list[Any] = list(self.leaves)
-        for i, leaf in zip(indices, given, strict=True):
-            leaves[i] = leaf
-        return self.model(leaves)
-
-    @property
-    def head(self) -> list[jax.ShapeDtypeStruct]:
-        return [self.leaves[i] for i in self.head_indices]
-
-    @property
-    def pool_head(self) -> list[jax.ShapeDtypeStruct]:
-        return [self.leaves[i] for i in self.pool_indices]
-
-    def logits(
-        self,
-        head: Sequence[Array],
-        hidden: Float[Array, "max_tokens embed"],
-        tokens: Int[Array, " rows"],
-        at: Placement,
-    ) -> Float[Array, "rows logits_width"]:
-        """The model's logits after the `tokens` of a step, counted flat, from the leaves `head_indices`; minus infinity
-        where they are no token's."""
-        ctx = StepContext.of(tokens, placement=at)  # the head reads neither rows nor positions
-        logits = self._with(self.head_indices, head).logits(hidden.at[tokens].get(mode="clip"), ctx)
-        if self.logits_width == self.vocab:
-            return logits
-        logits = jnp.pad(logits, ((0, 0), (0, self.logits_width - logits.shape[1])))  # of a head that is not split
-        return jnp.where(jnp.arange(self.logits_width)[None, :] < self.vocab, logits, -jnp.inf)
-
-    def classify(
-        self, head: Sequence[Array], pooled: Float[Array, "rows embed"], at: Placement
-    ) -> Float[Array, "rows outputs"]:
-        """What the model's head makes of pooled hidden states, from the leaves `pool_indices`; they themselves if it
-        has none."""
-        if not self.has_head:
-            return pooled
-        ctx = StepContext.of(jnp.zeros(len(pooled), jnp.int32), placement=at)
-        return self._with(self.pool_indices, head).head(pooled, ctx)
-
-    @property
-    def hidden(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of one token's hidden state."""
-        return jax.ShapeDtypeStruct((self.token_widths[0],), self.dtype)
 
 
 def step(

@@ -18,9 +18,9 @@ from jaxllm.engine.device.compat import takes_four_bits
 from jaxllm.engine.device.compile_plan import CompilePlan
 from jaxllm.engine.device.device_memory import Claim
 from jaxllm.engine.device.executable_store import open_store
-from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.kv_scales import place_scales
 from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.engine.device.state import DeviceState
 from jaxllm.models.transformer import Params
 from jaxllm.pallas_kernels.native import huge_pages

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float32, Int
 
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.commands import Command
-from jaxllm.engine.device.executables import ModelShape
+from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.kv_range import range_caches, ranges_of

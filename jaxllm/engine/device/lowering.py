@@ -13,7 +13,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import block_moves, executables, kv_scales
 from jaxllm.engine.device.cache_layout import CacheLayout
 from jaxllm.engine.device.columns import RowLayout
-from jaxllm.engine.device.executables import ModelShape
+from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.engine.device.packing import (
     ADMIT_SIZES,
     AdmitLayout,

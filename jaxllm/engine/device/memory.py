@@ -16,8 +16,8 @@ from jaxllm.argument_checks import check_int
 from jaxllm.engine.config import MOST_BLOCKS, EngineConfig
 from jaxllm.engine.device.block_moves import MAX_STAGED_BYTES
 from jaxllm.engine.device.device_memory import DeviceMemory
-from jaxllm.engine.device.executables import ModelShape
 from jaxllm.engine.device.lowering import Lowering
+from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.pallas_kernels.quantized_matmul import stored_bytes
 from jaxllm.sharding.mesh import platform_of

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.device_memory import Claim, DeviceMemory
-from jaxllm.engine.device.executables import ModelShape
+from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.engine.host_memory import free_bytes, machine_bytes
 from jaxllm.errors import OutOfMemoryError
 

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from jaxllm import LLM
-from jaxllm.engine.build import model_shape
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.device_memory import DeviceMemory
+from jaxllm.engine.device.model_shape import model_shape
 from jaxllm.engine.failure import describe_state
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import gemma3, llama, transformer
