@@ -74,12 +74,13 @@ class Paged:
         """The pool with keys and values of the tokens that other shards have of a sequence of this one, too."""
 
         def write(k: Array, v: Array, pool: Array, shared: SharedTokens, *kv_scales: Array) -> tuple[Array]:
-            return (write_blocks(k, v, pool, *shared, *kv_scales),)
+            # Gathered here, where a device has its own heads alone: outside, it would get all heads of all shards.
+            return (write_blocks(gathered(k), gathered(v), pool, *shared, *kv_scales),)
 
         kv, scales = (None, "kv_heads", None), [] if self.kv_scales is None else [self.kv_scales]
         in_axes = (kv, kv, KV_AXES, (), *((None, "kv_heads") for _ in scales))
         op = shard_map(write, self.placement.mesh, in_axes=in_axes, out_axes=(KV_AXES,))
-        (pool,) = op(gathered(k), gathered(v), self.kv_pool, shared, *scales)
+        (pool,) = op(k, v, self.kv_pool, shared, *scales)
         return pool
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
+from jaxllm.aot import hlo
+from jaxllm.aot.collectives import count
 from jaxllm.engine.device.block_moves import host_bytes
 from jaxllm.engine.device.commands import Command
 from jaxllm.engine.replay import replay
@@ -327,6 +329,18 @@ def test_a_long_prompt_is_computed_by_all_shards(tiny, mesh, options):
             for prompt, one in zip(again, tokens(outputs), strict=True):
                 tiny.assert_greedy(prompt, one)
         clean_shards(llm)
+
+
+def test_shards_send_each_other_the_keys_and_values_of_own_heads(tiny):
+    """A step that they share gathers nothing within a shard, and over `data` what a device computes, once."""
+    name, (heads, head_dim) = ("step_shared", 8), (tiny.cfg.kv_heads, tiny.cfg.head_dim)
+    with make_llm(tiny.model, mesh="data=2,tensor=2", num_blocks=64, **FEW | {"max_num_batched_tokens": 8}) as llm:
+        llm.generate(ids([1]), greedy(1))
+        text = llm.engine.runner.executor.compile_plan[name].as_text()
+    sent = count(hlo.parse(text), [0, 0, 1, 1], has_network=False)
+    assert ("all-gather", False) not in sent
+    rows = 2 * len(tiny.cfg.layers) * 8 * heads // 2 * head_dim
+    assert sent["all-gather", True].operand_bytes == 4 * (rows + 2 * 8)  # and positions and ids
 
 
 def test_others_run_beside_a_shared_prompt(tiny):
