@@ -16,6 +16,25 @@ from jaxllm.aot import chips
 from jaxllm.aot.prepare import Prepared, find_model, prepare
 
 DEFAULT = "v6e a100 h200"
+MIXTURE_CONFIG = {  # of experts as Qwen3-30B-A3B has them, in few layers
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 2048,
+    "intermediate_size": 768,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
 
 
 def chip_names(platform: str | None = None) -> list[Any]:

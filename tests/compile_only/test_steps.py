@@ -17,31 +17,12 @@ from jaxllm.aot.chips import parse_target
 from jaxllm.aot.prepare import Prepared, prepare
 from jaxllm.aot.report import Executable, compile_one
 from jaxllm.engine.device import memory
-from tests.compile_only.targets import chip_names, prepare_config, prepare_few_layers
+from tests.compile_only.targets import MIXTURE_CONFIG, chip_names, prepare_config, prepare_few_layers
 
 FEW_LAYERS = {"llama-3.1-8b": 4, "qwen3-0.6b": 4, "gemma-3-4b": 6}  # of both kinds
 MODELS = tuple(FEW_LAYERS)
 DEVICES = {("v5e", "llama-3.1-8b"): 4}  # others fit one
-MIXTURE = "mixture"  # of experts as Qwen3-30B-A3B has them, in few layers
-MIXTURE_CONFIG = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "hidden_size": 2048,
-    "intermediate_size": 768,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
+MIXTURE = "mixture"
 DECODE, MIXED = 64, 2048  # tokens
 CONTEXT = 1024  # tokens of each sequence that is decoded
 
