@@ -17,7 +17,7 @@ from jaxllm.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
-_MEET_S = 5.0  # for a handshake
+_MEET_S = 5.0  # for a caller to prove that it knows the secret
 _MOST_AT_ONCE = 16  # callers who have not proved anything yet
 _MOST_WARNINGS = 10  # of strangers
 _RETRY_S = 0.25
@@ -54,7 +54,7 @@ def listen(address: Address, bind: str | None) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
-        listener.listen(_MOST_AT_ONCE)
+        listener.listen()
     except OSError as error:
         listener.close()
         raise ClusterError(
@@ -70,15 +70,18 @@ def gather(listener: socket.socket, secret: bytes, num_hosts: int, timeout_s: fl
 
 
 class _Gathering:
-    """The followers that are there so far. Each caller is met in a thread of its own."""
+    """The followers that are there so far. Each caller is met in a thread of its own.
+
+    Who has proved nothing keeps nobody out: it has `_MEET_S`, and less where so many call that its place is needed.
+    """
 
     def __init__(self, secret: bytes, num_hosts: int):
         self._secret, self._num_hosts = secret, num_hosts
         self._session = os.urandom(handshake.SESSION_BYTES)
         self._found: dict[int, Link] = {}
+        self._unproven: dict[socket.socket, float] = {}  # to time.monotonic() when it has to go; the oldest first
         self._lock = threading.Lock()
         self._num_warnings = 0
-        self._callers: set[threading.Thread] = set()
 
     def run(self, listener: socket.socket, timeout_s: float) -> Links:
         end = time.monotonic() + timeout_s
@@ -93,22 +96,33 @@ class _Gathering:
                     )
                 self._accept(listener)
                 self._drop_lost()
+                self._drop_unproven(_MOST_AT_ONCE)
         except BaseException:
             for link in self._found.values():
                 link.connection.close()
             raise
+        finally:
+            self._drop_unproven(0)
         return Links([self._found[index] for index in sorted(self._found)])
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(TimeoutError):
             connection, (host, *_) = listener.accept()
-            self._callers = {thread for thread in self._callers if thread.is_alive()}
-            if len(self._callers) >= _MOST_AT_ONCE:
-                connection.close()  # a follower calls again
-                return
-            thread = threading.Thread(target=self._meet, args=(connection, host), daemon=True)
-            self._callers.add(thread)
-            thread.start()
+            self._drop_unproven(_MOST_AT_ONCE - 1)
+            with self._lock:
+                self._unproven[connection] = time.monotonic() + _MEET_S
+            threading.Thread(target=self._meet, args=(connection, host), daemon=True).start()
+
+    def _drop_unproven(self, most: int) -> None:
+        """Ends the connections of those whose time is over, and of the oldest until `most` are left: their threads then
+        close them. Who was about to prove itself calls again."""
+        with self._lock:
+            now, num_too_many = time.monotonic(), len(self._unproven) - most
+            for i, (connection, end) in enumerate(list(self._unproven.items())):
+                if i < num_too_many or now > end:
+                    del self._unproven[connection]
+                    with contextlib.suppress(OSError):  # the caller has ended it
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def _meet(self, connection: socket.socket, host: str) -> None:
         try:
@@ -116,6 +130,7 @@ class _Gathering:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             candidate = handshake.meet(connection, self._secret)
             with self._lock:
+                self._unproven.pop(connection, None)  # if it was dropped meanwhile, it can't be answered
                 verdict = self._judge(candidate)
                 keys = handshake.answer(connection, self._secret, self._session, candidate, verdict)
                 if verdict == handshake.TAKEN:
@@ -125,10 +140,16 @@ class _Gathering:
                     return
             raise ClusterError(f"it says that it is host {candidate.index} of {candidate.num_hosts}")
         except (OSError, ClusterError) as error:
+            self._close(connection, host, error)
+
+    def _close(self, connection: socket.socket, host: str, error: Exception) -> None:
+        """Of who was not taken."""
+        with self._lock:
+            self._unproven.pop(connection, None)
             connection.close()
             self._num_warnings += 1
             level = logging.WARNING if self._num_warnings <= _MOST_WARNINGS else logging.DEBUG
-            log.log(level, "a caller from %s was not taken: %s", host, error or type(error).__name__)
+        log.log(level, "a caller from %s was not taken: %s", host, error or type(error).__name__)
 
     def _judge(self, candidate: handshake.Candidate) -> int:
         if candidate.num_hosts != self._num_hosts:

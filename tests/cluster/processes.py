@@ -31,6 +31,51 @@ def until(condition: Callable[[], Any], within_s: float, what: str) -> Any:
     return found
 
 
+class Strangers:
+    """Connections to a port of this machine that say nothing; one that is ended is made anew."""
+
+    def __init__(self, port: int, count: int):
+        self._port, self._count = port, count
+        self._held: list[socket.socket] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._keep)
+
+    def __enter__(self) -> "Strangers":
+        self._call()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._is_over.set()
+        self._thread.join()
+        for connection in self._held:
+            connection.close()
+
+    def _call(self) -> None:
+        while len(self._held) < self._count:
+            self._held.append(socket.create_connection(("127.0.0.1", self._port), timeout=5))
+
+    def _keep(self) -> None:
+        while not self._is_over.wait(0.05):
+            for connection in [each for each in self._held if _has_ended(each)]:
+                self._held.remove(connection)
+                connection.close()
+            with contextlib.suppress(OSError):  # nobody listens any more
+                self._call()
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 class Process:
     """A command with one CPU device, what it writes, and its descendants."""
 
