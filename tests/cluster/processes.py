@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -79,8 +80,8 @@ def _has_ended(connection: socket.socket) -> bool:
 class Process:
     """A command with one CPU device, what it writes, and its descendants."""
 
-    def __init__(self, *command: str):
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
+    def __init__(self, *command: str, environ: Mapping[str, str] = MappingProxyType({})):
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT), **environ}
         self.process = subprocess.Popen(
             [sys.executable, *command],
             stdout=subprocess.PIPE,
@@ -150,13 +151,13 @@ class Hosts:
     def __init__(self) -> None:
         self.processes: list[Process] = []
 
-    def start(self, *command: str) -> Process:
-        self.processes.append(Process(*command))
+    def start(self, *command: str, **environ: str) -> Process:
+        self.processes.append(Process(*command, environ=environ))
         return self.processes[-1]
 
-    def program(self, **options: Any) -> Process:
+    def program(self, *, environ: Mapping[str, str] = MappingProxyType({}), **options: Any) -> Process:
         """`tests.cluster.program`."""
-        return self.start("-m", "tests.cluster.program", json.dumps(options))
+        return self.start("-m", "tests.cluster.program", json.dumps(options), **environ)
 
     def group(self, secret: Path, *, num_hosts: int = 2, **options: Any) -> list[Process]:
         """The programs of a group, the leader's first. What is given as a dictionary of indices is of these alone."""

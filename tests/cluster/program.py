@@ -11,12 +11,13 @@ import time
 
 OPTIONS = {
     "index": None,  # of the host; None: no group, one device
+    "launcher": None,  # that says who is in the group, as in `LLM(cluster="slurm")`, in place of the next three
     "num_hosts": 2,
     "coordinator": "",
     "secret_file": "",
     "engine": {},  # options of `LLM`
     "lacks": [],  # names of executables that can't be compiled here
-    "work": "mixed",  # or "early": once the leader has compiled all; or "endless": until something ends it; or "idle"
+    "work": "mixed",  # or "few"; "early": these once the leader has compiled all; "endless"; "idle": once all have
 }
 SIZES = dict(max_model_len=96, max_num_seqs=4, max_num_batched_tokens=16, num_blocks=16, block_size=8, dtype="float32")
 PROMPTS = ["def read_lines(path", "import os\nimport", "class A:\n    def __init__", "for i in range(", "x = [1, 2"]
@@ -42,6 +43,13 @@ def mixed(llm) -> list:
     return found
 
 
+def few(llm) -> list:
+    from jaxllm import SamplingParams
+
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 def tell(**fields) -> None:
     print(json.dumps(fields), flush=True)
 
@@ -49,14 +57,17 @@ def tell(**fields) -> None:
 def work(llm, kind: str) -> None:
     from jaxllm import SamplingParams
 
-    if kind in ("mixed", "early"):
-        plan = llm.engine.runner.compile_plan
-        while len(plan.compiled) < plan.total:
-            time.sleep(0.1)
-        if kind == "mixed":
-            llm.wait_compiled()
+    if kind == "mixed":
+        llm.wait_compiled()
+        tell(few=few(llm))
         tell(outputs=mixed(llm), preemptions=llm.stats().num_preemptions, swapped=llm.stats().num_swapped)
+    elif kind in ("few", "early"):
+        plan = llm.engine.runner.compile_plan
+        while kind == "early" and len(plan.compiled) < plan.total:
+            time.sleep(0.1)
+        tell(few=few(llm))
     elif kind == "idle":
+        llm.wait_compiled()
         tell(idle=True)
         while True:
             time.sleep(1)
@@ -88,7 +99,7 @@ def main(given: dict) -> None:
     from jaxllm.cluster.options import Cluster
 
     lacking(options["lacks"])
-    cluster = None
+    cluster = options["launcher"]
     if index is not None:
         group = {name: options[name] for name in ("coordinator", "num_hosts", "secret_file")}
         cluster = Cluster(host_index=index, timeout_s=60, **group)

@@ -30,7 +30,7 @@ def address_of(listener: socket.socket) -> Address:
 
 
 def test_who_says_nothing_keeps_no_follower_out(monkeypatch, listener, pool):
-    """More callers than there are places hold the line for as long as they are let, and call again when they are not."""
+    """More callers than there are places hold the line as long as they may, and call again when they may not."""
     monkeypatch.setattr(formation, "_MEET_S", FOREVER_S)
     gathering = pool.submit(gather, listener, SECRET, 3, WAIT_S)
     with Strangers(listener.getsockname()[1], 40):

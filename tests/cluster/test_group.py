@@ -8,21 +8,30 @@ import time
 
 import pytest
 
-from tests.cluster.processes import free_port
+from tests.cluster.processes import Hosts, Strangers, free_port
 
 ENDS_S = 15.0
+SMALL = dict(max_num_seqs=1, max_num_batched_tokens=8)  # few executables
 pytestmark = pytest.mark.timeout(300)
+of_two_and_four = pytest.mark.parametrize("num_hosts", [2, pytest.param(4, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one device makes of the mixed work."""
-    from tests.cluster.processes import Hosts
-
+    """What one device makes of the works, by their names."""
     hosts = Hosts()
-    found = hosts.program(index=None).event("outputs", 200)
+    process = hosts.program(index=None)
+    found = {"outputs": process.event("outputs", 200), "few": process.event("few")}
     hosts.close()
     return found
+
+
+def all_end(processes, words, *, within_s=ENDS_S):
+    """Each within that time from now, for a reason that has one of `words`."""
+    end = time.monotonic() + within_s
+    for process in processes:
+        assert process.wait(max(0.1, end - time.monotonic())) != 0
+        assert any(word in process.text for word in words), process.text
 
 
 @pytest.mark.parametrize(
@@ -37,7 +46,7 @@ def alone():
 def test_tokens_are_those_of_one_device(hosts, secret, alone, num_hosts, mesh):
     engine = {"mesh": mesh} | ({"num_blocks": 12, "max_num_seqs": 3} if "data" in mesh else {})
     leader, *followers = hosts.group(secret, num_hosts=num_hosts, engine=engine)
-    assert leader.event("outputs", 250) == alone
+    assert leader.event("outputs", 250) == alone["outputs"]
     assert leader.event("preemptions") > 0 and leader.event("swapped") > 0
     assert leader.wait(30) == 0
     for follower in followers:
@@ -45,58 +54,71 @@ def test_tokens_are_those_of_one_device(hosts, secret, alone, num_hosts, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("when", ["idle", "endless", "compiling"])
-def test_a_member_that_dies_ends_the_others(hosts, secret, victim, when):
-    group = hosts.group(secret, work="idle" if when == "compiling" else when)
-    group[0].event({"idle": "idle", "endless": "steps", "compiling": "built"}[when])
-    if when == "idle":
-        time.sleep(20)  # until everything is compiled
-    os.kill(group[victim].process.pid, signal.SIGKILL)
-    start, survivor = time.monotonic(), group[1 - victim]
-    assert survivor.wait(ENDS_S) != 0 and time.monotonic() - start < ENDS_S
-    # JAX aborts followers of a leader that is gone, and may be quicker than our own watch.
-    words = "host 1 (127.0.0.1) has gone" if victim else ("the leader has gone", "leader task was preempted/died")
-    assert any(word in survivor.text for word in ([words] if victim else words)), survivor.text
-    if victim and when == "endless":
-        assert "GroupLostError" in survivor.text or "EngineDeadError" in survivor.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_member_that_hangs_ends_the_others(hosts, secret, victim):
-    group = hosts.group(secret, work="endless")
-    group[0].event("steps")
-    os.kill(group[victim].process.pid, signal.SIGSTOP)
-    survivor = group[1 - victim]
-    assert survivor.wait(ENDS_S) != 0
-    assert "has been silent for 8 s" in survivor.text
-    os.kill(group[victim].process.pid, signal.SIGCONT)
-    assert group[victim].wait(ENDS_S) != 0, "it finds the others gone"
-
-
-@pytest.mark.slow
-def test_of_four_members_all_end_with_the_reason(hosts, secret):
-    group = hosts.group(secret, num_hosts=4, work="endless")
-    group[0].event("steps", 200)
-    os.kill(group[2].process.pid, signal.SIGKILL)
-    for process in (group[0], group[1], group[3]):
-        assert process.wait(ENDS_S) != 0
-        assert "host 2 (127.0.0.1) has gone" in process.text
-
-
-@pytest.mark.slow
-def test_what_a_follower_lacks_is_not_used(hosts, secret, alone):
-    leader, follower = hosts.group(secret, lacks={1: [["step", 16]]}, work="early")
-    assert leader.event("outputs", 200) == alone
+def test_a_group_that_slurm_tells_of(hosts, secret, alone):
+    """`LLM(cluster="slurm")`, with what srun tells its tasks; each node has a loopback address of its own."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "127.44.0.[1-2]", "SLURM_STEP_NUM_TASKS": "2"}
+    step |= {"JAXLLM_CLUSTER_SECRET_FILE": str(secret)}
+    leader, follower = (
+        hosts.program(
+            launcher="slurm",
+            work="few",
+            environ=step | {"SLURM_PROCID": str(task), "SLURMD_NODENAME": f"127.44.0.{task + 1}"},
+        )
+        for task in range(2)
+    )
+    assert leader.event("few") == alone["few"]
     assert leader.wait(30) == 0 and follower.wait(ENDS_S) == 0
 
 
 @pytest.mark.slow
-def test_a_follower_that_lacks_what_every_step_needs_ends_the_group(hosts, secret):
-    leader, follower = hosts.group(secret, lacks={1: ["init"]}, work="endless")
-    assert leader.wait(120) == 1 and follower.wait(ENDS_S) == 0
-    assert "this compiler has a defect" in leader.text
+@pytest.mark.parametrize("num_hosts", [2, 4])
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+@pytest.mark.parametrize("when", ["idle", "endless", "compiling"])
+def test_a_member_that_dies_ends_the_others(hosts, secret, num_hosts, victim, when):
+    work = "idle" if when == "compiling" else when
+    group = hosts.group(secret, num_hosts=num_hosts, work=work, engine=SMALL)
+    group[0].event({"idle": "idle", "endless": "steps", "compiling": "built"}[when])
+    index = 0 if victim == "leader" else num_hosts // 2
+    os.kill(group[index].process.pid, signal.SIGKILL)
+    # JAX aborts followers of a leader that is gone, and may be quicker than our own watch.
+    words = (
+        [f"host {index} (127.0.0.1) has gone"] if index else ["the leader has gone", "leader task was preempted/died"]
+    )
+    all_end([process for process in group if process is not group[index]], words)
+    if index and when == "endless":
+        assert "GroupLostError" in group[0].text or "EngineDeadError" in group[0].text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [2, 4])
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+def test_a_member_that_hangs_ends_the_others(hosts, secret, num_hosts, victim):
+    group = hosts.group(secret, num_hosts=num_hosts, work="endless", engine=SMALL)
+    group[0].event("steps")
+    hung = group[0 if victim == "leader" else num_hosts // 2]
+    os.kill(hung.process.pid, signal.SIGSTOP)
+    all_end([process for process in group if process is not hung], ["has been silent for 8 s"])
+    os.kill(hung.process.pid, signal.SIGCONT)
+    assert hung.wait(ENDS_S) != 0, "it finds the others gone"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_what_a_follower_lacks_is_not_used(hosts, secret, alone, num_hosts):
+    leader, *followers = hosts.group(secret, num_hosts=num_hosts, lacks={num_hosts // 2: [["step", 16]]}, work="early")
+    assert leader.event("few", 200) == alone["few"]
+    assert leader.wait(30) == 0
+    assert [follower.wait(ENDS_S) for follower in followers] == [0] * (num_hosts - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_a_follower_that_lacks_what_every_step_needs_ends_the_group(hosts, secret, num_hosts):
+    lacks = {num_hosts // 2: ["init"]}
+    leader, *followers = hosts.group(secret, num_hosts=num_hosts, lacks=lacks, work="endless", engine=SMALL)
+    assert leader.wait(120) == 1 and "this compiler has a defect" in leader.text
+    for follower in followers:
+        assert follower.wait(ENDS_S) == 0 and "the leader was closed" in follower.text
 
 
 class Proxy:
@@ -133,7 +155,8 @@ class Proxy:
 
 
 @pytest.mark.slow
-def test_a_divergent_frame_ends_the_group(hosts, secret):
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_a_divergent_frame_ends_the_group(hosts, secret, num_hosts):
     spoils = threading.Event()
 
     def spoil(data):
@@ -142,31 +165,31 @@ def test_a_divergent_frame_ends_the_group(hosts, secret):
         return data
 
     port = free_port()
-    proxy = Proxy(port, spoil)
-    common = {"num_hosts": 2, "secret_file": str(secret), "work": "endless"}
-    leader = hosts.program(index=0, coordinator=f"127.0.0.1:{port}", **common)
-    follower = hosts.program(index=1, coordinator=f"127.0.0.1:{proxy.port}", **common)
-    leader.event("steps")
+    ports = dict.fromkeys(range(num_hosts), port) | {num_hosts // 2: Proxy(port, spoil).port}
+    common = {"num_hosts": num_hosts, "secret_file": str(secret), "work": "endless", "engine": SMALL}
+    group = [hosts.program(index=i, coordinator=f"127.0.0.1:{ports[i]}", **common) for i in range(num_hosts)]
+    group[0].event("steps")
     spoils.set()
-    assert follower.wait(ENDS_S) != 0 and leader.wait(ENDS_S) != 0
-    for process in (leader, follower):
-        assert "from the leader is damaged: its checksum is another" in process.text
+    all_end(group, ["from the leader is damaged: its checksum is another"])
 
 
-def test_another_secret_and_strangers(hosts, secret, tmp_path):
-    """The leader waits for the right follower, whoever else calls; who has another secret is told so."""
+@of_two_and_four
+def test_another_secret_and_strangers(hosts, secret, tmp_path, num_hosts):
+    """The leader waits for the right followers, whoever else calls; who has another secret is told so."""
     other = tmp_path / "other"
     other.write_text("some other secret, of nobody here")
     port = free_port()
-    common = {"num_hosts": 2, "coordinator": f"127.0.0.1:{port}", "work": "idle"}
+    common = {"num_hosts": num_hosts, "coordinator": f"127.0.0.1:{port}", "work": "endless", "engine": SMALL}
     leader = hosts.program(index=0, secret_file=str(secret), **common)
     wrong = hosts.program(index=1, secret_file=str(other), **common)
     assert wrong.wait(60) != 0 and "the leader's secret is another than this host's" in wrong.text
     for said in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000)):
         with socket.create_connection(("127.0.0.1", port)) as caller:
             caller.sendall(said)
-    hosts.program(index=1, secret_file=str(secret), **common)
-    leader.event("idle")
+    with Strangers(port, 40):
+        for index in range(1, num_hosts):
+            hosts.program(index=index, secret_file=str(secret), **common)
+        leader.event("steps")
     assert leader.text.count("was not taken") >= 3
     with pytest.raises(OSError):  # noqa: PT011 - nobody listens any more
         socket.create_connection(("127.0.0.1", port))

@@ -75,23 +75,25 @@ def texts(answer: dict) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_member_that_dies_idle(hosts, secret, model, victim):
-    served = Served(hosts, secret, model)
-    want = texts(served.ask())
-    pid = served.child(victim)
+@pytest.mark.parametrize("num_hosts", [2, 4])
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+def test_a_member_that_dies_idle(hosts, secret, model, num_hosts, victim):
+    served = Served(hosts, secret, model, num_hosts)
+    index = 0 if victim == "leader" else num_hosts // 2
+    want, pid = texts(served.ask()), served.child(index)
     os.kill(pid, signal.SIGKILL)
-    reason = served.down()
-    assert "host 1 (127.0.0.1) has gone" in reason if victim else "the engine's process ended" in reason
+    assert (f"host {index} (127.0.0.1) has gone" if index else "the engine's process ended") in served.down()
     assert texts(served.ask()) == want, "who asks meanwhile is served afterwards"
     served.wait_ready()
-    assert served.child(victim) not in (0, pid)
+    assert served.child(index) not in (0, pid)
     served.leader.process.send_signal(signal.SIGTERM)
-    assert served.leader.wait(30) == 0 and served.followers[0].wait(ENDS_S) == 0
+    assert served.leader.wait(30) == 0
+    assert [follower.wait(ENDS_S) for follower in served.followers] == [0] * (num_hosts - 1)
 
 
-def test_requests_that_had_not_begun_are_served_and_others_hear_why(hosts, secret, model):
-    served = Served(hosts, secret, model)
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_requests_that_had_not_begun_are_served_and_others_hear_why(hosts, secret, model, num_hosts):
+    served, index = Served(hosts, secret, model, num_hosts), num_hosts // 2
     alone = texts(served.ask(48))
     with ThreadPoolExecutor(8) as pool:
         started = threading.Event()
@@ -106,18 +108,19 @@ def test_requests_that_had_not_begun_are_served_and_others_hear_why(hosts, secre
 
         asked = [pool.submit(ask, i) for i in range(8)]  # two run at once
         started.wait(60)
-        os.kill(served.child(1), signal.SIGKILL)
+        os.kill(served.child(index), signal.SIGKILL)
         answers = [one.result(200) for one in asked]
     served_ones = [answer for answer in answers if answer == alone]
     others = [answer for answer in answers if answer != alone]
     assert len(others) <= 2 and len(served_ones) >= 6, answers
-    assert all("host 1" in message or "engine" in message for message in others)
+    assert all(f"host {index}" in message or "engine" in message for message in others)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_member_that_hangs_is_killed_and_started_again(hosts, secret, model, victim):
-    served = Served(hosts, secret, model)
-    want, pid = texts(served.ask()), served.child(victim)
+@pytest.mark.parametrize("num_hosts", [2, 4])
+@pytest.mark.parametrize("victim", ["leader", "follower"])
+def test_a_member_that_hangs_is_killed_and_started_again(hosts, secret, model, num_hosts, victim):
+    served = Served(hosts, secret, model, num_hosts)
+    want, pid = texts(served.ask()), served.child(0 if victim == "leader" else num_hosts // 2)
     os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
     assert "silent" in served.down()
