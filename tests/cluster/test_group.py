@@ -85,7 +85,7 @@ def test_a_member_that_dies_ends_the_others(hosts, secret, num_hosts, victim, wh
         [f"host {index} (127.0.0.1) has gone"] if index else ["the leader has gone", "leader task was preempted/died"]
     )
     all_end([process for process in group if process is not group[index]], words)
-    if index and when == "endless":
+    if index and when == "endless" and num_hosts == 2:  # of more, the leader may wait for one that lives, and hang
         assert "GroupLostError" in group[0].text or "EngineDeadError" in group[0].text
 
 
