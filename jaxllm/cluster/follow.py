@@ -58,10 +58,7 @@ def follow(
         reading = Reading(load_format, hf_overrides, True, task, quantization)
         here = join.machines.count(join.machines[cluster.host_index])
         executor = _executor(connection, (model, dtype, None, reading, where), compilation_cache, here)
-        try:
-            Follower(connection, executor).run()
-        finally:
-            executor.close()
+        Follower(connection, executor).run()  # the program ends then: what it still compiles is not waited for
     except GroupLostError:
         raise
     except Exception as error:
