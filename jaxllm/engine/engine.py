@@ -7,29 +7,24 @@ from collections import abc
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from jaxllm.engine.beam.candidates import BeamRow
-from jaxllm.engine.beam.group import read_rows
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.runner import Forward, Handle, Result, Runner
+from jaxllm.engine.device.runner import Forward, Handle, Runner
 from jaxllm.engine.failure import describe, describe_state
 from jaxllm.engine.grammar_rows import GrammarRows
-from jaxllm.engine.logprobs import PackedLogprobs, pack_logprobs
 from jaxllm.engine.output import Request
 from jaxllm.engine.pooling import Pooler, PoolingRequest
 from jaxllm.engine.prepare import Intake, PreparedRequest
 from jaxllm.engine.requests import OpenRequests, Output
 from jaxllm.engine.schedule.block_pool import BlockPool
-from jaxllm.engine.schedule.plan import NOT_FINITE_POOLED, PooledSpan, StepPlan
+from jaxllm.engine.schedule.plan import StepPlan
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import End, Sequence
 from jaxllm.engine.schedule.shards import Shards
 from jaxllm.engine.sleep import KV_CACHE, Sleep
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
+from jaxllm.engine.step_results import commit, end_blocked
 from jaxllm.engine.swap_choice import SwapChoice
 from jaxllm.errors import EngineDeadError
-from jaxllm.grammar.matcher import NO_TOKEN_ALLOWED
 from jaxllm.models.transformer import Params
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
@@ -210,7 +205,9 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - raised on the device; the step after it has no state either
                 failed = done.plan, error
             else:
-                updated += self._commit(done.plan, result)
+                if result.tokens or result.pooled:
+                    self.failure, self._num_failed_steps = None, 0
+                updated += commit(self.scheduler, done.plan, result)
         if unsampled is not None and failed is None:
             try:
                 updated += self._sample(*unsampled)
@@ -240,61 +237,7 @@ class Engine:
         masks = self.runner.empty_masks(forward.plan)
         blocked = rows.fill(self.intake.grammars, masks)
         self._in_flight = self.runner.dispatch_sample(forward, masks)
-        return [self._end_blocked(sequence) for sequence in blocked]
-
-    def _commit(self, plan: StepPlan, result: Result) -> list[Sequence]:
-        if result.tokens or result.pooled:
-            self.failure, self._num_failed_steps = None, 0
-        now = time.monotonic()
-        for shard in plan.shards:
-            sampling = [chunk.sequence for chunk in shard.chunks if chunk.num_samples]
-            for sequence in (*shard.decodes[shard.num_steady :], *sampling):  # all that get their first token
-                sequence.request.sampled(now)
-        pooled = [each[0].sequence for each in result.pooled if self._end_pooled(*each)]
-        return pooled + self.scheduler.commit(plan, result.tokens, *self._read(plan, result))
-
-    def _end_pooled(self, span: PooledSpan, pooled: np.ndarray) -> bool:
-        """Ends a sequence that is pooled; False if it is not this one any more."""
-        sequence = span.sequence
-        if sequence.epoch != span.epoch:
-            return False
-        is_finite = bool(np.isfinite(pooled).all())
-        sequence.pooled = pooled if is_finite else None
-        self.scheduler.of(sequence).committer.num_not_finite += not is_finite
-        self.scheduler.finish(sequence, End("stop") if is_finite else End("error", error=NOT_FINITE_POOLED))
-        return True
-
-    def _end_blocked(self, sequence: Sequence) -> Sequence:
-        """Ends a request whose grammar allows no token; returns it, or who stands for it."""
-        matcher, sequence = sequence.matcher, sequence.group.head(sequence)
-        assert matcher is not None  # it follows a grammar
-        end = End("stop")
-        if matcher.error is not None or not matcher.may_end:
-            end = End("error", error=matcher.error or NO_TOKEN_ALLOWED)
-        self.scheduler.finish(sequence, end)
-        return sequence
-
-    def _read(
-        self, plan: StepPlan, result: Result
-    ) -> tuple[list[PackedLogprobs | None] | None, list[BeamRow | None] | None]:
-        """Gives requests the log-probabilities of their prompts; returns what is to be kept of each sample's token,
-        and how each beam may go on."""
-        for span, rows in result.prompt_logprobs:
-            sequence = span.sequence
-            if sequence.epoch == span.epoch:
-                kept = [pack_logprobs(row, sequence.params.prompt_logprobs) for row in rows]
-                sequence.prompt_logprobs[span.start - 1 :] = kept
-        if result.logprobs is None:
-            return None, None
-        logprobs = [
-            pack_logprobs(row, sequence.params.num_top_logprobs, sequence.params.logprob_token_ids or ())
-            if sequence.params.tracks_logprobs
-            else None
-            for sequence, row in zip(plan.samples, result.logprobs, strict=False)
-        ]
-        if result.candidates is None:
-            return logprobs, None
-        return logprobs, read_rows(plan.samples, result.candidates, logprobs)
+        return [end_blocked(self.scheduler, sequence) for sequence in blocked]
 
     def _build_state(self) -> None:
         try:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.engine import build
+from jaxllm.engine import sizing
 from jaxllm.engine.device.packing import StepLayout, pool_ladder, token_ladder
 from jaxllm.errors import EngineDeadError
 from tests.tiny import greedy, ids, make_llm, prompts_of, tokens
@@ -79,7 +79,7 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
 
 def test_steps_and_samplers_of_eight_say_what_those_of_one_do(tiny, llm, monkeypatch):
     """As on a TPU, where nothing is smaller; samplers have no more rows than there are slots."""
-    monkeypatch.setattr(build, "min_bucket", lambda platform: 8)
+    monkeypatch.setattr(sizing, "min_bucket", lambda platform: 8)
     prompts = ids(*prompts_of([1, 2, 9]))
     with make_llm(tiny.model, max_num_seqs=6) as padded:
         steps = [name[1] for name in padded.engine.runner.compile_plan.names if name[0] == "step"]

@@ -1,0 +1,70 @@
+"""What becomes of a step's results: tokens, log-probabilities, pooled hidden states, ends."""
+
+import time
+
+import numpy as np
+
+from jaxllm.engine.beam.candidates import BeamRow
+from jaxllm.engine.beam.group import read_rows
+from jaxllm.engine.device.runner import Result
+from jaxllm.engine.logprobs import PackedLogprobs, pack_logprobs
+from jaxllm.engine.schedule.plan import NOT_FINITE_POOLED, PooledSpan, StepPlan
+from jaxllm.engine.schedule.scheduler import Scheduler
+from jaxllm.engine.schedule.sequence import End, Sequence
+from jaxllm.engine.schedule.shards import Shards
+from jaxllm.grammar.matcher import NO_TOKEN_ALLOWED
+
+
+def commit(scheduler: Scheduler | Shards, plan: StepPlan, result: Result) -> list[Sequence]:
+    """Gives the sequences of `plan` what came of it. Returns those that have news."""
+    now = time.monotonic()
+    for shard in plan.shards:
+        sampling = [chunk.sequence for chunk in shard.chunks if chunk.num_samples]
+        for sequence in (*shard.decodes[shard.num_steady :], *sampling):  # all that get their first token
+            sequence.request.sampled(now)
+    pooled = [each[0].sequence for each in result.pooled if _end_pooled(scheduler, *each)]
+    return pooled + scheduler.commit(plan, result.tokens, *_read(plan, result))
+
+
+def end_blocked(scheduler: Scheduler | Shards, sequence: Sequence) -> Sequence:
+    """Ends a request whose grammar allows no token; returns it, or who stands for it."""
+    matcher, sequence = sequence.matcher, sequence.group.head(sequence)
+    assert matcher is not None  # it follows a grammar
+    end = End("stop")
+    if matcher.error is not None or not matcher.may_end:
+        end = End("error", error=matcher.error or NO_TOKEN_ALLOWED)
+    scheduler.finish(sequence, end)
+    return sequence
+
+
+def _end_pooled(scheduler: Scheduler | Shards, span: PooledSpan, pooled: np.ndarray) -> bool:
+    """Ends a sequence that is pooled; False if it is not this one any more."""
+    sequence = span.sequence
+    if sequence.epoch != span.epoch:
+        return False
+    is_finite = bool(np.isfinite(pooled).all())
+    sequence.pooled = pooled if is_finite else None
+    scheduler.of(sequence).committer.num_not_finite += not is_finite
+    scheduler.finish(sequence, End("stop") if is_finite else End("error", error=NOT_FINITE_POOLED))
+    return True
+
+
+def _read(plan: StepPlan, result: Result) -> tuple[list[PackedLogprobs | None] | None, list[BeamRow | None] | None]:
+    """Gives requests the log-probabilities of their prompts; returns what is to be kept of each sample's token, and how
+    each beam may go on."""
+    for span, rows in result.prompt_logprobs:
+        sequence = span.sequence
+        if sequence.epoch == span.epoch:
+            kept = [pack_logprobs(row, sequence.params.prompt_logprobs) for row in rows]
+            sequence.prompt_logprobs[span.start - 1 :] = kept
+    if result.logprobs is None:
+        return None, None
+    logprobs = [
+        pack_logprobs(row, sequence.params.num_top_logprobs, sequence.params.logprob_token_ids or ())
+        if sequence.params.tracks_logprobs
+        else None
+        for sequence, row in zip(plan.samples, result.logprobs, strict=False)
+    ]
+    if result.candidates is None:
+        return logprobs, None
+    return logprobs, read_rows(plan.samples, result.candidates, logprobs)
