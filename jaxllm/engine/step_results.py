@@ -55,7 +55,7 @@ def _read(plan: StepPlan, result: Result) -> tuple[list[PackedLogprobs | None] |
     for span, rows in result.prompt_logprobs:
         sequence = span.sequence
         if sequence.epoch == span.epoch:
-            kept = [pack_logprobs(row, sequence.params.prompt_logprobs) for row in rows]
+            kept = [pack_logprobs(row, sequence.params.prompt_logprobs or 0) for row in rows]
             sequence.prompt_logprobs[span.start - 1 :] = kept
     if result.logprobs is None:
         return None, None
