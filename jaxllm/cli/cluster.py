@@ -1,6 +1,8 @@
 """The options of an engine over several hosts."""
 
 import argparse
+import os
+import sys
 from typing import TYPE_CHECKING
 
 from jaxllm.errors import ClusterError
@@ -48,6 +50,15 @@ def cluster_of(arguments: argparse.Namespace) -> "Cluster | None":
     if missing := [name for name in _PLAIN if name not in given]:
         raise ClusterError(f"{_flag(given[0])} needs {_flag(missing[0])} too; give {', '.join(map(_flag, _PLAIN))}")
     return Cluster(**{name: getattr(arguments, name) for name in _PLAIN}, **options)
+
+
+def keep_stdout() -> None:
+    """Has what libraries in C++ print on standard output, as gloo does, go to standard error: whoever reads the output
+    gets what the command writes, and nothing else."""
+    sys.stdout.flush()
+    ours = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.stdout = os.fdopen(ours, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
 
 
 def _flag(name: str) -> str:

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from jaxllm.cli.cluster import add_cluster_arguments, cluster_of
+from jaxllm.cli.cluster import add_cluster_arguments, cluster_of, keep_stdout
 from jaxllm.cli.common import (
     EXIT_INTERRUPTED,
     add_engine_arguments,
@@ -75,6 +75,8 @@ def _add_jsonl_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     cluster = cluster_of(arguments)
+    if cluster is not None:
+        keep_stdout()
     if cluster is not None and not cluster.is_leader:
         _open_llm(arguments)  # which ends the program once the first host has done its work
     if arguments.input is not None:

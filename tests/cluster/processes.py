@@ -81,7 +81,9 @@ class Process:
     """A command with one CPU device, what it writes, and its descendants."""
 
     def __init__(self, *command: str, environ: Mapping[str, str] = MappingProxyType({})):
-        env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT), **environ}
+        device = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # here it is not what is compiled that is tested
+        env = {**os.environ, **device, **quick, "PYTHONPATH": str(ROOT), **environ}
         self.process = subprocess.Popen(
             [sys.executable, *command],
             stdout=subprocess.PIPE,
