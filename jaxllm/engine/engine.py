@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.device.runner import Forward, Handle, Runner
+from jaxllm.engine.device.runner import Forward, Handle, Result, Runner
 from jaxllm.engine.failure import describe, describe_state
 from jaxllm.engine.grammar_rows import GrammarRows
 from jaxllm.engine.output import Request
@@ -205,9 +205,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - raised on the device; the step after it has no state either
                 failed = done.plan, error
             else:
-                if result.tokens or result.pooled:
-                    self.failure, self._num_failed_steps = None, 0
-                updated += commit(self.scheduler, done.plan, result)
+                updated += self._commit(done.plan, result)
         if unsampled is not None and failed is None:
             try:
                 updated += self._sample(*unsampled)
@@ -238,6 +236,11 @@ class Engine:
         blocked = rows.fill(self.intake.grammars, masks)
         self._in_flight = self.runner.dispatch_sample(forward, masks)
         return [end_blocked(self.scheduler, sequence) for sequence in blocked]
+
+    def _commit(self, plan: StepPlan, result: Result) -> list[Sequence]:
+        if result.tokens or result.pooled:
+            self.failure, self._num_failed_steps = None, 0
+        return commit(self.scheduler, plan, result)
 
     def _build_state(self) -> None:
         try:
