@@ -130,7 +130,9 @@ class EngineProcess:
             log.debug("the server's connection broke", exc_info=True)
         if self.loop is not None:
             self.loop.stop()
+            self.loop.engine.runner.compile_plan.abandon()  # for nobody, and in the way of the loop's end
         time.sleep(_EXIT_S)
+        log.warning("the engine has not ended within %.0f s of the server's end, and its process does", _EXIT_S)
         os._exit(1)
 
     @property
