@@ -10,6 +10,7 @@ import jax
 from jaxllm.base_llm import BaseLLM
 from jaxllm.checkpoint.placement import canonical_params, place_params
 from jaxllm.engine.caller import CallerLoop
+from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.engine import Engine
 from jaxllm.errors import EngineAsleepError
 from jaxllm.models.transformer import Params
@@ -59,6 +60,7 @@ class LLMControl(BaseLLM):
         jax.profiler.stop_trace()
 
     @property
+    @with_own_settings
     def params(self) -> Params:
         """The parameters that are served, an `nnx.State` that `update_params` takes: canonical ones, whatever the mesh
         makes of them, and without a copy where it makes nothing of them."""
@@ -70,6 +72,7 @@ class LLMControl(BaseLLM):
         treedef = jax.tree.structure(executor.abstract_params)
         return canonical_params(jax.tree.unflatten(treedef, executor.leaves), executor.mesh)
 
+    @with_own_settings
     def update_params(self, params: Any) -> None:
         """Replaces the parameters by a pytree of the same structure, shapes and dtypes; running requests go on with
         the new ones from their next token. ValueError names what does not match."""

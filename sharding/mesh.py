@@ -28,7 +28,7 @@ def make_mesh(spec: str | Mesh | None, name: str | None = None) -> Mesh:
     """
     if spec is None:
         all_devices()  # or says why there are none
-        return _mesh(np.array(jax.local_devices()[:1]), ("tensor",))
+        return _mesh(np.array([_default_device()]), ("tensor",))
     if isinstance(spec, Mesh):
         unknown = sorted(set(spec.axis_names) - set(AXES))
         if unknown:
@@ -51,6 +51,14 @@ def make_mesh(spec: str | Mesh | None, name: str | None = None) -> Mesh:
             hint = f". To try it on a CPU, let it be several devices: set JAX_NUM_CPU_DEVICES={want} before JAX starts"
         raise MeshError(f"{name or f'mesh {spec!r}'} needs {want} devices, but JAX has {len(have)} ({platform}){hint}")
     return _mesh(np.array(have[:want]).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def _default_device() -> jax.Device:
+    """What `jax.default_device` says, or else the first of this process."""
+    said = jax.config.jax_default_device
+    if said is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=said)[0] if isinstance(said, str) else said
 
 
 def all_devices() -> list[jax.Device]:

@@ -74,10 +74,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def place(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Arrays of the host, or of devices, as their meshes split them. Where a mesh has other processes' devices, each
-    process has the whole of an array, the same in all of them, and gives its own devices their parts."""
+    process has the whole of an array, the same in all of them, and gives its own devices their parts. Arrays of the
+    host are copied, as a caller may write to them."""
     if all(map(_is_own, shardings)):
-        return jax.device_put(list(arrays), list(shardings))
+        owned = [_owned(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
+        return jax.device_put(owned, list(shardings))
     return [_place_own(array, sharding) for array, sharding in zip(arrays, shardings, strict=True)]
+
+
+def _owned(array: Any, sharding: NamedSharding) -> Any:
+    """A CPU takes an array of the host where it lies, whatever `may_alias` says."""
+    is_shared = isinstance(array, np.ndarray) and next(iter(sharding.device_set)).platform == "cpu"
+    return array.copy() if is_shared else array
 
 
 def _is_own(sharding: NamedSharding) -> bool:

@@ -17,6 +17,7 @@ from jaxllm.engine.device.command_log import Header
 from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.memory_plan import plan_engine
 from jaxllm.engine.device.model_shape import ModelShape, model_shape, with_max_len
+from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.kv_cache import fixed_scales, scale_command, with_scales
@@ -41,6 +42,7 @@ class HostGroup(Protocol):
     def fail(self, error: BaseException) -> None: ...
 
 
+@with_own_settings
 def build_engine(
     model: Any = None,
     *,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.device.runner import Forward, Handle, Result, Runner
 from jaxllm.engine.failure import describe, describe_state
 from jaxllm.engine.grammar_rows import GrammarRows
@@ -154,6 +155,7 @@ class Engine:
         """Whether some unfinished sequence does."""
         return self.scheduler.num_unfinished_full > 0
 
+    @with_own_settings
     def step(self) -> list[Output]:
         """Dispatches one step, then commits the one before it. Returns the requests that have updates: all that
         finished, and those that stream.
@@ -273,11 +275,13 @@ class Engine:
         self._build_state()
         return ended
 
+    @with_own_settings
     def update_params(self, params: Params) -> None:
         """Replaces the parameters between two steps, and drops the prefix cache, which came from the old ones."""
         self._sleep.set_params(params)
         self.scheduler.forget_keys()
 
+    @with_own_settings
     def sleep(self, level: int) -> None:
         """Gives the device's memory away, between two steps. ValueError while there are requests."""
         if len(self.requests):
@@ -288,6 +292,7 @@ class Engine:
         self.scheduler.forget_keys()
         self._has_state = False
 
+    @with_own_settings
     def wake_up(self, tags: abc.Collection[str] | None = None) -> None:
         """Takes the memory back that `tags` name, "weights" and "kv_cache"; None for both."""
         self._sleep.wake(tags)

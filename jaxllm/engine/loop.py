@@ -1,6 +1,7 @@
 """An engine that others hand requests to: it turns in a thread of its own, or whenever its owner says so."""
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -61,6 +62,7 @@ class EngineLoop:
         self._compilers = ThreadPoolExecutor(_GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
         self._progress_at = time.monotonic()
         self._steps_s: deque[float] = deque(maxlen=64)
+        self._process = os.getpid()
 
     def add(
         self,
@@ -130,6 +132,13 @@ class EngineLoop:
         return min(_PATIENCE * max(self._steps_s.copy(), default=0.0), _MOST_PATIENCE_S)
 
     def _post(self, command: Callable[[], None], *, must: bool = True) -> None:
+        if os.getpid() != self._process:  # before the lock, which nobody in this process may ever open
+            if must:
+                raise EngineDeadError(
+                    "the engine is in the process that this one was forked from, as are JAX's threads; start processes "
+                    "with multiprocessing.get_context('spawn'), and build an engine there, or ask this one in its own"
+                )
+            return
         with self._wake:
             if self.is_alive:
                 self._inbox.append(command)

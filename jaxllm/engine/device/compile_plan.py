@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from jaxllm.engine.device.own_settings import own_settings
 from jaxllm.errors import EngineDeadError
 
 log = logging.getLogger(__name__)
@@ -212,7 +213,8 @@ class CompilePlan:
             start = time.perf_counter()
             compiled, error = None, None
             try:
-                compiled = self._compile(self._jobs[name]())
+                with own_settings():
+                    compiled = self._compile(self._jobs[name]())
                 self._check(name, compiled)
             except Exception as raised:  # noqa: BLE001 - whatever the compiler raises is told to those who wait
                 error = raised

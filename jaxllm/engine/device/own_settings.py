@@ -1,0 +1,36 @@
+"""JAX as the engine needs it, whatever its caller has set for the rest of the program."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+_NO_MESH = AbstractMesh((), ())
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """While the engine builds, traces or places something: numbers of 32 bits where nothing says otherwise, no mesh but
+    its own, jit, and transfers, which it knows of. The caller's settings are back afterwards; other threads keep them."""
+    with (
+        jax.enable_x64(False),
+        jax.disable_jit(False),
+        jax.transfer_guard("allow"),
+        jax.checking_leaks(False),  # which searches all of Python's objects after each trace
+        jax.sharding.use_abstract_mesh(_NO_MESH),
+    ):
+        yield
+
+
+def with_own_settings(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under `own_settings`."""
+
+    @wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with own_settings():
+            return function(*args, **kwargs)
+
+    return wrapped
