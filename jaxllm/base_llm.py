@@ -107,8 +107,8 @@ class BaseLLM(MissingMethods):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"{type(self).__name__} can't be pickled or copied: it holds a device's memory, threads and executables. Send "
-            "its arguments and build another one there; outputs and sampling parameters can be pickled"
+            f"{type(self).__name__} can't be pickled or copied: it holds a device's memory, threads and executables. "
+            "Send its arguments and build another one there; outputs and sampling parameters can be pickled"
         )
 
     def _start(self) -> None:

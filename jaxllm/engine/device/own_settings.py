@@ -14,12 +14,12 @@ _NO_MESH = AbstractMesh((), ())
 @contextmanager
 def own_settings() -> Iterator[None]:
     """While the engine builds, traces or places something: numbers of 32 bits where nothing says otherwise, no mesh but
-    its own, jit, and transfers, which it knows of. The caller's settings are back afterwards; other threads keep them."""
+    its own, jit, and transfers, which it knows of. Afterwards the caller's are back."""
     with (
         jax.enable_x64(False),
         jax.disable_jit(False),
         jax.transfer_guard("allow"),
-        jax.checking_leaks(False),  # which searches all of Python's objects after each trace
+        jax.check_tracer_leaks(False),  # which searches all of Python's objects after each trace
         jax.sharding.use_abstract_mesh(_NO_MESH),
     ):
         yield
