@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Unpack
@@ -24,6 +25,7 @@ from jaxllm.from_vllm.missing import MissingMethods
 from jaxllm.from_vllm.typed import VllmEngineArguments
 from jaxllm.hub.locate import locate
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.sharding.mesh import map_axes
 
 
 class BaseLLM(MissingMethods):
@@ -51,6 +53,7 @@ class BaseLLM(MissingMethods):
         num_blocks: int | None = None,
         enable_prefix_caching: bool | None = None,
         mesh: str | Mesh | None = None,
+        axes: Mapping[str, str | Sequence[str]] | None = None,
         tensor_parallel_size: int | None = None,
         gpu_memory_utilization: float | None = None,
         preemption: str = "auto",
@@ -78,7 +81,7 @@ class BaseLLM(MissingMethods):
             block_size=block_size,
             num_blocks=num_blocks,
             enable_prefix_caching=enable_prefix_caching is not False,
-            mesh=mesh,
+            mesh=mesh if axes is None else map_axes(mesh, axes),
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
             preemption=preemption,

@@ -74,6 +74,8 @@ class LLM(LLMPooling):
     Devices and memory:
       mesh: "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device. With
         "data=2,tensor=4" there are two shards of data: each has four devices, all parameters, and its own requests.
+      axes: which axes of a `jax.sharding.Mesh` are the engine's, where they have other names:
+        {"tensor": "tp", "data": ("fsdp", "dp")}. Its axes may be of any type, as may those of a mesh around the call.
       gpu_memory_utilization: the share of each accelerator's whole memory that this process may use (0.92): what its
         other arrays take is left to them, and JAX allocates no more than XLA_CLIENT_MEM_FRACTION (0.75 of a GPU unless
         set). On a CPU it says nothing: the KV pool takes a sixteenth of the machine's memory at most, and no more than

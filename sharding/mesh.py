@@ -2,7 +2,8 @@
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ def make_mesh(spec: str | Mesh | None, name: str | None = None) -> Mesh:
     """The engine's mesh with `Auto` axes.
 
     `spec` is "tensor=4" or "expert=2,tensor=2" over the first devices, a `Mesh` of the caller's (its devices and
-    axis names are kept; `rename_axes` maps foreign names), or None for the default device. Errors call it by `name`.
+    axis names are kept; `map_axes` is for foreign names), or None for the default device. Errors call it by `name`.
     Raises `MeshError` or `DeviceError`. An axis that splits nothing of the model is found when its parameters are
     known (`rules.check_used`).
     """
@@ -33,8 +34,8 @@ def make_mesh(spec: str | Mesh | None, name: str | None = None) -> Mesh:
         unknown = sorted(set(spec.axis_names) - set(AXES))
         if unknown:
             raise MeshError(
-                f"mesh axes {unknown} are unknown here; the engine's are {list(AXES)}. Map them with "
-                f"jaxllm.sharding.mesh.rename_axes(mesh, {{{unknown[0]!r}: 'tensor'}})"
+                f"mesh axes {unknown} are unknown here; the engine's are {list(AXES)}. Say which of yours is which of "
+                f"these, as in axes={{'tensor': {unknown[-1]!r}}}, or axes={{'data': {tuple(unknown)}}}"
             )
         return _mesh(spec.devices, spec.axis_names)
     if not isinstance(spec, str):
@@ -95,9 +96,29 @@ def mesh_in_context(mesh: Mesh) -> Mesh | AbstractMesh:
     return mesh if around.empty or not around.manual_axes else around
 
 
-def rename_axes(mesh: Mesh, names: Mapping[str, str]) -> Mesh:
-    """`mesh` with its axes renamed: `rename_axes(mesh, {"model": "tensor"})`."""
-    return Mesh(mesh.devices, tuple(names.get(name, name) for name in mesh.axis_names))
+def map_axes(mesh: Any, axes: Mapping[str, str | Sequence[str]]) -> Mesh:
+    """`mesh` with the engine's axes: `map_axes(mesh, {"tensor": "tp", "data": ("fsdp", "dp")})`, where several of its
+    axes make one, the first of them the slowest. Raises `MeshError` if that names axes which there are not, one twice,
+    or not all that have several devices."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"axes are of a jax.sharding.Mesh, but mesh is {a_type(mesh)}; leave axes out")
+    if not isinstance(axes, Mapping) or not axes or set(axes) - set(AXES):
+        raise MeshError(f"axes={axes!r:.100} must be a dict from some of {list(AXES)} to axes of mesh")
+    parts = {name: (each,) if isinstance(each, str) else tuple(each) for name, each in axes.items()}
+    named = [name for each in parts.values() for name in each]
+    if unknown := [name for name in named if name not in mesh.axis_names]:
+        raise MeshError(f"axes has {unknown[0]!r}, which mesh has not; its axes are {dict(mesh.shape)}")
+    if len(set(named)) < len(named):
+        raise MeshError(f"axes={dict(axes)!r} names an axis of mesh twice")
+    left = [name for name in mesh.axis_names if name not in named]
+    if unused := [name for name in left if mesh.shape[name] > 1]:
+        raise MeshError(
+            f"axes leaves out {unused} of mesh, {dict(mesh.shape)}; map each to one of {list(AXES)}, as 'data' if its "
+            "devices shall serve requests of their own"
+        )
+    order = [mesh.axis_names.index(name) for name in (*named, *left)]
+    sizes = [math.prod(mesh.shape[name] for name in each) for each in parts.values()]
+    return _mesh(mesh.devices.transpose(order).reshape(sizes), tuple(parts))
 
 
 def _mesh(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:

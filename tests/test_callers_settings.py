@@ -57,8 +57,18 @@ def together(*names: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("on", [None, "tensor=2", "mesh"])
-@pytest.mark.parametrize("name", SETTINGS)
+WHERE = (None, "tensor=2", "mesh")
+QUICK = {("explicit, x64, transfers", "mesh"), ("no jit", None), ("device", None)}  # each builds an engine
+
+
+@pytest.mark.parametrize(
+    ("name", "on"),
+    [
+        pytest.param(name, on, marks=() if (name, on) in QUICK else pytest.mark.slow, id=f"{name} on {on}")
+        for name in SETTINGS
+        for on in WHERE
+    ],
+)
 def test_a_setting_changes_nothing(name, on, tiny):
     where = mesh(AxisType.Explicit) if on == "mesh" else on
     twice = jax.tree.map(lambda array: array * 2, nnx.state(tiny.model))
@@ -82,6 +92,7 @@ def test_the_callers_device_is_the_engines(tiny):
         assert llm.engine.runner.executor.mesh.devices.tolist() == [device]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x64", "transfers", "explicit mesh"])
 def test_sleep_under_a_setting(name, tiny):
     with SETTINGS[name](), make_llm(tiny.model) as llm:

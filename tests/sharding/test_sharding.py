@@ -7,7 +7,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.errors import MeshError
-from jaxllm.sharding.mesh import make_mesh, rename_axes
+from jaxllm.sharding.mesh import make_mesh, map_axes
 from jaxllm.sharding.rules import check_divides, local_shape, partition_spec
 from tests.tiny import Tiny, clean, greedy, ids, make_llm, prompts_of, tokens
 
@@ -60,9 +60,9 @@ def test_the_same_tokens_on_every_mesh(wide, drawn, mesh):
 
 def test_the_callers_mesh_and_parameters_are_used_where_they_lie(wide):
     theirs = Mesh(np.array(jax.devices()[2:4]), ("model",), axis_types=(AxisType.Explicit,))
-    with pytest.raises(MeshError, match=r"\['model'\] are unknown.*rename_axes"):
+    with pytest.raises(MeshError, match=r"\['model'\] are unknown.*axes="):
         LLM(wide.model, mesh=theirs)
-    mesh = rename_axes(theirs, {"model": "tensor"})
+    mesh = map_axes(theirs, {"tensor": "model"})
     with make_llm(wide.model, mesh=mesh, max_num_seqs=1, max_num_batched_tokens=8) as llm:
         assert set(llm.engine.runner.executor.mesh.devices.flat) == set(jax.devices()[2:4])
         placed = llm.engine.runner.executor.leaves
@@ -126,3 +126,29 @@ def test_devices_that_share_experts_share_the_rest_too():
         MeshError, match="'tensor' and 'expert' have 8 devices together, which do not divide the 12 mlp"
     ):
         check_divides("x", (12,), ("mlp",), mesh)
+
+
+def test_several_axes_of_the_callers_make_one():
+    theirs = jax.make_mesh((2, 1, 2), ("fsdp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
+    mesh = map_axes(theirs, {"tensor": ("tp",), "data": ("fsdp", "sp")})
+    assert dict(mesh.shape) == {"tensor": 2, "data": 2}
+    assert set(mesh.axis_types) == {AxisType.Auto}
+    assert mesh.devices.tolist() == theirs.devices[:, 0].T.tolist()
+
+
+@pytest.mark.parametrize(
+    ("axes", "says"),
+    [
+        ({"tensor": "model"}, "'model', which mesh has not"),
+        ({"tensor": "tp", "data": "tp"}, "twice"),
+        ({"tensor": "tp"}, r"leaves out \['fsdp'\]"),
+        ({"model": "tp"}, "must be a dict from some of"),
+        ({}, "must be a dict"),
+    ],
+)
+def test_axes_that_do_not_fit(axes, says):
+    theirs = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    with pytest.raises(MeshError, match=says):
+        map_axes(theirs, axes)
+    with pytest.raises(MeshError, match="mesh is a string; leave axes out"):
+        map_axes("tensor=2", axes)
