@@ -14,6 +14,7 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.loop import Delivery, EngineLoop
 from jaxllm.engine.mailbox import Mailbox
 from jaxllm.engine.pooling import Pooler
+from jaxllm.engine.weight_update import prepare_update
 from jaxllm.from_vllm.request_arguments import ADD_REQUEST_ARGUMENTS, check_request_arguments
 from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
@@ -131,9 +132,41 @@ class AsyncLLM(BaseLLM):
         await self._between_steps(self._engine.scheduler.forget_keys)
         return True
 
-    async def sleep(self, level: int = 1) -> None:
+    @property
+    def params_version(self) -> int:
+        """See `LLM.params_version`."""
+        return self._engine.params_version
+
+    async def update_params(
+        self,
+        params: Any,
+        *,
+        version: int | None = None,
+        cast: bool = True,
+        in_flight: str = "continue",
+        keep_prefix: bool = False,
+        donate: bool = False,
+    ) -> None:
+        """See `LLM.update_params`. They are placed while steps go on."""
+        options = dict(version=version, cast=cast, in_flight=in_flight, keep_prefix=keep_prefix, donate=donate)
+        take_over = await asyncio.to_thread(partial(prepare_update, self._engine, params, **options))
+        await self._between_steps(partial(take_over, self._loop))
+
+    async def pause(self) -> None:
+        """Makes no more steps until `resume`; requests wait, and new ones are accepted."""
+        await self._between_steps(partial(setattr, self._engine, "is_paused", True))
+
+    async def resume(self) -> None:
+        """Goes on after `pause`."""
+        await self._between_steps(partial(setattr, self._engine, "is_paused", False))
+
+    async def sleep(self, level: int | None = None, *, kv: bool = True, params: bool = False) -> None:
         """See `LLM.sleep`."""
-        await self._between_steps(partial(self._engine.sleep, level))
+        await self._between_steps(partial(self._engine.sleep, level, kv=kv, params=params))
+
+    async def wake(self) -> None:
+        """See `LLM.wake`."""
+        await self.wake_up()
 
     async def wake_up(self, tags: Collection[str] | None = None) -> None:
         """See `LLM.wake_up`."""

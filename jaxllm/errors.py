@@ -41,6 +41,10 @@ class EngineAsleepError(JaxLLMError, ValueError):
     """A request to an engine that has given its memory away."""
 
 
+class EnginePausedError(JaxLLMError):
+    """A thread waits for outputs of an engine that it has paused itself."""
+
+
 class EngineError(JaxLLMError):
     """Every step of what was asked for failed, or what it ran beside was stopped halfway; the cause is chained."""
 

@@ -69,6 +69,8 @@ class LLM(LLMPooling):
       max_num_seqs: requests that run at once, of each shard of data.
       max_num_batched_tokens: of a step, likewise.
       block_size, num_blocks: of the KV pool; tokens, and blocks, likewise.
+      kv_cache_bytes: of the KV pool on each device, in the place of `num_blocks`: beside a trainer, say, whose
+        activations are not there yet. Without either the pool takes of what is free when it is built.
       max_logprobs: that a request may ask for, at most 20.
 
     Devices and memory:
@@ -230,6 +232,7 @@ class LLM(LLMPooling):
         has an output with `error` and without completions, and the others go on. Closing the iterator aborts what is
         left.
         """
+        self.engine.check_params()
         window, drawn = _AHEAD * self.engine.config.most_running, enumerate(requests)
         running: dict[str, int] = {}  # request id -> index
         inbox = Inbox()
@@ -302,6 +305,7 @@ class LLM(LLMPooling):
 
     def _requests(self, prompts: Any, params: Any, priority: Any) -> list[tuple[PreparedRequest, int]]:
         """Each prompt's request, checked, and its priority."""
+        self.engine.check_params()
         parsed = parse_prompts(prompts, self.tokenizer)
         params = self.get_default_sampling_params() if params is None else params
         each = zip(

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 
 from jaxllm.base_llm import BaseLLM
-from jaxllm.checkpoint.placement import canonical_params, place_params
+from jaxllm.checkpoint.placement import canonical_params
 from jaxllm.engine.caller import CallerLoop
 from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.weight_update import prepare_update
 from jaxllm.errors import EngineAsleepError
 from jaxllm.models.transformer import Params
 
@@ -31,15 +32,19 @@ class LLMControl(BaseLLM):
             self.engine.scheduler.forget_keys()
         return True
 
-    def sleep(self, level: int = 1) -> None:
-        """Gives the device's memory away until `wake_up`: of the parameters, which level 1 keeps in host memory and
-        level 2 drops, and of the KV pool, whose contents are lost with the prefix cache.
+    def sleep(self, level: int | None = None, *, kv: bool = True, params: bool = False) -> None:
+        """Gives the device's memory away until `wake`: that of the KV pool (`kv`), whose contents are lost with the
+        prefix cache, and that of the parameters (`params`), which go to host memory. Executables stay.
 
-        After level 2, `update_params` must give new parameters before the next request. Requests made meanwhile raise
-        `EngineAsleepError`. ValueError while requests run.
+        `level` is vLLM's: 1 is both of these, and 2 drops the parameters, so that `update_params` must give others
+        before the next request. Requests made meanwhile raise `EngineAsleepError`. ValueError while requests run.
         """
         with self._loop.between_steps():
-            self.engine.sleep(level)
+            self.engine.sleep(level, kv=kv, params=params)
+
+    def wake(self) -> None:
+        """Takes back all that `sleep` gave away."""
+        self.wake_up()
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Takes back what `sleep` gave away: "weights", "kv_cache", or both (None)."""
@@ -72,16 +77,48 @@ class LLMControl(BaseLLM):
         treedef = jax.tree.structure(executor.abstract_params)
         return canonical_params(jax.tree.unflatten(treedef, executor.leaves), executor.mesh)
 
-    @with_own_settings
-    def update_params(self, params: Any) -> None:
-        """Replaces the parameters by a pytree of the same structure, shapes and dtypes; running requests go on with
-        the new ones from their next token. ValueError names what does not match."""
-        runner = self.engine.runner
-        if len(runner.executor.mesh.local_devices) < runner.executor.mesh.size:
-            raise ValueError(
-                "an engine over several hosts keeps the parameters that it began with, as those of the program are on "
-                "one of them; build another engine"
-            )
-        placed = place_params(params, runner.executor.abstract_params, runner.executor.mesh)
-        with self._loop.between_steps():
-            self.engine.update_params(placed)
+    @property
+    def params_version(self) -> int:
+        """Of the parameters that the next step takes: 0 at first; see `update_params`."""
+        return self.engine.params_version
+
+    def update_params(
+        self,
+        params: Any,
+        *,
+        version: int | None = None,
+        cast: bool = True,
+        in_flight: str = "continue",
+        keep_prefix: bool = False,
+        donate: bool = False,
+    ) -> None:
+        """Replaces the parameters by a pytree of the same structure and shapes: `nnx.state(model, nnx.Param)`, the
+        module's state, or nested dicts. Arrays of jax that lie as the engine wants them are shared, not copied; others
+        are moved to its mesh, and those of numpy are copied.
+
+        version: what the tokens made with them are marked with, in `CompletionOutput.versions`; None: one more than
+          that of the parameters before, the first of which are 0.
+        cast: other floating dtypes become those of the engine; False: they are refused.
+        in_flight: requests that run "continue" with the new parameters from their next token, over keys and values that
+          the old ones made; "recompute" those of their prompts and tokens so far, and go on; or "abort": they end with
+          what they have, finish_reason "abort".
+        keep_prefix: new requests may share blocks that the old parameters made. They may not by default.
+        donate: frees the arrays of `params` that the engine does not share.
+
+        ValueError names what does not match.
+        """
+        take_over = prepare_update(
+            *(self.engine, params),
+            **dict(version=version, cast=cast, in_flight=in_flight, keep_prefix=keep_prefix, donate=donate),
+        )
+        with self._loop.between_steps() as loop:
+            take_over(loop)
+
+    def pause(self) -> None:
+        """Makes no more steps until `resume`: threads that wait for outputs wait on, and a request of this thread
+        raises `EnginePausedError` as it would wait for ever. Nothing is lost, and `update_params` may be called."""
+        self._loop.pause()
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._loop.resume()

@@ -83,6 +83,9 @@ class CompletionOutput:
     logprobs: Logprobs | None = _on_demand()  # one per token; built on first access
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for end of sequence
+    # Of the parameters that made the tokens so far, each from the token of this index of the completion on, as
+    # `update_params` numbers them. Empty with `beam_width`.
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
     lora_request: ClassVar[None] = None  # these two are vLLM's, for what is not there
     routed_experts: ClassVar[None] = None

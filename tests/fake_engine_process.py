@@ -54,6 +54,10 @@ class FakeEngine:
     def has_work(self):
         return bool(self.requests)
 
+    @property
+    def may_step(self):
+        return self.has_work()
+
     def stats(self):
         if any(token_ids[0] == GARBLED for _, _, token_ids in list(self.requests.values())):
             return "nonsense"

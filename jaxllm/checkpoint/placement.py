@@ -27,14 +27,14 @@ def check_mesh(params: Params, mesh: Mesh) -> None:
     rules.check_used((var.axes for var in variables.values()), mesh)
 
 
-def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
+def place_params(params: Any, abstract: Params, mesh: Mesh, *, cast: bool = False) -> Params:
     """The caller's parameters, split over `mesh`, in the state that `abstract` describes (see `expand_model`).
 
     `params` is an `nnx.State`, or nested dicts and lists with the same paths; where the model has a floating dtype any
-    other is kept. An array that lies as wanted already is shared, not copied, so donating it elsewhere ends both. Those
-    that the mesh can't split as they are it expands, one after the other; dense weights of products that are quantised
-    it quantises. Of several processes each calls this with the same parameters. Raises `ValueError` naming the leaves
-    that don't fit, and `MeshError`.
+    other is kept, unless `cast` makes it the model's. An array that lies as wanted already is shared, not copied, so
+    donating it elsewhere ends both. Those that the mesh can't split as they are it expands, one after the other; dense
+    weights of products that are quantised it quantises. Of several processes each calls this with the same parameters.
+    Raises `ValueError` naming the leaves that don't fit, and `MeshError`.
     """
     check_mesh(abstract, mesh)
     want, got = named(abstract), named(params)
@@ -47,13 +47,14 @@ def place_params(params: Any, abstract: Params, mesh: Mesh) -> Params:
         )
     for name, var in want.items():
         _check_leaf(name, got[name], canonical(var))
+        got[name] = _fitting(name, _value(got[name]), var.get_value().dtype, cast=cast)
     whole = [name for name, var in want.items() if expansion_of(var) is None]
     shardings = [rules.sharding(want[name].axes, mesh) for name in whole]
-    arrays = dict(zip(whole, rules.place([_value(got[name]) for name in whole], shardings), strict=True))
+    arrays = dict(zip(whole, rules.place([got[name] for name in whole], shardings), strict=True))
     placed = jax.tree.map(lambda leaf: leaf, abstract)
     for name, var in named(placed).items():
         how = expansion_of(var)
-        var.set_value(arrays[name] if how is None else _expand(_value(got[name]), var, how, mesh))
+        var.set_value(arrays[name] if how is None else _expand(got[name], var, how, mesh))
     return placed
 
 
@@ -158,6 +159,30 @@ def _expansion(how: Expansion, sharding: NamedSharding) -> Callable[[Any], Array
 @cache
 def _contraction(how: Expansion, sharding: NamedSharding) -> Callable[[Any], Array]:
     return jax.jit(how.contract, out_shardings=sharding)
+
+
+def _fitting(name: str, value: Any, dtype: Any, *, cast: bool) -> Any:
+    """`value`, in `dtype` if it shall be `cast`. ValueError for one of 64 bits, which nothing here computes in."""
+    if value.dtype == dtype:
+        return value
+    if cast:
+        with jax.enable_x64(value.dtype.itemsize == 8):
+            return value.astype(dtype)
+    if value.dtype.itemsize == 8:
+        raise ValueError(f"parameter {name} is {value.dtype}; cast it to float32, or less, first")
+    return value
+
+
+def release_others(params: Any, placed: Params) -> None:
+    """Frees the arrays of `params` whose memory `placed` does not share."""
+    kept = {address for leaf in jax.tree.leaves(placed) for address in _addresses(leaf)}
+    for leaf in map(_value, named(params).values()):
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted() and kept.isdisjoint(_addresses(leaf)):
+            leaf.delete()
+
+
+def _addresses(array: Array) -> list[tuple[Any, int]]:
+    return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards]
 
 
 def _check_leaf(name: str, leaf: Any, want: jax.ShapeDtypeStruct) -> None:

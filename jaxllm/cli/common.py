@@ -37,6 +37,7 @@ _ENGINE_OPTIONS = (
     "max_num_batched_tokens",
     "block_size",
     "num_blocks",
+    "kv_cache_bytes",
     "tensor_parallel_size",
     "gpu_memory_utilization",
     "preemption",
@@ -111,6 +112,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", type=int, metavar="N", help="maximum tokens of a step")
     add("--block-size", type=int, metavar="N", help="tokens of a KV block")
     add("--num-blocks", type=int, metavar="N", help="KV blocks (default: as many as fit)")
+    add("--kv-cache-bytes", type=int, metavar="N", help="bytes of the KV pool on each device, instead of --num-blocks")
     add("--gpu-memory-utilization", type=float, metavar="X", help="share of each device's memory (default: 0.92)")
     add("--preemption", choices=PREEMPTIONS, help="how sequences are preempted when KV blocks run out (default: auto)")
     add("--swap-space", type=float, metavar="GIB", help="host memory for swapped KV blocks (default: 4)")
@@ -122,6 +124,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-logprobs", type=int, metavar="N", help="most log-probabilities of a token that requests may ask for")
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
     add("--num-gpu-blocks-override", type=int, dest="num_blocks", **hidden)
+    add("--kv-cache-memory-bytes", type=int, dest="kv_cache_bytes", **hidden)
     add("--preemption-mode", choices=PREEMPTIONS, dest="preemption", **hidden)
     add("--no-enable-prefix-caching", action="store_true", dest="no_prefix_caching", **hidden)
     add("--enable-prefix-caching", action="store_false", dest="no_prefix_caching", **hidden)

@@ -53,6 +53,7 @@ def build_engine(
     max_num_batched_tokens: int | None = None,
     block_size: int | None = None,
     num_blocks: int | None = None,
+    kv_cache_bytes: int | None = None,
     enable_prefix_caching: bool = True,
     mesh: str | Mesh | None = None,
     tensor_parallel_size: int | None = None,
@@ -99,6 +100,8 @@ def build_engine(
         seed=seed,
         max_logprobs=max_logprobs,
     )
+    if kv_cache_bytes is not None:
+        num_blocks = memory.blocks_in(shape, wanted, mesh, kv_cache_bytes, num_blocks)
     scales = fixed_scales(source, shape, wanted)
     loading = staging_bytes(state) if callable(source.params) else None
     config, claim = _fit(

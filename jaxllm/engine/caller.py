@@ -11,7 +11,7 @@ from jaxllm.engine.engine import Engine
 from jaxllm.engine.loop import Delivery, EngineLoop
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.engine.requests import Output
-from jaxllm.errors import EngineError
+from jaxllm.errors import EngineError, EnginePausedError
 from jaxllm.interrupts import HeldSignals
 from jaxllm.sampling_params import RequestOutputKind
 
@@ -58,6 +58,9 @@ class CallerLoop:
     def __init__(self, engine: Engine):
         self._engine, self._loop = engine, EngineLoop(engine, _deliver)
         self._turning = threading.Lock()
+        self._resumed = threading.Event()  # cleared while it is paused
+        self._resumed.set()
+        self._paused_by = 0  # a thread
 
     def submit(self, prepared: PreparedRequest, inbox: Inbox, **options: Any) -> None:
         """Hands over a request, with the options of `Engine.submit`. `EngineDeadError` if the engine is closed."""
@@ -68,11 +71,29 @@ class CallerLoop:
     def wait(self, inbox: Inbox) -> Iterator[Any]:
         """Makes a step, unless another thread's has brought something meanwhile; then what there is to read, possibly
         nothing. Raises what tore the step, or another caller's."""
-        with self._turning:
-            if not inbox:
-                self._turn()
+        is_over = False
+        while not is_over:
+            self._await_resumed()
+            with self._turning:
+                is_over = self._resumed.is_set()
+                if is_over and not inbox:
+                    self._turn()
         while (output := inbox.take()) is not None:
             yield output
+
+    def _await_resumed(self) -> None:
+        if not self._resumed.is_set() and self._paused_by == threading.get_ident():
+            raise EnginePausedError("this thread has paused the engine, and would wait for ever; resume() it first")
+        self._resumed.wait()
+
+    def pause(self) -> None:
+        """Those who wait for outputs make no more steps, and wait until `resume`. Returns between two steps."""
+        with self._turning:
+            self._paused_by = threading.get_ident()
+            self._resumed.clear()
+
+    def resume(self) -> None:
+        self._resumed.set()
 
     def _turn(self) -> None:
         with HeldSignals(signal.SIGINT) as held:
@@ -101,14 +122,15 @@ class CallerLoop:
         held.act()
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def between_steps(self) -> Iterator[EngineLoop]:
         """Keeps other threads from stepping."""
         with self._turning:
-            yield
+            yield self._loop
 
     def close(self) -> None:
         """Frees the device's memory and stops compiling."""
         self._loop.close()
+        self._resumed.set()
 
 
 def _deliver(deliveries: list[Delivery]) -> tuple[str, ...]:

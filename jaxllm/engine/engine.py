@@ -10,7 +10,7 @@ from typing import Any
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.device.runner import Forward, Handle, Result, Runner
-from jaxllm.engine.failure import describe, describe_state
+from jaxllm.engine.failure import LACKS_PARAMS, describe, describe_state
 from jaxllm.engine.grammar_rows import GrammarRows
 from jaxllm.engine.output import Request
 from jaxllm.engine.pooling import Pooler, PoolingRequest
@@ -25,7 +25,7 @@ from jaxllm.engine.sleep import KV_CACHE, Sleep
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
 from jaxllm.engine.step_results import commit, end_blocked
 from jaxllm.engine.swap_choice import SwapChoice
-from jaxllm.errors import EngineDeadError
+from jaxllm.errors import EngineDeadError, EngineError
 from jaxllm.models.transformer import Params
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
@@ -51,6 +51,8 @@ class Engine:
         self._steps = StepCounter()
         self._dead: BaseException | None = None
         self._sleep = Sleep(runner)
+        self.params_version = 0  # of the next step's parameters, as the caller numbers them
+        self.is_paused = False  # makes no steps
         self._start_empty()
 
     @property
@@ -143,6 +145,11 @@ class Engine:
         """Whether something is in flight, or a request's end has not been returned yet."""
         return self._in_flight is not None or len(self.requests) > 0
 
+    @property
+    def may_step(self) -> bool:
+        """Whether there is work, and it is not paused."""
+        return not self.is_paused and self.has_work()
+
     def wait_ready(self) -> None:
         """Blocks until the executables of the next step are compiled. It may be interrupted: nothing changes here."""
         least = self.scheduler.least_tokens() if self._in_flight is None else 1
@@ -222,6 +229,8 @@ class Engine:
         plan = self.scheduler.schedule(limit)
         if plan is not None:
             is_cut = limit <= plan.most_tokens < self.config.max_num_batched_tokens  # for want of an executable
+            for shard in plan.shards:
+                shard.params_version = self.params_version
             plan.num_wanted = plan.most_tokens + (self.scheduler.num_left_tokens() if is_cut else 0)
             self._steps.count(plan.num_tokens)
             for sequence, _ in plan.admitted:
@@ -276,21 +285,36 @@ class Engine:
         return ended
 
     @with_own_settings
-    def update_params(self, params: Params) -> None:
-        """Replaces the parameters between two steps, and drops the prefix cache, which came from the old ones."""
+    def update_params(
+        self, params: Params, *, version: int | None = None, recompute: bool = False, keep_prefix: bool = False
+    ) -> None:
+        """Replaces the parameters between two steps. Running requests go on over the keys and values that the old ones
+        made, unless they `recompute` them: a step that is in flight then counts for nothing. The prefix cache, which
+        came from the old ones, is dropped unless `keep_prefix`. `version` is the next one if it is None."""
         self._sleep.set_params(params)
-        self.scheduler.forget_keys()
+        self.params_version = self.params_version + 1 if version is None else version
+        if recompute and self._has_state:
+            self.scheduler.restart([one for request in self.requests for one in request.sequences if one.end is None])
+            self._in_flight, self._has_state = None, False
+        elif not keep_prefix:
+            self.scheduler.forget_keys()
+
+    def check_params(self) -> None:
+        """Raises `EngineError` if someone has deleted or donated the parameters. O(parameters' arrays)."""
+        if self.runner.lacks_params():
+            raise EngineError(LACKS_PARAMS)
 
     @with_own_settings
-    def sleep(self, level: int) -> None:
-        """Gives the device's memory away, between two steps. ValueError while there are requests."""
+    def sleep(self, level: int | None = None, *, kv: bool = True, params: bool = False) -> None:
+        """Gives the device's memory away, between two steps; arguments and errors are those of `LLM.sleep`."""
         if len(self.requests):
             raise ValueError(f"{len(self.requests)} requests run; let them finish, or abort them, before sleep")
         while self._in_flight is not None:
             self.step()
-        self._sleep.fall(level)
-        self.scheduler.forget_keys()
-        self._has_state = False
+        self._sleep.fall(level, kv=kv, params=params)
+        if KV_CACHE in self._sleep.given_away:
+            self.scheduler.forget_keys()
+            self._has_state = False
 
     @with_own_settings
     def wake_up(self, tags: abc.Collection[str] | None = None) -> None:

@@ -4,16 +4,17 @@ from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.runner import Runner
 
 MAX_CHARS = 500
+LACKS_PARAMS = (
+    "The parameters were deleted, as a training step does that takes them donated; give the engine the new ones with "
+    "update_params, or train on a copy"
+)
 
 
 def describe(error: Exception, runner: Runner) -> str:
     """The first line of what the device said; with what to do about it, where that is known."""
     text = str(error).strip().partition("\n")[0][:MAX_CHARS] or type(error).__name__
     if runner.lacks_params():
-        return (
-            f"{text} The parameters were deleted, as a training step does that takes them donated; give the engine the "
-            "new ones with update_params, or train on a copy"
-        )
+        return f"{text} {LACKS_PARAMS}"
     return text
 
 

@@ -91,6 +91,12 @@ class EngineLoop:
         """Ends a request with what it has, which is delivered. Nothing happens if it is over."""
         self._post(partial(self._abort, request_id), must=False)
 
+    def abort_all(self) -> None:
+        """Between two steps: ends all requests with what they have, which is delivered."""
+        for request_id in [*self._compiling, *self._receivers]:
+            self._abort(request_id)
+        self._flush()
+
     def drop(self, request_ids: Iterable[str], receiver: Any = None) -> None:
         """Ends requests that nobody listens to any more. Nothing happens to an id that is another receiver's by now."""
         self._post(partial(self._drop, request_ids, receiver), must=False)
@@ -122,7 +128,7 @@ class EngineLoop:
     @property
     def silent_s(self) -> float:
         """Seconds since the engine made progress, compiling included; 0 while it has nothing to do."""
-        if not self.engine.has_work():
+        if not self.engine.may_step:
             return 0.0
         return time.monotonic() - max(self._progress_at, self.engine.runner.compile_plan.waited_at)
 
@@ -184,13 +190,13 @@ class EngineLoop:
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            self._wake.wait_for(lambda: self._inbox or self._stopping or self.engine.has_work())
+            self._wake.wait_for(lambda: self._inbox or self._stopping or self.engine.may_step)
             return not self._stopping
 
     def turn(self) -> None:
         """Does what has been asked for, then a step if there is work."""
         self.take()
-        if not self.engine.has_work():
+        if not self.engine.may_step:
             return
         start = time.monotonic()
         outputs = self.engine.step()

@@ -212,6 +212,7 @@ class Request:
             "logprobs": logprobs,
             "finish_reason": sequence.finish_reason,
             "stop_reason": sequence.stop_reason,
+            "versions": [span for span in sequence.versions if span[0] < len(token_ids)],
         }
         return assemble(CompletionOutput, fields)
 

@@ -15,6 +15,17 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 _BOTH = (WEIGHTS, KV_CACHE)
 
 
+def _what_sleeps(level: int | None, kv: bool, params: bool) -> tuple[tuple[str, ...], bool]:
+    """What `LLM.sleep` asks for: names of memory to give away, and whether the parameters are kept on the host."""
+    if level is None:
+        if not (kv or params):
+            raise ValueError("sleep(kv=False, params=False) gives nothing away; say which")
+        return tuple(tag for tag, gives in ((WEIGHTS, params), (KV_CACHE, kv)) if gives), True
+    if level not in (1, 2):
+        raise ValueError(f"level={level!r} must be 1 (parameters go to host memory) or 2 (they are dropped)")
+    return _BOTH, level == 1
+
+
 class Sleep:
     """What of an engine's memory is given away: its parameters, its KV pool."""
 
@@ -24,23 +35,24 @@ class Sleep:
         self._kept: list[Any] = []  # the parameters in host memory, with their places
         self._lacks_params = False  # they were dropped
 
-    def fall(self, level: int) -> None:
-        """Level 1 keeps the parameters in host memory, level 2 drops them. The KV pool's contents are lost."""
-        if level not in (1, 2):
-            raise ValueError(f"level={level!r} must be 1 (parameters go to host memory) or 2 (they are dropped)")
+    def fall(self, level: int | None, *, kv: bool, params: bool) -> None:
+        """Gives memory away; arguments and errors are those of `LLM.sleep`."""
+        tags, keep = _what_sleeps(level, kv, params)
         executor = self._runner.executor
         if not isinstance(executor, Executor):
             raise ValueError(
                 "an engine that records, or runs over several hosts, can't sleep; build one without record and cluster"
             )
-        if WEIGHTS not in self.given_away and not self._lacks_params:
-            if level == 1:
-                self._kept = [(np.array(jax.device_get(leaf)), leaf.sharding) for leaf in executor.leaves]
-            executor.release_params()
-        if level == 2:
-            self._kept, self._lacks_params = [], True
-        executor.release_state()
-        self.given_away.update(_BOTH)
+        if WEIGHTS in tags:
+            if WEIGHTS not in self.given_away and not self._lacks_params:
+                if keep:
+                    self._kept = [(np.array(jax.device_get(leaf)), leaf.sharding) for leaf in executor.leaves]
+                executor.release_params()
+            if not keep:
+                self._kept, self._lacks_params = [], True
+        if KV_CACHE in tags:
+            executor.release_state()
+        self.given_away.update(tags)
 
     def wake(self, tags: Collection[str] | None) -> None:
         """Takes back what `tags` name: "weights", "kv_cache", or both."""

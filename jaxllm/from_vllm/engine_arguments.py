@@ -175,7 +175,6 @@ _ONLY: dict[str, Only] = {
     "mamba_cache_dtype": Only((None, "auto"), _OWN_STATES),
     "mamba_ssm_cache_dtype": Only((None, "auto"), _OWN_STATES),
     "override_attention_dtype": Only((None,), "attention is computed in the model's dtype; leave it out"),
-    "kv_cache_memory_bytes": Only((None,), "give num_blocks, or gpu_memory_utilization"),
     "cpu_offload_gb": Only(_is_zero, _NO_OFFLOAD),
     "cpu_offload_params": Only(_is_nothing, _NO_OFFLOAD),
     "offload_params": Only(_is_nothing, _NO_OFFLOAD),
@@ -237,7 +236,11 @@ _ONLY: dict[str, Only] = {
     "rope_scaling": Only((None,), "the configuration has it; give hf_overrides={'rope_scaling': {...}}"),
     "rope_theta": Only((None,), "the configuration has it; give hf_overrides={'rope_theta': ...}"),
 }
-RENAMED = {"num_gpu_blocks_override": "num_blocks", "preemption_mode": "preemption"}
+RENAMED = {
+    "num_gpu_blocks_override": "num_blocks",
+    "preemption_mode": "preemption",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+}
 
 ENGINE_ARGUMENTS: dict[str, Rule] = {
     **{name: Hint(note) for note, names in _HINTS.items() for name in names},

@@ -150,5 +150,5 @@ def test_axes_that_do_not_fit(axes, says):
     theirs = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
     with pytest.raises(MeshError, match=says):
         map_axes(theirs, axes)
-    with pytest.raises(MeshError, match="mesh is a string; leave axes out"):
+    with pytest.raises(MeshError, match="mesh is a str; leave axes out"):
         map_axes("tensor=2", axes)

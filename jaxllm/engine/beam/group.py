@@ -54,6 +54,7 @@ class BeamResult(HasEnd):
     logprobs: list[PackedLogprobs]
     stop_ids: frozenset[int]
     end: End | None
+    versions = ()  # of the parameters: its tokens are of several hypotheses
 
 
 class BeamSearchGroup(SequenceGroup):

@@ -128,6 +128,15 @@ def _cpu_share(share: int, unused: int, least: int) -> int:
     return most
 
 
+def blocks_in(shape: ModelShape, config: EngineConfig, mesh: Mesh, kv_cache_bytes: int, num_blocks: int | None) -> int:
+    """How many blocks of each device `kv_cache_bytes` hold. ValueError if it is none, or `num_blocks` are given too."""
+    if num_blocks is not None:
+        raise ValueError(f"num_blocks={num_blocks} and kv_cache_bytes={kv_cache_bytes} exclude each other; give one")
+    each = block_bytes(shape, config, mesh)
+    check_int("kv_cache_bytes", kv_cache_bytes, each, each * MOST_BLOCKS)
+    return kv_cache_bytes // each
+
+
 def check_num_blocks(
     shape: ModelShape,
     config: EngineConfig,

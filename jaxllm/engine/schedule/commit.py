@@ -43,10 +43,13 @@ class Committer:
         None for others. `finish` ends a sequence at once.
         """
         updated: list[Sequence] = []
+        version = plan.params_version
         after = 0  # samples that were taken as a list
         for i, (sequence, epoch, token) in enumerate(zip(plan.samples, plan.epochs, sampled, strict=False)):
             if sequence.epoch != epoch:
                 continue
+            if sequence.version != version:
+                sequence.note_version(version)
             if sequence.batch is not None and token >= 0 and token not in sequence.stop_ids:
                 sequence.output_token_ids.append(token)  # a steady decode: no other state changes
                 if logprobs is not None and (kept := logprobs[i]) is not None:

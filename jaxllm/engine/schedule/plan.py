@@ -87,6 +87,7 @@ class Plan:
     max_tokens: int = 0  # that it may have
     num_tokens: int = 0
     num_wanted: int = 0  # of tokens, at least, that the step would have if it could be larger
+    params_version: int = 0  # of the parameters that it is computed with
     awaits_masks: bool = False  # which its sampling needs, and which come after the forward pass
     num_samples: int = 0
     full_sampler: bool = False

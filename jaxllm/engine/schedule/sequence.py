@@ -80,6 +80,8 @@ class Sequence(HasEnd):
 
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: "list[PackedLogprobs]" = field(default_factory=list)  # one an output token, if wanted
+    versions: list[tuple[int, int]] = field(default_factory=list)  # of the parameters, each from an output token on
+    version: int = -1  # the last of those
     pooled: "np.ndarray | None" = None  # float32, of its prompt's hidden states, if that is wanted
     prompt_logprobs: "list[PackedLogprobs]" = field(default_factory=list)  # of the tokens after the first, likewise
     status: Status = Status.WAITING
@@ -102,6 +104,11 @@ class Sequence(HasEnd):
         self.epoch += 1
         self.status, self.slot = Status.WAITING, -1
         self.batch, self.has_rules, self.fork_len = None, False, 0
+
+    def note_version(self, version: int) -> None:
+        """Its next tokens come from these parameters."""
+        self.version = version
+        self.versions.append((len(self.output_token_ids), version))
 
     def vacate(self) -> None:
         """The beam died: keep its slot, forget its tokens."""

@@ -1,0 +1,42 @@
+"""New parameters for an engine that runs: checked and placed in the caller's thread, taken over between two steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxllm.argument_checks import check_int
+from jaxllm.checkpoint.placement import place_params, release_others
+from jaxllm.engine.device.own_settings import with_own_settings
+from jaxllm.engine.engine import Engine
+from jaxllm.engine.loop import EngineLoop
+
+IN_FLIGHT = ("continue", "recompute", "abort")
+
+
+@with_own_settings
+def prepare_update(
+    engine: Engine, params: Any, *, version: int | None, cast: bool, in_flight: str, keep_prefix: bool, donate: bool
+) -> Callable[[EngineLoop], None]:
+    """What takes the parameters over, between two steps of the loop; arguments are those of `LLM.update_params`, as are
+    the errors."""
+    if in_flight not in IN_FLIGHT:
+        raise ValueError(f"in_flight={in_flight!r:.100} must be one of {', '.join(IN_FLIGHT)}")
+    if in_flight == "recompute" and keep_prefix:
+        raise ValueError("in_flight='recompute' computes all keys and values anew; leave keep_prefix out")
+    if version is not None:
+        check_int("version", version, 0, 2**31 - 1)
+    executor = engine.runner.executor
+    if len(executor.mesh.local_devices) < executor.mesh.size:
+        raise ValueError(
+            "an engine over several hosts keeps the parameters that it began with, as those of the program are on one "
+            "of them; build another engine"
+        )
+    placed = place_params(params, executor.abstract_params, executor.mesh, cast=cast)
+
+    def take_over(loop: EngineLoop) -> None:
+        if in_flight == "abort":
+            loop.abort_all()
+        engine.update_params(placed, version=version, recompute=in_flight == "recompute", keep_prefix=keep_prefix)
+        if donate:
+            release_others(params, placed)
+
+    return take_over
