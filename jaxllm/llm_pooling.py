@@ -1,12 +1,12 @@
 """What is asked of an `LLM` in the place of text: embeddings, classes and scores."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.from_vllm.request_arguments import POOLING_ARGUMENTS, VllmPoolingArguments, check_request_arguments
-from jaxllm.llm_control import LLMControl
+from jaxllm.llm_scores import Context, LLMScores
 from jaxllm.pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -20,18 +20,15 @@ from jaxllm.pooling_outputs import (
 )
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.progress import progress_bar
+from jaxllm.score_outputs import ContinuationScore
 from jaxllm.text.prompts import pair_texts, parse_each, parse_prompts
 
 Prompts = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any] | Sequence[int] | int]
 PoolingParamsLike = PoolingParams | Sequence[PoolingParams] | None
 
 
-class LLMPooling(LLMControl):
+class LLMPooling(LLMScores):
     """An engine that makes more of prompts than text."""
-
-    def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, Any]]:
-        """Runs requests, each with its priority; yields outputs with the index of theirs."""
-        raise NotImplementedError
 
     def encode(
         self,
@@ -86,6 +83,12 @@ class LLMPooling(LLMControl):
         found = self._pool(self._pooling_requests(prompts, pooling_params, "classify", priority), use_tqdm)
         return [_with(output, lambda made: ClassificationOutput(data=made.data)) for output in found]
 
+    @overload
+    def score(
+        self, data_1: Sequence[Context], /, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[list[ContinuationScore]]: ...
+
+    @overload
     def score(
         self,
         data_1: str | Sequence[str],
@@ -95,12 +98,27 @@ class LLMPooling(LLMControl):
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         **vllm: Unpack[VllmPoolingArguments],
-    ) -> list[ScoringRequestOutput]:
+    ) -> list[ScoringRequestOutput]: ...
+
+    def score(
+        self,
+        data_1: Any,
+        data_2: str | Sequence[str] | None = None,
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **vllm: Unpack[VllmPoolingArguments],
+    ) -> Any:
         """How well texts go together: one with each of the others, or each with its counterpart.
 
         A model with one class reads both texts at once, and the score is what it makes of them; of other models it is
         the cosine of the two embeddings. ValueError as of `encode`, and for lists of different lengths.
+
+        Alone, `data_1` is a list of `(context, [continuation, ...])`, and the result that of `loglikelihood`.
         """
+        if data_2 is None:
+            return self.loglikelihood(data_1, use_tqdm=use_tqdm)
         check_request_arguments("score", vllm, POOLING_ARGUMENTS)
         first, second = pair_texts(data_1, data_2)
         pooler = self.engine.intake.pooler

@@ -15,12 +15,14 @@ from jaxllm.engine.grammar_rows import GrammarRows
 from jaxllm.engine.output import Request
 from jaxllm.engine.pooling import Pooler, PoolingRequest
 from jaxllm.engine.prepare import Intake, PreparedRequest
+from jaxllm.engine.prompt_request import PromptRequest
 from jaxllm.engine.requests import OpenRequests, Output
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.plan import StepPlan
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import End, Sequence
 from jaxllm.engine.schedule.shards import Shards
+from jaxllm.engine.scoring import ScoreRequest
 from jaxllm.engine.sleep import KV_CACHE, Sleep
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
 from jaxllm.engine.step_results import commit, end_blocked
@@ -98,6 +100,13 @@ class Engine:
             return self.intake.prepare_pooling(token_ids, params, prompt=prompt)
         return self.intake.prepare(token_ids, params, prompt=prompt)
 
+    def prepare_scores(
+        self, context: abc.Sequence[Any], continuations: abc.Sequence[abc.Sequence[Any]]
+    ) -> PreparedRequest:
+        """Likewise, of continuations that are scored."""
+        self._sleep.check_awake()
+        return self.intake.prepare_scores(context, continuations)
+
     def submit(
         self, prepared: PreparedRequest, *, request_id: str, priority: int = 0, stream: bool = False, lean: bool = False
     ) -> None:
@@ -112,6 +121,9 @@ class Engine:
             pooler = self.intake.pooler
             request = PoolingRequest(**given, params=prepared.pooling, pooler=pooler, lean=lean)
             group = self.intake.pooled_sequence(prepared, request, priority)
+        elif prepared.continuations is not None:
+            request = ScoreRequest(**given, lean=lean)
+            group = self.intake.scored_sequences(prepared, request, priority)
         else:
             tokenizer = self.intake.tokenizer
             request = Request(**given, params=prepared.params, tokenizer=tokenizer, stream=stream, lean=lean)
@@ -136,7 +148,7 @@ class Engine:
         """As `abort`, for a request that nobody listens to."""
         self._drop(request_id)
 
-    def _drop(self, request_id: str) -> Request | PoolingRequest | None:
+    def _drop(self, request_id: str) -> Request | PromptRequest | None:
         if self._is_torn:
             self._start_empty()
         return self.requests.end(request_id, "abort")
@@ -249,7 +261,7 @@ class Engine:
         return [end_blocked(self.scheduler, sequence) for sequence in blocked]
 
     def _commit(self, plan: StepPlan, result: Result) -> list[Sequence]:
-        if result.tokens or result.pooled:
+        if result.tokens or result.pooled or result.prompt_logprobs:
             self.failure, self._num_failed_steps = None, 0
         return commit(self.scheduler, plan, result)
 

@@ -42,11 +42,7 @@ def check_prompt(
         raise ValueError("the prompt has no tokens; give at least one")
     if keep is not None:
         ids = ids[-most if keep == -1 else -keep :]
-    if set(map(type, ids)) != {int}:
-        ids = [plain_number(i) for i in ids]
-    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
-        bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocab)
-        raise ValueError(f"prompt token id {bad!r} is not an integer in [0, {vocab - 1}]")
+    ids = _check_ids("prompt", ids, vocab)
     if len(ids) > most:
         way = (
             f" leaves room for {most} and one to generate; shorten it or raise max_model_len"
@@ -54,6 +50,29 @@ def check_prompt(
             else "; shorten it, keep its end with truncate_prompt_tokens=-1, or raise max_model_len"
         )
         raise ValueError(f"the prompt has {len(ids)} tokens, but max_model_len={max_model_len}{way}")
+    return ids
+
+
+def check_continuation(token_ids: Sequence[Any], num_before: int, vocab: int, max_model_len: int) -> list[int]:
+    """A continuation as a list, which fits `max_model_len` after `num_before` tokens, its last token apart."""
+    ids = list(token_ids)
+    if not ids:
+        raise ValueError("a continuation has no tokens; give at least one")
+    if num_before + len(ids) - 1 > max_model_len:
+        raise ValueError(
+            f"a context of {num_before} tokens and a continuation of {len(ids)} are more than max_model_len="
+            f"{max_model_len} and the token after it; shorten the context, or raise max_model_len"
+        )
+    return _check_ids("continuation", ids, vocab)
+
+
+def _check_ids(what: str, ids: list[Any], vocab: int) -> list[int]:
+    """Token ids, which are not empty, as integers of Python."""
+    if set(map(type, ids)) != {int}:
+        ids = [plain_number(i) for i in ids]
+    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
+        bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocab)
+        raise ValueError(f"{what} token id {bad!r} is not an integer in [0, {vocab - 1}]")
     return ids
 
 

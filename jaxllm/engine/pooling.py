@@ -1,15 +1,13 @@
 """Prompts that are pooled: what a model makes of their hidden states, and the requests that ask for it."""
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
 from jaxllm.checkpoint.pooling_config import PoolingConfig, default_activation
+from jaxllm.engine.prompt_request import PromptRequest
 from jaxllm.engine.schedule.sequence import Pooling
-from jaxllm.engine.schedule.sequence import Sequence as ScheduledSequence
 from jaxllm.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 
@@ -85,36 +83,15 @@ def task_of(cfg: Any) -> str:
 
 
 @dataclass(eq=False, kw_only=True)
-class PoolingRequest:
-    """One prompt that is pooled: of `Request`'s interface what the engine's loop needs."""
+class PoolingRequest(PromptRequest):
+    """One prompt that is pooled."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
     params: PoolingParams
     pooler: Pooler
-    lean: bool = False  # the output leaves the prompt out
-    sequences: list[ScheduledSequence] = field(default_factory=list)
-    arrived_at: float = field(default_factory=time.monotonic)
-    queued_s: float = 0.0
-    error: str | None = None
-    stream: Literal[False] = False
-    watches_text: Literal[False] = False
-
-    @property
-    def shown(self) -> Sequence[ScheduledSequence]:
-        return self.sequences
-
-    def scheduled(self) -> None:
-        """It is in a step."""
-        self.queued_s = self.queued_s or time.monotonic() - self.arrived_at
-
-    def fail(self, error: str) -> None:
-        self.error = error
 
     def update(self) -> PoolingRequestOutput | None:
         """The output, if it is over."""
-        return self.output() if self.sequences[0].end is not None else None
+        return self.output() if self.finished else None
 
     def output(self) -> PoolingRequestOutput:
         (sequence,) = self.sequences
@@ -129,7 +106,7 @@ class PoolingRequest:
             outputs=outputs,
             prompt_token_ids=[] if self.lean else self.prompt_token_ids,
             num_cached_tokens=max(0, sequence.num_cached),
-            finished=sequence.end is not None,
+            finished=self.finished,
             error=error,
             prompt=None if self.lean else self.prompt,
             queued_s=self.queued_s,

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 from jaxllm.engine.beam.group import BeamSearchGroup
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.state import NUM_STOP_IDS
-from jaxllm.engine.intake import check_prompt, check_request
+from jaxllm.engine.intake import check_continuation, check_prompt, check_request
 from jaxllm.engine.output import Request
 from jaxllm.engine.pooling import Pooler, PoolingRequest
 from jaxllm.engine.schedule import sequence as schedule
 from jaxllm.engine.schedule.sequence_group import Samples, SequenceGroup
+from jaxllm.engine.schedule.targets import Targets
+from jaxllm.engine.scoring import ScoreRequest
 from jaxllm.grammar.compiler import Grammar, GrammarCompiler
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -35,6 +37,7 @@ class PreparedRequest(NamedTuple):
     grammar: Grammar | None
     text: Detokenizer | None  # what finds the stop strings of beams
     pooling: PoolingParams | None = None  # in the place of a text, which `params` are of
+    continuations: list[list[int]] | None = None  # that are scored, likewise
 
 
 class Intake:
@@ -56,11 +59,7 @@ class Intake:
     ) -> PreparedRequest:
         """Checks a request and resolves what it names. ValueError if this engine can't serve it. Compiling a grammar
         may take seconds."""
-        if not self.config.generates:
-            raise ValueError(
-                f"this model generates no text: it is made to {self.pooler.task}; call LLM.{self.pooler.task}, or POST "
-                f"to {_ROUTES[self.pooler.task]}"
-            )
+        self._check_generates()
         params = params.snapshot()
         ids, bad_words = check_request(token_ids, params, self.config, self.vocab, self.tokenizer)
         wanted = as_structured_outputs(params.structured_outputs)  # which it is already
@@ -82,6 +81,23 @@ class Intake:
             max_tokens=1, cache_salt=params.cache_salt, skip_reading_prefix_cache=params.skip_reading_prefix_cache
         )
         return PreparedRequest(ids, prompt, plain, [], None, None, params)
+
+    def prepare_scores(self, context: Sequence[Any], continuations: Sequence[Sequence[Any]]) -> PreparedRequest:
+        """Likewise, of continuations of a context that are scored. All but a continuation's last token are computed."""
+        self._check_generates()
+        most = self.config.max_model_len
+        ids = check_prompt(context, self.vocab, most, None, num_generated=0)
+        scored = [check_continuation(each, len(ids), self.vocab, most) for each in continuations]
+        if not scored:
+            raise ValueError("there are no continuations to score; give at least one")
+        return PreparedRequest(ids, None, SamplingParams(max_tokens=1), [], None, None, None, scored)
+
+    def _check_generates(self) -> None:
+        if not self.config.generates:
+            raise ValueError(
+                f"this model generates no text: it is made to {self.pooler.task}; call LLM.{self.pooler.task}, or POST "
+                f"to {_ROUTES[self.pooler.task]}"
+            )
 
     def _compile(self, wanted: StructuredOutputs) -> Grammar:
         try:
@@ -112,6 +128,28 @@ class Intake:
         )
         sequence.request = request
         return Samples([sequence])
+
+    def scored_sequences(self, prepared: PreparedRequest, request: ScoreRequest, priority: int) -> SequenceGroup:
+        """Those of `request`, one for each continuation: they share the context as samples share a prompt, and all
+        their tokens are known."""
+        return Samples([self._scored(prepared, request, each, priority) for each in prepared.continuations or ()])
+
+    def _scored(
+        self, prepared: PreparedRequest, request: ScoreRequest, continuation: list[int], priority: int
+    ) -> schedule.Sequence:
+        sequence = schedule.Sequence(
+            prompt_token_ids=prepared.token_ids,
+            params=prepared.params,
+            arrival=next(self._arrivals),
+            seed=0,
+            max_total_len=len(prepared.token_ids) + len(continuation),  # which it never has: the last is not computed
+            priority=priority,
+            reports_tokens=False,
+            targets=Targets(continuation),
+            output_token_ids=continuation[:-1],
+        )
+        sequence.request = request
+        return sequence
 
     def sequences(self, prepared: PreparedRequest, request: Request, priority: int) -> SequenceGroup:
         """The samples or beams of `request`, which are told to the scheduler together."""

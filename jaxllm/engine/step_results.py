@@ -6,9 +6,10 @@ import numpy as np
 
 from jaxllm.engine.beam.candidates import BeamRow
 from jaxllm.engine.beam.group import read_rows
+from jaxllm.engine.device.encoder import PromptLogprobSpan
 from jaxllm.engine.device.runner import Result
 from jaxllm.engine.logprobs import PackedLogprobs, pack_logprobs
-from jaxllm.engine.schedule.plan import NOT_FINITE_POOLED, PooledSpan, StepPlan
+from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_FINITE, NOT_FINITE_POOLED, PooledSpan, StepPlan
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import End, Sequence
 from jaxllm.engine.schedule.shards import Shards
@@ -22,8 +23,9 @@ def commit(scheduler: Scheduler | Shards, plan: StepPlan, result: Result) -> lis
         sampling = [chunk.sequence for chunk in shard.chunks if chunk.num_samples]
         for sequence in (*shard.decodes[shard.num_steady :], *sampling):  # all that get their first token
             sequence.request.sampled(now)
-    pooled = [each[0].sequence for each in result.pooled if _end_pooled(scheduler, *each)]
-    return pooled + scheduler.commit(plan, result.tokens, *_read(plan, result))
+    ended = [each[0].sequence for each in result.pooled if _end_pooled(scheduler, *each)]
+    ended += [each[0].sequence for each in result.prompt_logprobs if _end_scored(scheduler, *each)]
+    return ended + scheduler.commit(plan, result.tokens, *_read(plan, result))
 
 
 def end_blocked(scheduler: Scheduler | Shards, sequence: Sequence) -> Sequence:
@@ -49,12 +51,28 @@ def _end_pooled(scheduler: Scheduler | Shards, span: PooledSpan, pooled: np.ndar
     return True
 
 
+def _end_scored(scheduler: Scheduler | Shards, span: PromptLogprobSpan, rows: np.ndarray) -> bool:
+    """Gives a sequence what there is of its targets; True if it ends with that."""
+    sequence = span.sequence
+    targets = sequence.targets
+    if targets is None or sequence.epoch != span.epoch:
+        return False
+    logprobs, best = rows[:, 0].view(np.float32), rows[:, 2]
+    targets.take(logprobs.tolist(), is_greedy=best.tolist() == span.token_ids)
+    is_finite = bool(np.isfinite(logprobs).all())
+    if is_finite and not targets.is_complete:
+        return False
+    scheduler.of(sequence).committer.num_not_finite += not is_finite
+    scheduler.finish(sequence, End("stop") if is_finite else End("error", error=NO_TOKEN_ERRORS[NOT_FINITE]))
+    return True
+
+
 def _read(plan: StepPlan, result: Result) -> tuple[list[PackedLogprobs | None] | None, list[BeamRow | None] | None]:
     """Gives requests the log-probabilities of their prompts; returns what is to be kept of each sample's token, and how
     each beam may go on."""
     for span, rows in result.prompt_logprobs:
         sequence = span.sequence
-        if sequence.epoch == span.epoch:
+        if sequence.targets is None and sequence.epoch == span.epoch:
             kept = [pack_logprobs(row, sequence.params.prompt_logprobs or 0) for row in rows]
             sequence.prompt_logprobs[span.start - 1 :] = kept
     if result.logprobs is None:

@@ -232,6 +232,10 @@ class _Adapter(Tokenizer):
     def special_id(self, text: str) -> None:
         return None
 
+    def _special_id(self, name: str) -> int | None:
+        found = getattr(self._inner, f"{name}_id", None)
+        return found if isinstance(found, int) else None
+
     def _table(self, skip_special_tokens: bool) -> None:
         return None
 

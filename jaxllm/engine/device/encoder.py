@@ -23,17 +23,17 @@ from jaxllm.engine.device.packing import (
 )
 from jaxllm.engine.device.state import rules_layout
 from jaxllm.engine.schedule import sequence as schedule
-from jaxllm.engine.schedule.plan import Plan, StepPlan
+from jaxllm.engine.schedule.plan import Chunk, Plan, StepPlan
 from jaxllm.grammar.matcher import mask_words
 
 
 class PromptLogprobSpan(NamedTuple):
-    """Prompt tokens `start` to `stop` of a sequence, whose log-probabilities are wanted."""
+    """Known tokens of a sequence whose log-probabilities are wanted: of its prompt, or targets."""
 
     sequence: schedule.Sequence
     epoch: int  # of the sequence
-    start: int
-    stop: int
+    start: int  # the first, among those of the sequence that are wanted
+    token_ids: list[int]
     at: int  # among the step's tokens, of the one before the first
 
 
@@ -192,18 +192,28 @@ def _of_shards(packed: Iterable[np.ndarray]) -> np.ndarray:
 
 def _tokens_of(span: PromptLogprobSpan) -> Iterable[tuple[int, int]]:
     """Of each of the span's tokens the one before, among the step's, and its id."""
-    return zip(itertools.count(span.at), span.sequence.prompt_token_ids[span.start : span.stop], strict=False)
+    return zip(itertools.count(span.at), span.token_ids, strict=False)
 
 
 def spans_of(plan: Plan) -> list[PromptLogprobSpan]:
-    """The prompt tokens that the step's hidden states predict, of sequences that want to know and don't yet."""
+    """The known tokens that the step's hidden states predict, of sequences that want to know and don't yet."""
     spans, at = [], len(plan.decodes)
     for chunk in plan.chunks:
-        sequence, start, stop, *_ = chunk
-        if sequence.wants_prompt_logprobs:
-            first = max(start, len(sequence.prompt_logprobs)) + 1
-            last = min(stop + 1, len(sequence.prompt_token_ids))
-            if first < last:
-                spans.append(PromptLogprobSpan(sequence, sequence.epoch, first, last, at + first - 1 - start))
+        sequence = chunk.sequence
+        if sequence.targets is not None:
+            first = len(sequence.prompt_token_ids) - 1
+            spans += _span(chunk, at, sequence.targets.token_ids, first, sequence.targets.num_known)
+        elif sequence.wants_prompt_logprobs:
+            spans += _span(chunk, at, sequence.prompt_token_ids, -1, 1 + len(sequence.prompt_logprobs))
         at += chunk.num_tokens
     return spans
+
+
+def _span(chunk: Chunk, at: int, wanted: list[int], first: int, num_known: int) -> list[PromptLogprobSpan]:
+    """What a chunk whose first token is the step's token `at` says of the `wanted` tokens, of which `num_known` are
+    known, and the first comes after the sequence's token `first`. Nothing, or one."""
+    start, stop = max(chunk.start - first, num_known), min(chunk.stop - first, len(wanted))
+    if start >= stop:
+        return []
+    sequence, ids = chunk.sequence, wanted[start:stop]
+    return [PromptLogprobSpan(sequence, sequence.epoch, start, ids, at + first + start - chunk.start)]

@@ -273,7 +273,7 @@ def _of_spans(
     for shard, of_shard in enumerate(spans):
         rows, at = np.concatenate([part[shard] for part in split]), 0
         for span in of_shard:
-            end = at + span.stop - span.start
+            end = at + len(span.token_ids)
             found.append((span, rows[at:end]))
             at = end
     return found

@@ -140,7 +140,7 @@ class Admission:
         self.room.enter(sequence)
         if sequence.group is self.lent:
             return
-        if sequence.num_tokens - sequence.num_computed > 1 or sequence.pooling:
+        if sequence.num_tokens - sequence.num_computed > 1 or not sequence.generates:
             self._add_chunk(plan, sequence, max_tokens)
         elif self._limit(sequence, 1):
             self.room.allocate(plan, sequence, 1, is_new=True, had_turn=False)
@@ -248,7 +248,7 @@ class Admission:
         if not parent.fork_len or parent.num_computed < parent.fork_len or parent in self._forking:
             return
         group = parent.group
-        if {parent.fork_len} == {sequence.num_tokens for sequence in (parent, *group.waiting)}:
+        if parent.generates and {parent.fork_len} == {sequence.num_tokens for sequence in (parent, *group.waiting)}:
             stem = Stem(parent.table, parent.num_computed, parent.num_computed, parent.num_cached)
             for fork in group.waiting[: self._count_forks(plan, parent, max_tokens)]:
                 self._branch(plan, fork, stem)
@@ -280,7 +280,7 @@ class Admission:
             if not forks:
                 continue
             # Each has a token left, which its logits come from.
-            length = min(fork_len([parent, *forks]), min(fork.num_tokens for fork in forks) - 1)
+            length = min(fork_len([parent, *forks]), min(fork.num_skippable for fork in forks))
             length = parent.table.fork_point(length, parent.num_computed)
             stem = Stem(parent.table, length, parent.num_computed, parent.num_cached)
             if group.waiting:

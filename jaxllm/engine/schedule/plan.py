@@ -24,7 +24,7 @@ NO_TOKEN_ERRORS = {
 
 class Chunk(NamedTuple):
     """Known tokens `start` to `stop` of a sequence, then `drafts`: guesses of those that come next. Tokens are drawn
-    after the last of the known ones, if they reach its end and are not pooled, and after each draft."""
+    after the last of the known ones, if they reach its end and it generates, and after each draft."""
 
     sequence: Sequence
     start: int
@@ -140,7 +140,7 @@ class Plan:
         """Where a chunk of the sequence stops, and how many samples it has there."""
         start = sequence.num_computed
         stop = min(sequence.num_tokens, start + max_tokens)
-        num_samples = int(stop == sequence.num_tokens and sequence.pooling is None)
+        num_samples = int(stop == sequence.num_tokens and sequence.generates)
         self.num_tokens += stop - start
         self.num_samples += num_samples
         sequence.num_computed = stop

@@ -163,7 +163,7 @@ class Preemption:
     def _swap_out(self, plan: Plan, sequences: list[Sequence]) -> bool:
         """Plans the copy of their blocks to host memory; False if they had better be computed again."""
         group = sequences[0].group
-        if any(r.num_tokens - r.num_computed > 1 or r.awaits_prompt_logprobs or r.pooling for r in sequences):
+        if any(r.num_tokens - r.num_computed > 1 or r.awaits_prompt_logprobs or not r.generates for r in sequences):
             return False  # mid-prefill: recompute, with what the prefix cache may have
         if self.pool.has_states and group.chooses_tokens:
             return False  # what was taken back is computed again, and a state has gone on

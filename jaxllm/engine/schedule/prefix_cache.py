@@ -29,10 +29,10 @@ class PrefixCache:
             table.keys.clear()
             table.key_generation = self.pool.generation
         self._extend(sequence, sequence.num_tokens)
-        num_tokens = sequence.num_tokens
+        num_tokens = sequence.num_skippable
         if siblings and any(each.group.window is not None for each in table.groups):
-            num_tokens = min(num_tokens, fork_len([sequence, *siblings]))
-        num_usable = (num_tokens - 1) // self.pool.block_size  # the last token is computed, for its logits
+            num_tokens = min(num_tokens, fork_len([sequence, *siblings]) - 1)
+        num_usable = num_tokens // self.pool.block_size
         keys = table.keys[:num_usable]
         found = [self.pool.lookup(keys, each.index) for each in table.groups if each.group.window is None]
         num_blocks = num_known = min(map(len, found), default=num_usable)

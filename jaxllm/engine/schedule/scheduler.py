@@ -201,7 +201,7 @@ class Scheduler:
                 continue
             num_computed = sequence.num_computed
             num_left = max(sequence.num_tokens, num_computed + 1) - num_computed
-            if num_left > 1 or num_computed < sequence.fork_len or sequence.pooling:  # others wait for this row
+            if num_left > 1 or num_computed < sequence.fork_len or not sequence.generates:  # others wait for this row
                 prefills.append(sequence)
                 continue
             if sequence.host_dependent and awaits_host:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jaxllm.engine.schedule.block_table import BlockTable
+from jaxllm.engine.schedule.targets import Targets
 from jaxllm.outputs import FinishReason
 from jaxllm.sampling_params import SamplingParams
 
@@ -74,6 +75,7 @@ class Sequence(HasEnd):
     priority: int = 0  # lower runs first
     propose: Propose | None = None  # guesses its next tokens
     pooling: Pooling | None = None  # what of its prompt's hidden states is wanted, in the place of tokens
+    targets: Targets | None = None  # whose log-probabilities are wanted, in the place of tokens
     matcher: "Matcher | None" = None  # where its text is in a grammar, if it has to follow one
     group: "SequenceGroup" = field(init=False, repr=False)  # which sets it
     request: Any = field(init=False, repr=False)  # of the layer above, which sets it: with a text, or pooled
@@ -148,6 +150,19 @@ class Sequence(HasEnd):
         is_plain = self.matcher is None and not self.host_dependent
         is_alone = not (self.fork_len or self.table.shares_tail)
         return is_plain and is_alone and self.status is Status.RUNNING and self.num_computed < self.max_total_len - 1
+
+    @property
+    def generates(self) -> bool:
+        """Whether tokens are drawn after the last one that is known."""
+        return self.pooling is None and self.targets is None
+
+    @property
+    def num_skippable(self) -> int:
+        """Of its known tokens, the first ones whose keys and values are all that is wanted: others may have computed
+        them."""
+        if self.targets is None:
+            return self.num_tokens - 1
+        return len(self.prompt_token_ids) - 1 + self.targets.num_known
 
     @property
     def order(self) -> tuple[int, int]:

@@ -151,10 +151,13 @@ class Samples(SequenceGroup):
 
 def fork_len(sequences: Collection[Sequence]) -> int:
     """How many tokens siblings begin with that one of them computes for all, at least one: either all end there, or
-    each has a token left that its logits come from (but where one has no other)."""
+    each has a token left that its logits come from (but where one has no other). Those that are scored have all that
+    their log-probabilities come from left."""
     outputs = [sequence.output_token_ids for sequence in sequences]
     first, last = min(outputs), max(outputs)
     common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     if len(last) > common:
         common = min(common, min(map(len, outputs)) - 1)
-    return max(1, len(next(iter(sequences)).prompt_token_ids) + common)
+    common += len(next(iter(sequences)).prompt_token_ids)
+    scored = [sequence.num_skippable for sequence in sequences if sequence.targets is not None]
+    return max(1, min([common, *scored]))

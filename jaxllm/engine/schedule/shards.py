@@ -163,7 +163,7 @@ class Shards:
         first = group.waiting[0]
         if self._shared is not None or self.waiting or first.num_tokens <= max_tokens or max_tokens < self._most_tokens:
             return False
-        wants_all = first.pooling is not None or first.awaits_prompt_logprobs
+        wants_all = first.awaits_prompt_logprobs or not first.generates
         if wants_all or sum(room.num_given for room in rooms) > 1 or any(map(_Room.has_prompts, rooms)):
             return False
         return self._may_share() and all(room.has_beside(first) for room in rooms)
