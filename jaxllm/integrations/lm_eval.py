@@ -153,9 +153,7 @@ class JaxLLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return self.tokenizer.chat.render(
-            chat_history,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
+            chat_history, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
         )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
