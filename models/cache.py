@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Num
+from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.paged_attention import (
@@ -89,10 +89,14 @@ class Paged:
 class Dense:
     """Attention within each row of a batch `[batch, len]`; keeps nothing and is differentiable.
 
-    `kv_scales` are those of a pool of `kv_dtype`: keys and values are what such a pool would hold of them."""
+    Rows that are packed with several texts have `segment_ids`, as `StepContext.of` takes them: a token sees those of
+    its own segment alone. `mask` says which keys a query may see, of those that it would see without. `kv_scales` are
+    those of a pool of `kv_dtype`: keys and values are what such a pool would hold of them."""
 
     kv_scales: Float32[Array, "2 kv_heads"] | None = None
     kv_dtype: Any = field(default=None, metadata={"static": True})
+    segment_ids: Int[Array, "batch len"] | None = None
+    mask: Bool[Array, "batch queries keys"] | None = None
 
     def attend(
         self,
@@ -111,11 +115,20 @@ class Dense:
             k, v = (
                 rounded(x, scales[:, None], self.kv_dtype) for x, scales in zip((k, v), self.kv_scales, strict=True)
             )
+        mask = self._visible()
         if soft_cap is not None or sinks is not None:
-            return _plain_attention(q, k, v, scale, causal, sliding_window, soft_cap, sinks), self
+            return _plain_attention(q, k, v, scale, causal, sliding_window, soft_cap, sinks, mask), self
         window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
-        out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, local_window_size=window)
+        mask = None if mask is None else mask[:, None]
+        out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal, local_window_size=window)
         return out, self
+
+    def _visible(self) -> Bool[Array, "batch queries keys"] | None:
+        """What a query may see of keys, beside what `causal` and windows say; None: all."""
+        if self.segment_ids is None:
+            return self.mask
+        same = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]
+        return same if self.mask is None else same & self.mask
 
 
 def _plain_attention(
@@ -127,6 +140,7 @@ def _plain_attention(
     window: int | None,
     soft_cap: float | None,
     sinks: Array | None,
+    mask: Array | None,
 ) -> Array:
     """`jax.nn.dot_product_attention` with soft-capped scores and sinks, which it does not support."""
     batch, length, heads, head_dim = q.shape
@@ -137,7 +151,9 @@ def _plain_attention(
     visible = age >= 0 if causal else jnp.ones_like(age, bool)
     if window is not None:
         visible &= jnp.abs(age) < window
-    scores = jnp.where(jnp.broadcast_to(visible, scores.shape), cap(scores * scale, soft_cap), -jnp.inf)
+    visible = visible[None] if mask is None else visible[None] & mask
+    hidden = jnp.finfo(scores.dtype).min / 2  # finite, for queries that see nothing
+    scores = jnp.where(jnp.broadcast_to(visible[:, None, None], scores.shape), cap(scores * scale, soft_cap), hidden)
     if sinks is not None:
         column = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)

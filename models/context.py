@@ -27,14 +27,27 @@ class StepContext:
 
     @classmethod
     def of(
-        cls, tokens: Int[Array, "*t"], *, adapters: Int[Array, " rows"] | None = None, placement: Placement = UNPLACED
+        cls,
+        tokens: Int[Array, "*t"],
+        *,
+        segment_ids: Int[Array, "*t"] | None = None,
+        adapters: Int[Array, " rows"] | None = None,
+        placement: Placement = UNPLACED,
     ) -> "StepContext":
-        """Of whole sequences `[len]` or `[batch, len]`, as in training and evaluation."""
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.shape)
+        """Of whole sequences `[len]` or `[batch, len]`, as in training and evaluation. `segment_ids` number the texts
+        that are packed into a row, one after the other: positions count from the beginning of each, and 0 is padding,
+        on either side. `Dense` takes the same."""
+        index = jnp.broadcast_to(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.shape)
+        positions, is_token = index, None
+        if segment_ids is not None:
+            before = jnp.concatenate([segment_ids[..., :1], segment_ids[..., :-1]], axis=-1)
+            starts = jnp.where(segment_ids != before, index, 0)
+            positions = index - jax.lax.cummax(starts, axis=starts.ndim - 1)
+            is_token = segment_ids != 0
         rows = jnp.zeros(tokens.shape, jnp.int32)
         if tokens.ndim == 2:
             rows = jnp.broadcast_to(jnp.arange(len(tokens), dtype=jnp.int32)[:, None], tokens.shape)
-        return cls(positions, rows, adapters, placement=placement)
+        return cls(positions, rows, adapters, is_token, placement)
 
     @property
     def token_adapters(self) -> Int[Array, "*t"] | None:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.context import StepContext
@@ -252,7 +253,7 @@ class Embedding(nnx.Module):
         return cls(param(rngs, dtype, fan_in=math.prod(width.values()), **rows, **width))
 
     def __call__(self, ids: Int[Array, "*t"]) -> Float[Array, "*t width"]:
-        return self.weight[...][ids]
+        return self.weight[...].at[ids].get(out_sharding=_rows_sharding(ids))
 
     def rows(self, ids: Int[Array, "*t"]) -> Float[Array, "*t width"]:
         """In float32."""
@@ -261,3 +262,11 @@ class Embedding(nnx.Module):
     def logits(self, hidden: Float[Array, "*t width"], ctx: StepContext) -> Float[Array, "*t rows"]:
         """The product with each row, as float32 sums."""
         return matmul.einsum("...d,vd->...v", hidden, self.weight[...], out_dtype=jnp.float32, placement=ctx.placement)
+
+
+def _rows_sharding(ids: Array) -> NamedSharding | None:
+    """Of what is looked up for `ids`, in the caller's program with explicit axes; elsewhere the compiler chooses."""
+    found = jax.typeof(ids).sharding
+    if not found.mesh.explicit_axes:
+        return None
+    return NamedSharding(found.mesh, PartitionSpec(*found.spec, None))
