@@ -6,7 +6,7 @@ from typing import Any, Unpack, overload
 
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.from_vllm.request_arguments import POOLING_ARGUMENTS, VllmPoolingArguments, check_request_arguments
-from jaxllm.llm_scores import Context, LLMScores
+from jaxllm.llm_scores import LLMScores
 from jaxllm.pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -85,7 +85,7 @@ class LLMPooling(LLMScores):
 
     @overload
     def score(
-        self, data_1: Sequence[Context], /, *, use_tqdm: bool | Callable[..., Any] = True
+        self, data_1: Sequence[Any], /, *, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[list[ContinuationScore]]: ...
 
     @overload

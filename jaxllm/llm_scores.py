@@ -9,11 +9,8 @@ from jaxllm.argument_checks import check_int
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.llm_control import LLMControl
 from jaxllm.progress import progress_bar
-from jaxllm.score_outputs import ContinuationScore, DocumentScore
+from jaxllm.score_outputs import ContinuationScore, DocumentScore, ScoreRequestOutput
 from jaxllm.text.continuations import encode_continuations, encode_text, prefix_token, windows_of
-
-Tokens = Sequence[int] | np.ndarray
-Context = tuple[str, Sequence[str]] | tuple[Tokens, Sequence[Tokens]]  # and its continuations
 
 
 class LLMScores(LLMControl):
@@ -24,7 +21,7 @@ class LLMScores(LLMControl):
         raise NotImplementedError
 
     def loglikelihood(
-        self, contexts: Sequence[Context], *, use_tqdm: bool | Callable[..., Any] = True
+        self, contexts: Sequence[Any], *, use_tqdm: bool | Callable[..., Any] = True
     ) -> list[list[ContinuationScore]]:
         """How likely each continuation is after its context: of each `(context, [continuation, ...])` a list with one
         result a continuation, in the order given.
@@ -46,7 +43,7 @@ class LLMScores(LLMControl):
 
     def perplexity(
         self,
-        documents: str | Tokens | Sequence[str] | Sequence[Tokens],
+        documents: Any,
         *,
         stride: int | None = None,
         max_len: int | None = None,
@@ -106,12 +103,12 @@ class LLMScores(LLMControl):
     def _scores(
         self, requests: list[PreparedRequest], use_tqdm: bool | Callable[..., Any]
     ) -> list[list[ContinuationScore]]:
-        found: dict[int, list[ContinuationScore]] = {}
+        found: dict[int, ScoreRequestOutput] = {}
         with progress_bar(use_tqdm, len(requests), "scoring") as bar:
             for index, output in self._run([(request, 0) for request in requests], stream=False):
-                found[index] = output.made
+                found[index] = output
                 bar.update()
-        return [found[i] for i in range(len(requests))]
+        return [found[i].made for i in range(len(requests))]
 
 
 def _each_document(documents: Any) -> list[Any]:

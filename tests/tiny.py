@@ -60,6 +60,16 @@ class Tiny:
         padded = jnp.zeros((1, MAX_LEN), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids, jnp.int32))
         return np.asarray(self._forward(padded))[: len(ids)]
 
+    def assert_scored(self, items, scores, atol: float = 1e-5) -> None:
+        """`scores` are those of `items`, (context, continuations) each."""
+        for (context, continuations), of_one in zip(items, scores, strict=True):
+            for tokens, score in zip(continuations, of_one, strict=True):
+                logits = self.logits([*context, *tokens[:-1]])[len(context) - 1 :]
+                wanted = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(tokens)), tokens]
+                assert score.token_ids == tokens and score.token_logprobs.dtype == np.float32
+                np.testing.assert_allclose(score.token_logprobs, wanted, atol=atol)
+                assert score.is_greedy == (logits.argmax(axis=-1) == tokens).all()
+
     def assert_greedy(self, prompt, output) -> None:
         """`output` is a greedy continuation of `prompt`, ties within `TIE` either way."""
         logits = self.logits([*prompt, *output])[len(prompt) - 1 : -1]

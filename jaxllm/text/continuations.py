@@ -14,8 +14,8 @@ class Window(NamedTuple):
     token_ids: list[int]
 
 
-def encode_continuations(context: Any, continuations: Any, tokenizer: Any) -> tuple[list[int], list[list[int]]]:
-    """The ids of a context and of each of its continuations; ids come back as lists.
+def encode_continuations(context: Any, continuations: Any, tokenizer: Any) -> tuple[list[Any], list[list[Any]]]:
+    """The ids of a context and of each of its continuations; ids come back as lists, which the engine checks.
 
     A text and its continuation are tokenised together, and the continuation has what comes after as many tokens as the
     context has alone; spaces at the end of the context are the continuation's. A context without tokens is the one

@@ -98,6 +98,15 @@ def test_forks_wait_while_their_leader_goes_on(tiny, llm):
     clean(llm)
 
 
+def test_continuations_go_on_from_their_context(tiny, llm):
+    """Where a layer has kept less of it, they compute it again."""
+    contexts = prompts_of([1, 23, 24, 50])
+    items = [(context, prompts_of([3, 1, 9], seed=1)) for context in contexts]
+    for _ in range(2):  # the second time the prefix cache has the contexts
+        tiny.assert_scored(items, llm.score(items, use_tqdm=False), atol=1e-4)
+    clean(llm)
+
+
 def test_beams(tiny, llm):
     """Each hypothesis has the score that the whole sequence gives it."""
     (prompt,) = prompts_of([18])

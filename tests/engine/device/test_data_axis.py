@@ -287,6 +287,14 @@ def test_hidden_states_are_pooled(sharded, single, monkeypatch, pooling):
     np.testing.assert_allclose(found[0], found[1], atol=1e-5)
 
 
+def test_continuations_are_scored(sharded, tiny):
+    """A context longer than a step is not shared: its home alone reads what it predicts."""
+    items = [(context, prompts_of([4, 1, 12], seed=1)) for context in [*PROMPTS, *prompts_of([60])]]
+    tiny.assert_scored(items, sharded.score(items, use_tqdm=False))
+    drain(sharded)
+    forget(sharded)
+
+
 def test_scales_are_measured_once_for_all(tiny):
     options = dict(kv_cache_dtype="int8", calculate_kv_scales=True, num_blocks=64, **FEW)
     found = []
