@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from jaxllm.pooling_params import PoolingParams
     from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+    from jaxllm.score_outputs import ContinuationScore, DocumentScore
     from jaxllm.structured_outputs import StructuredOutputs
     from jaxllm.text.prompts import TextPrompt, TokensPrompt
 
@@ -41,6 +42,8 @@ __all__ = [
     "ClassificationRequestOutput",
     "Cluster",
     "CompletionOutput",
+    "ContinuationScore",
+    "DocumentScore",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
@@ -70,6 +73,8 @@ _HOMES = {
     "ClassificationRequestOutput": "pooling_outputs",
     "Cluster": "cluster.options",
     "CompletionOutput": "outputs",
+    "ContinuationScore": "score_outputs",
+    "DocumentScore": "score_outputs",
     "EmbeddingOutput": "pooling_outputs",
     "EmbeddingRequestOutput": "pooling_outputs",
     "EngineArgs": "engine_args",
