@@ -8,12 +8,10 @@ from typing import Any
 import jax
 
 from jaxllm.base_llm import BaseLLM
-from jaxllm.checkpoint.placement import canonical_params
 from jaxllm.engine.caller import CallerLoop
 from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.engine import Engine
-from jaxllm.engine.weight_update import prepare_update
-from jaxllm.errors import EngineAsleepError
+from jaxllm.engine.weight_update import current_params, prepare_update
 from jaxllm.models.transformer import Params
 
 
@@ -69,13 +67,7 @@ class LLMControl(BaseLLM):
     def params(self) -> Params:
         """The parameters that are served, an `nnx.State` that `update_params` takes: canonical ones, whatever the mesh
         makes of them, and without a copy where it makes nothing of them."""
-        executor = self.engine.runner.executor
-        if not executor.leaves:
-            raise EngineAsleepError(
-                "the parameters are not on the device while the engine sleeps; call wake_up() first"
-            )
-        treedef = jax.tree.structure(executor.abstract_params)
-        return canonical_params(jax.tree.unflatten(treedef, executor.leaves), executor.mesh)
+        return current_params(self.engine)
 
     @property
     def params_version(self) -> int:

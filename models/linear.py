@@ -48,6 +48,13 @@ class LinearShape:
             raise ValueError(f"the axes {names} of a product must have different names, as each is sharded by its own")
 
     @property
+    def equation(self) -> str:
+        """Of the product, without its experts, as `jnp.einsum` takes it."""
+        letters = string.ascii_lowercase
+        summed, kept = letters[: len(self.inputs)], letters[len(self.inputs) :][: len(self.outputs)]
+        return f"...{summed},{summed}{kept}->...{kept}"
+
+    @property
     def weight_axes(self) -> dict[str, int]:
         return self._experts | dict(self.inputs) | dict(self.outputs)
 
@@ -96,9 +103,7 @@ class LinearShape:
 
         The result has the dtype of `x`; with `out_dtype` float32 it is not rounded from the float32 sums.
         """
-        letters = string.ascii_lowercase
-        summed, kept = letters[: len(self.inputs)], letters[len(self.inputs) :][: len(self.outputs)]
-        equation = f"...{summed},{summed}{kept}->...{kept}"
+        equation = self.equation
         if self.experts is None:
             return matmul.einsum(equation, x, weight, out_dtype=out_dtype, placement=ctx.placement)
         axis = x.ndim - len(self.inputs) - 1
@@ -165,7 +170,15 @@ class Linear(nnx.Module):
 
     def product(self, x: Float[Array, "..."], ctx: StepContext, out_dtype: Any = None) -> Float[Array, "..."]:
         """Without bias and adapter."""
+        if self.is_intercepted:
+            return jnp.einsum(self.shape.equation, x, self.weight[...], preferred_element_type=out_dtype)
         return self.shape.product(x, self.weight[...], ctx, out_dtype)
+
+    @property
+    def is_intercepted(self) -> bool:
+        """Whether Qwix has wrapped the model. While it is called, `jnp.einsum` is Qwix's own, which knows a weight that
+        it has quantised, or adds a low-rank one: no kernel may go before it, and no reshape."""
+        return hasattr(self, "qwix_path") and self.shape.experts is None
 
     def __call__(self, x: Float[Array, "..."], ctx: StepContext, *, out_dtype: Any = None) -> Float[Array, "..."]:
         """`x[..., *inputs]` to `[..., *outputs]`, in the dtype of x or, not rounded to it, in `out_dtype`."""

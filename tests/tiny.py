@@ -125,3 +125,18 @@ class NoText:
 
     def decode(self, token_ids, skip_special_tokens: bool = True) -> str:
         return ""
+
+
+def logprobs_of(model, prompt) -> np.ndarray:
+    """float32 [len(prompt) - 1]: of each token after the first, by the module itself."""
+    batch = jnp.asarray([prompt], jnp.int32)
+    hidden, _ = model(batch, StepContext.of(batch), dense_caches(model))
+    logprobs = jax.nn.log_softmax(model.logits(hidden, StepContext.of(batch))[0])
+    return np.asarray(logprobs[jnp.arange(len(prompt) - 1), jnp.asarray(prompt[1:], jnp.int32)])
+
+
+def served_logprobs(llm: LLM, prompt) -> np.ndarray:
+    """float32 [len(prompt) - 1]: those that the engine has."""
+    (output,) = llm.generate(ids(prompt), SamplingParams(max_tokens=1, prompt_logprobs=0))
+    found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    return np.array(found, np.float32)

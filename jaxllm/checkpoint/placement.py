@@ -128,6 +128,20 @@ def canonical_params(placed: Params, mesh: Mesh) -> Params:
     return params
 
 
+def completed(params: Any, abstract: Params, current: Callable[[], Params]) -> dict[str, Any]:
+    """`params`, by name, with what they leave out and need not bring, of the `current` ones: variables that are no
+    `nnx.Param`, which training does not change; and all others, where they are the low-rank weights (`nnx.LoRAParam`)
+    alone. Keys of random numbers are no parameters."""
+    variables = named(abstract)
+    given = {name: leaf for name, leaf in named(params).items() if not isinstance(leaf, nnx.RngState)}
+    low_rank = {name for name, var in variables.items() if isinstance(var, nnx.LoRAParam)}
+    is_low_rank = bool(low_rank) and given.keys() == low_rank
+    optional = {name for name, var in variables.items() if is_low_rank or not isinstance(var, nnx.Param)}
+    if optional <= given.keys():
+        return given
+    return {name: var for name, var in named(current()).items() if name in optional} | given
+
+
 def canonical(variable: nnx.Variable) -> jax.ShapeDtypeStruct:
     """Shape and dtype that a parameter has outside of the mesh."""
     value, how = variable.get_value(), expansion_of(variable)

@@ -29,10 +29,12 @@ from jaxllm.checkpoint.quantized.scheme import Scheme
 from jaxllm.checkpoint.torch_model import TorchModel, is_torch_model
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.dummy import random_params
-from jaxllm.engine.model_interface import check_interface, kv_dtype
+from jaxllm.engine.model_interface import kv_dtype
+from jaxllm.engine.own_module import open_module, say_replicated
 from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
 from jaxllm.models.transformer import Params
+from jaxllm.models.wrapped import name_of
 from jaxllm.text.tokenizer import FILE as TOKENIZER_FILE
 from jaxllm.text.tokenizer import Tokenizer, wrap
 
@@ -52,6 +54,7 @@ class ModelSource(NamedTuple):
     checkpoint: Checkpoint | None = None  # that it is read from
     pooling: PoolingConfig | None = None  # as the checkpoint's files say
     kv_scales: Callable[[str], Scales | None] = lambda kind: None  # what they bring for a cache of this kind
+    without_axes: tuple[str, ...] = ()  # names of parameters that no mesh splits, as nothing says how
 
     @property
     def name(self) -> str:
@@ -67,9 +70,10 @@ class ModelSource(NamedTuple):
     def expand(self, mesh: Mesh) -> None:
         """Gives `model` the shapes that `mesh` can split. Raises `MeshError` if it can't, or the model's own code is
         made for those that it has."""
+        say_replicated(self.without_axes, mesh)
         if not expand_model(self.model, mesh):
             return
-        name, cfg = type(self.model).__qualname__, self.cfg
+        name, cfg = name_of(self.model), self.cfg
         try:
             kv_dtype(*nnx.split(self.model), cfg, name, mesh)
         except ValueError as error:
@@ -123,13 +127,15 @@ def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, 
         raise ValueError(f"dtype={dtype!r} is for checkpoints; arrays keep theirs, so leave it 'auto'")
     eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     if isinstance(model, nnx.Module):
-        source = ModelSource(*_of_module(model), eos_ids, tokenizer)
+        own = open_module(model)
+        source = ModelSource(own.cfg, own.model, own.params, eos_ids, tokenizer, without_axes=own.without_axes)
     elif isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
         source = ModelSource(*_of_pair(*model), eos_ids, tokenizer)
     else:
         raise TypeError(
             f"model is {a_type(model)}; give a directory in Hugging Face format, a GGUF file, a model of transformers, "
-            "a Flax module with the interface of jaxllm.models, or a pair (configuration, parameter pytree)"
+            "a Flax module with the interface of jaxllm.models, a pair (configuration, parameter pytree), or a function "
+            "or Linen module with its parameters: LLM(fn, params, shape=jaxllm.ModelShape(...))"
         )
     if reading.quantization is not None:
         quantize_model(source.model, reading.quantization)  # and the caller's weights are, as they are placed
@@ -217,25 +223,3 @@ def _of_pair(cfg: Any, params: Any) -> tuple[Any, nnx.Module, Params]:
             variable.set_value(jax.ShapeDtypeStruct(variable.get_value().shape, given[name]))
     cfg = dataclasses.replace(cfg, dtype=kv_dtype(graph, shapes, cfg, type(model).__qualname__))
     return cfg, transformer.abstract(type(model), cfg), params
-
-
-def _of_module(model: Any) -> tuple[Any, nnx.Module, Params]:
-    """Configuration, abstract copy and parameters of the user's module: of its own class, with its own attributes."""
-    name = type(model).__qualname__
-    check_interface(model, name)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    if others := [f"{path} ({type(leaf).__name__})" for path, leaf in named(rest).items()]:
-        raise ValueError(
-            f"{name} holds arrays that are no nnx.Param: {', '.join(others[:5])}; the engine serves parameters alone. "
-            "Make them nnx.Param, or compute them where they are used"
-        )
-    shapes = jax.tree.map(_abstract, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    dtype = kv_dtype(graph, shapes, model.cfg, name)
-    return dataclasses.replace(model.cfg, dtype=dtype), nnx.merge(graph, shapes), params
-
-
-def _abstract(variable: nnx.Variable) -> nnx.Variable:
-    """Its shape, with the logical axes that place it; without any it is replicated."""
-    value = variable.get_value()
-    axes = variable.get_metadata("axes", None) or (None,) * value.ndim
-    return variable.replace(jax.ShapeDtypeStruct(value.shape, value.dtype), axes=axes)

@@ -1,15 +1,29 @@
 """New parameters for an engine that runs: checked and placed in the caller's thread, taken over between two steps."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
+
 from jaxllm.argument_checks import check_int
-from jaxllm.checkpoint.placement import place_params, release_others
+from jaxllm.checkpoint.placement import canonical_params, completed, place_params, release_others
 from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.loop import EngineLoop
+from jaxllm.errors import EngineAsleepError
+from jaxllm.models.transformer import Params
 
 IN_FLIGHT = ("continue", "recompute", "abort")
+
+
+def current_params(engine: Engine) -> Params:
+    """See `LLM.params`."""
+    executor = engine.runner.executor
+    if not executor.leaves:
+        raise EngineAsleepError("the parameters are not on the device while the engine sleeps; call wake_up() first")
+    treedef = jax.tree.structure(executor.abstract_params)
+    return canonical_params(jax.tree.unflatten(treedef, executor.leaves), executor.mesh)
 
 
 @with_own_settings
@@ -30,6 +44,7 @@ def prepare_update(
             "an engine over several hosts keeps the parameters that it began with, as those of the program are on one "
             "of them; build another engine"
         )
+    params = completed(params, executor.abstract_params, partial(current_params, engine))
     placed = place_params(params, executor.abstract_params, executor.mesh, cast=cast)
 
     def take_over(loop: EngineLoop) -> None:

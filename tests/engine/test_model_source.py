@@ -7,14 +7,12 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.model_source import model_source
 from jaxllm.models import qwen3, transformer
-from jaxllm.models.cache import Dense
 from jaxllm.models.cache_spec import CacheSpec
-from jaxllm.models.context import StepContext
-from tests.tiny import Tiny, clean, greedy, ids, make_llm, prompts_of, tokens
+from tests.tiny import Tiny, clean, greedy, ids, logprobs_of, make_llm, prompts_of, served_logprobs, tokens
 
 CFG = Tiny().cfg
 
@@ -43,20 +41,6 @@ class Custom(qwen3.Model):
         return logits + jnp.broadcast_to(self.adapter[...], logits.shape)
 
 
-def logprobs_of(model, prompt) -> np.ndarray:
-    """float32 [len(prompt) - 1]: of each token after the first, by the module itself."""
-    tokens = jnp.asarray([prompt])
-    hidden, _ = model(tokens, StepContext.of(tokens), [Dense()] * model.cfg.num_layers)
-    logprobs = jax.nn.log_softmax(model.logits(hidden, StepContext.of(tokens))[0])
-    return np.asarray(logprobs[jnp.arange(len(prompt) - 1), jnp.asarray(prompt[1:])])
-
-
-def served_logprobs(llm, prompt) -> np.ndarray:
-    (output,) = llm.generate(ids(prompt), SamplingParams(max_tokens=1, prompt_logprobs=0))
-    found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
-    return np.array(found, np.float32)
-
-
 @pytest.mark.parametrize("mesh", [None, "tensor=2"])
 def test_a_subclass_is_served_as_it_is(mesh):
     model, other = (Custom(CFG, rngs=nnx.Rngs(params=seed)) for seed in (1, 2))
@@ -80,18 +64,6 @@ def test_a_module_in_another_dtype_than_its_configuration_says(tiny):
     with make_llm(model) as llm:
         assert len(tokens(llm.generate(ids([1, 2, 3]), greedy(4)))[0]) == 4
         assert {pool.dtype for pool in llm.engine.runner.executor.state.kv_pools} == {jnp.dtype(jnp.bfloat16)}
-
-
-class WithBuffer(qwen3.Model):
-    def __init__(self, cfg, *, rngs):
-        super().__init__(cfg, rngs=rngs)
-        self.mean = nnx.BatchStat(jnp.zeros(3))
-
-
-class WithArray(qwen3.Model):
-    def __init__(self, cfg, *, rngs):
-        super().__init__(cfg, rngs=rngs)
-        self.table = jnp.zeros(3)
 
 
 class OtherLogits(qwen3.Model):
@@ -122,8 +94,6 @@ class SaysOtherwise(qwen3.Model):
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
-        (WithBuffer, ValueError, r"WithBuffer holds arrays that are no nnx.Param: mean \(BatchStat\); .*Make them"),
-        (WithArray, ValueError, r"no nnx.Param: table \(ArrayImpl\)"),
         (OtherLogits, ValueError, r"OtherLogits makes logits of bfloat16; expected float32"),
         (OtherCall, TypeError, r"OtherCall.__call__ can't be called as __call__\(tokens, ctx, caches\)"),
         (Raises, ValueError, "Raises can't be served: .* raises KeyError: 'nowhere'"),
