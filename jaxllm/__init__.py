@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxllm.async_llm import AsyncLLM as AsyncLLMEngine
     from jaxllm.cluster.options import Cluster
     from jaxllm.engine_args import AsyncEngineArgs, EngineArgs
+    from jaxllm.function_model import FunctionShape
     from jaxllm.llm import LLM
     from jaxllm.llm_engine import LLMEngine
     from jaxllm.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
@@ -47,6 +48,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
+    "FunctionShape",
     "LLMEngine",
     "Logprob",
     "PoolingOutput",
@@ -78,6 +80,7 @@ _HOMES = {
     "EmbeddingOutput": "pooling_outputs",
     "EmbeddingRequestOutput": "pooling_outputs",
     "EngineArgs": "engine_args",
+    "FunctionShape": "function_model",
     "LLMEngine": "llm_engine",
     "Logprob": "outputs",
     "PoolingOutput": "pooling_outputs",

@@ -23,6 +23,7 @@ from jaxllm.from_vllm.dtypes import dtype_name, kv_dtype_name, task_name
 from jaxllm.from_vllm.engine_arguments import translate_engine_arguments
 from jaxllm.from_vllm.missing import MissingMethods
 from jaxllm.from_vllm.typed import VllmEngineArguments
+from jaxllm.function_model import FunctionShape, as_model
 from jaxllm.hub.locate import locate
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sharding.mesh import map_axes
@@ -34,7 +35,10 @@ class BaseLLM(MissingMethods):
     def __init__(
         self,
         model: Any = None,
+        params: Any = None,
         *,
+        shape: FunctionShape | None = None,
+        head: Any = None,
         revision: str | None = None,
         download_dir: str | Path | None = None,
         tokenizer: Any = None,
@@ -99,6 +103,7 @@ class BaseLLM(MissingMethods):
         default_sampling_params(None, "vllm", override_generation_config)  # checks it
         self._recommended = generation_config, override_generation_config
         wants_tokenizer = tokenizer is None and not skip_tokenizer_init
+        model = as_model(model, params, shape, head)
         model = locate(model, revision=revision, download_dir=download_dir, tokenizer=wants_tokenizer)
         group = None if cluster is None else lead_or_follow(cluster, model, options)
         with nullcontext() if group is None else group.building():

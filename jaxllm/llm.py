@@ -48,8 +48,12 @@ class LLM(LLMPooling):
       model: a local directory in Hugging Face format (None: the small model in the package); a GGUF file, or a
         directory with one; a name of the hub as "org/name", "org/name@revision" or "org/name:FILE.gguf"; a model of
         transformers that is in memory (with its tokenizer as `tokenizer`); a Flax module
-        with the interface of `jaxllm.models`, served as it is, its class and attributes included; or a pair
-        (configuration, parameter pytree). Parameters on the device are used where they lie.
+        with the interface of `jaxllm.models`, served as it is, its class, attributes and arrays included; a pair
+        (configuration, parameter pytree); or a function. Parameters on the device are used where they lie.
+      params, shape, head: of a function `fn(params, tokens, ctx, caches) -> (hidden, caches)`: a pytree, a
+        `FunctionShape`, and `head(params, hidden) -> logits`. A Linen module takes the variables of `init` as params, and
+        the name of a method as head ("logits"); an NNX module that has no `cfg` takes a shape alone.
+        docs/your_model.md has examples.
       revision, download_dir: of a name of the hub, which is fetched into huggingface_hub's cache otherwise.
       tokenizer: in the place of the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or
         any object with `encode` and `decode`. `skip_tokenizer_init=True` is for prompts and outputs of ids alone.

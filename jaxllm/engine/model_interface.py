@@ -25,7 +25,8 @@ def check_interface(model: nnx.Module, name: str) -> None:
     missing = [name for name in (*_SIZES, "dtype") if not (dataclasses.is_dataclass(cfg) and hasattr(cfg, name))]
     if missing:
         raise TypeError(
-            f"{name}.cfg must be a dataclass with {', '.join(missing)}, as jaxllm.models.transformer.Config is"
+            f"{name}.cfg must be a dataclass with {', '.join(missing)}, as jaxllm.models.transformer.Config is; or "
+            "give LLM(module, shape=jaxllm.FunctionShape(...))"
         )
     methods: dict[str, tuple[str, ...]] = {"__call__": ("tokens", "ctx", "caches")}
     if task_of(cfg) != "embed":

@@ -134,8 +134,8 @@ def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, 
     else:
         raise TypeError(
             f"model is {a_type(model)}; give a directory in Hugging Face format, a GGUF file, a model of transformers, "
-            "a Flax module with the interface of jaxllm.models, a pair (configuration, parameter pytree), or a function "
-            "or Linen module with its parameters: LLM(fn, params, shape=jaxllm.ModelShape(...))"
+            "a Flax module with the interface of jaxllm.models, a pair (configuration, parameter pytree), or a Linen "
+            "module or function with its parameters: LLM(fn, params, shape=jaxllm.FunctionShape(...))"
         )
     if reading.quantization is not None:
         quantize_model(source.model, reading.quantization)  # and the caller's weights are, as they are placed
