@@ -51,8 +51,8 @@ class LLM(LLMPooling):
         with the interface of `jaxllm.models`, served as it is, its class, attributes and arrays included; a pair
         (configuration, parameter pytree); or a function. Parameters on the device are used where they lie.
       params, shape, head: of a function `fn(params, tokens, ctx, caches) -> (hidden, caches)`: a pytree, a
-        `FunctionShape`, and `head(params, hidden) -> logits`. A Linen module takes the variables of `init` as params, and
-        the name of a method as head ("logits"); an NNX module that has no `cfg` takes a shape alone.
+        `FunctionShape`, and `head(params, hidden) -> logits`. A Linen module takes the variables of `init` as params,
+        and the name of a method as head ("logits"); an NNX module that has no `cfg` takes a shape alone.
         docs/your_model.md has examples.
       revision, download_dir: of a name of the hub, which is fetched into huggingface_hub's cache otherwise.
       tokenizer: in the place of the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or
