@@ -270,6 +270,7 @@ class LLM(LLMPooling):
     ) -> list[str]:
         """Hands requests over, and returns their ids; they run while something waits for outputs, and
         `wait_for_completion` returns theirs. Arguments and errors are as of `generate`."""
+        self.engine.check_params()
         requests = self._requests(prompts, sampling_params, priority)
         ids = [str(next(self._ids)) for _ in requests]
         for request_id, (prepared, one) in zip(ids, requests, strict=True):
@@ -309,7 +310,6 @@ class LLM(LLMPooling):
 
     def _requests(self, prompts: Any, params: Any, priority: Any) -> list[tuple[PreparedRequest, int]]:
         """Each prompt's request, checked, and its priority."""
-        self.engine.check_params()
         parsed = parse_prompts(prompts, self.tokenizer)
         params = self.get_default_sampling_params() if params is None else params
         each = zip(
@@ -321,6 +321,7 @@ class LLM(LLMPooling):
         ]
 
     def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, Any]]:
+        self.engine.check_params()
         running: dict[str, int] = {}  # request id -> index
         inbox = Inbox()
         try:

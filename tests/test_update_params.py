@@ -145,7 +145,13 @@ def test_deleted_parameters_raise_at_once(llm, tiny):
     llm.update_params(params)
     for leaf in jax.tree.leaves(params)[3:5]:  # whichever they are
         leaf.delete()
-    for ask in (lambda: llm.generate(ids(PROMPTS[0])), lambda: next(llm.generate_iter([(PROMPTS[0], None)]))):
+    asks = (
+        lambda: llm.generate(ids(PROMPTS[0])),
+        lambda: llm.enqueue(ids(PROMPTS[0])),
+        lambda: next(llm.generate_iter([(PROMPTS[0], None)])),
+        lambda: llm.loglikelihood([(PROMPTS[0], [[1]])]),
+    )
+    for ask in asks:
         with pytest.raises(EngineError, match="parameters were deleted.*update_params"):
             ask()
     with pytest.raises(ValueError, match="has been deleted or donated"):
