@@ -9,7 +9,7 @@ from jaxllm.argument_checks import check_int
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.llm_control import LLMControl
 from jaxllm.progress import progress_bar
-from jaxllm.score_outputs import ContinuationScore, DocumentScore, ScoreRequestOutput
+from jaxllm.score_outputs import ContinuationScore, DocumentScore, LoglikelihoodOutput
 from jaxllm.text.continuations import encode_continuations, encode_text, prefix_token, windows_of
 
 
@@ -103,7 +103,7 @@ class LLMScores(LLMControl):
     def _scores(
         self, requests: list[PreparedRequest], use_tqdm: bool | Callable[..., Any]
     ) -> list[list[ContinuationScore]]:
-        found: dict[int, ScoreRequestOutput] = {}
+        found: dict[int, LoglikelihoodOutput] = {}
         with progress_bar(use_tqdm, len(requests), "scoring") as bar:
             for index, output in self._run([(request, 0) for request in requests], stream=False):
                 found[index] = output

@@ -41,7 +41,7 @@ class DocumentScore:
 
 
 @dataclass(kw_only=True)
-class ScoreRequestOutput:
+class LoglikelihoodOutput:
     """A context whose continuations were scored, in their order. `error` says why there are no `scores`."""
 
     request_id: str

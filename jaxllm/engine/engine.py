@@ -22,7 +22,7 @@ from jaxllm.engine.schedule.plan import StepPlan
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import End, Sequence
 from jaxllm.engine.schedule.shards import Shards
-from jaxllm.engine.scoring import ScoreRequest
+from jaxllm.engine.scoring import LoglikelihoodRequest
 from jaxllm.engine.sleep import KV_CACHE, Sleep
 from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
 from jaxllm.engine.step_results import commit, end_blocked
@@ -122,7 +122,7 @@ class Engine:
             request = PoolingRequest(**given, params=prepared.pooling, pooler=pooler, lean=lean)
             group = self.intake.pooled_sequence(prepared, request, priority)
         elif prepared.continuations is not None:
-            request = ScoreRequest(**given, lean=lean)
+            request = LoglikelihoodRequest(**given, lean=lean)
             group = self.intake.scored_sequences(prepared, request, priority)
         else:
             tokenizer = self.intake.tokenizer

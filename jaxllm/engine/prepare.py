@@ -15,7 +15,7 @@ from jaxllm.engine.pooling import Pooler, PoolingRequest
 from jaxllm.engine.schedule import sequence as schedule
 from jaxllm.engine.schedule.sequence_group import Samples, SequenceGroup
 from jaxllm.engine.schedule.targets import Targets
-from jaxllm.engine.scoring import ScoreRequest
+from jaxllm.engine.scoring import LoglikelihoodRequest
 from jaxllm.grammar.compiler import Grammar, GrammarCompiler
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -129,13 +129,15 @@ class Intake:
         sequence.request = request
         return Samples([sequence])
 
-    def scored_sequences(self, prepared: PreparedRequest, request: ScoreRequest, priority: int) -> SequenceGroup:
+    def scored_sequences(
+        self, prepared: PreparedRequest, request: LoglikelihoodRequest, priority: int
+    ) -> SequenceGroup:
         """Those of `request`, one for each continuation: they share the context as samples share a prompt, and all
         their tokens are known."""
         return Samples([self._scored(prepared, request, each, priority) for each in prepared.continuations or ()])
 
     def _scored(
-        self, prepared: PreparedRequest, request: ScoreRequest, continuation: list[int], priority: int
+        self, prepared: PreparedRequest, request: LoglikelihoodRequest, continuation: list[int], priority: int
     ) -> schedule.Sequence:
         sequence = schedule.Sequence(
             prompt_token_ids=prepared.token_ids,

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 from jaxllm.engine.output import Request as TextRequest
 from jaxllm.engine.pooling import PoolingRequest
 from jaxllm.engine.schedule.sequence import End, Sequence
-from jaxllm.engine.scoring import ScoreRequest
+from jaxllm.engine.scoring import LoglikelihoodRequest
 from jaxllm.outputs import FinishReason, RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
-from jaxllm.score_outputs import ScoreRequestOutput
+from jaxllm.score_outputs import LoglikelihoodOutput
 
 log = logging.getLogger(__name__)
 
-Request = TextRequest | PoolingRequest | ScoreRequest
-Output = RequestOutput | PoolingRequestOutput | ScoreRequestOutput
+Request = TextRequest | PoolingRequest | LoglikelihoodRequest
+Output = RequestOutput | PoolingRequestOutput | LoglikelihoodOutput
 
 
 class OpenRequests:

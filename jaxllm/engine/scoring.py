@@ -6,23 +6,23 @@ import numpy as np
 
 from jaxllm.engine.prompt_request import PromptRequest
 from jaxllm.engine.schedule.sequence import Sequence
-from jaxllm.score_outputs import ContinuationScore, ScoreRequestOutput
+from jaxllm.score_outputs import ContinuationScore, LoglikelihoodOutput
 
 
 @dataclass(eq=False, kw_only=True)
-class ScoreRequest(PromptRequest):
+class LoglikelihoodRequest(PromptRequest):
     """One context and its continuations, each of which is a sequence that has `targets`."""
 
-    def update(self) -> ScoreRequestOutput | None:
+    def update(self) -> LoglikelihoodOutput | None:
         """The output, if it is over."""
         return self.output() if self.finished else None
 
-    def output(self) -> ScoreRequestOutput:
+    def output(self) -> LoglikelihoodOutput:
         errors = [sequence.error for sequence in self.sequences if sequence.error is not None]
         error = self.error or next(iter(errors), None)
         if error is None and not all(map(_is_complete, self.sequences)):
             error = "the request was aborted"
-        return ScoreRequestOutput(
+        return LoglikelihoodOutput(
             request_id=self.request_id,
             scores=[] if error is not None else list(map(_score, self.sequences)),
             num_cached_tokens=max(0, self.sequences[0].num_cached),

@@ -9,6 +9,8 @@ from jaxllm import LLM
 from jaxllm.default_model import DEFAULT_MODEL
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+Instance = pytest.importorskip("lm_eval.api.instance").Instance
+TaskManager = pytest.importorskip("lm_eval.tasks").TaskManager
 JaxLLM = pytest.importorskip("jaxllm.integrations.lm_eval").JaxLLM
 
 SIZES = dict(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=64, num_blocks=64)
@@ -69,7 +71,7 @@ def tasks(tmp_path_factory):
     for name, text in TASKS.items():
         source = f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/lines.jsonl}}}}\n"
         (folder / f"{name}.yaml").write_text(f"{source}test_split: test\n{text}")
-    return lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+    return TaskManager(include_path=str(folder), include_defaults=False)
 
 
 def evaluate(model, tasks, name, **options):
@@ -109,7 +111,7 @@ def test_by_name(tasks):
 
 
 def instances(kind, *arguments) -> list:
-    return [lm_eval.api.instance.Instance(kind, {}, given, i) for i, given in enumerate(arguments)]
+    return [Instance(kind, {}, given, i) for i, given in enumerate(arguments)]
 
 
 def test_results_are_in_the_order_of_the_requests(llm):
