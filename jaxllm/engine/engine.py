@@ -15,8 +15,8 @@ from jaxllm.engine.grammar_rows import GrammarRows
 from jaxllm.engine.output import Request
 from jaxllm.engine.pooling import Pooler, PoolingRequest
 from jaxllm.engine.prepare import Intake, PreparedRequest
-from jaxllm.engine.prompt_request import PromptRequest
 from jaxllm.engine.requests import OpenRequests, Output
+from jaxllm.engine.requests import Request as AnyRequest
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.plan import StepPlan
 from jaxllm.engine.schedule.scheduler import Scheduler
@@ -148,7 +148,7 @@ class Engine:
         """As `abort`, for a request that nobody listens to."""
         self._drop(request_id)
 
-    def _drop(self, request_id: str) -> Request | PromptRequest | None:
+    def _drop(self, request_id: str) -> AnyRequest | None:
         if self._is_torn:
             self._start_empty()
         return self.requests.end(request_id, "abort")

@@ -15,6 +15,7 @@ from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
+from jaxllm.score_outputs import LoglikelihoodOutput
 
 if TYPE_CHECKING:  # those import jax, which takes seconds
     from jaxllm.engine.engine import Engine
@@ -31,7 +32,7 @@ class Delivery(NamedTuple):
 
     request_id: str
     receiver: Any  # as it was given with the request
-    news: RequestOutput | PoolingRequestOutput | Exception
+    news: RequestOutput | PoolingRequestOutput | LoglikelihoodOutput | Exception
 
 
 class _Ticket(NamedTuple):

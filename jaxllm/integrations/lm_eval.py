@@ -21,6 +21,7 @@ from jaxllm.errors import EngineError
 from jaxllm.llm import LLM
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.continuations import encode_text, prefix_token
+from jaxllm.text.prompts import TokensPrompt
 
 MAX_GEN_TOKS = 256  # of a task that does not say
 
@@ -120,28 +121,30 @@ class JaxLLM(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        prompts, params, stops = [], [], []
-        for request in requests:
-            text, wanted = request.args
-            given = dict(normalize_gen_kwargs(wanted, self.max_gen_toks))
-            until, max_tokens = given.pop("until"), given.pop("max_gen_toks")
-            if not 0 < max_tokens < self.max_length:
-                raise ValueError(
-                    f"max_gen_toks={max_tokens} leaves no room for a prompt in max_model_len={self.max_length}"
-                )
-            given.pop("do_sample")
-            given.setdefault("temperature", 0.0)
-            stops.append([stop for stop in until if stop])
-            prompts.append({"prompt_token_ids": self.tok_encode(text)[-(self.max_length - max_tokens) :]})
-            params.append(SamplingParams(max_tokens=max_tokens, **self._stopping(stops[-1]), **given))
+        """Greedy unless a task says otherwise, up to the first of its stop strings, which is left out. A prompt that is
+        too long loses its beginning."""
+        asked = [self._generation(*request.args) for request in requests]
+        prompts, params = [one[0] for one in asked], [one[1] for one in asked]
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
         found = []
-        for request, output, stop in zip(requests, outputs, stops, strict=True):
+        for request, output, (_, _, stops) in zip(requests, outputs, asked, strict=True):
             if output.error:
                 raise EngineError(f"generating failed: {output.error}")
-            found.append(postprocess_generated_text(output.outputs[0].text, stop, None))
+            found.append(postprocess_generated_text(output.outputs[0].text, stops, None))
             self.cache_hook.add_partial("generate_until", request.args, found[-1])
         return found
+
+    def _generation(self, text: str, wanted: dict[str, Any]) -> tuple[TokensPrompt, SamplingParams, list[str]]:
+        """What is generated from, how, and what it stops at."""
+        given: dict[str, Any] = {"temperature": 0.0, **normalize_gen_kwargs(wanted, self.max_gen_toks)}
+        until, max_tokens = [stop for stop in given.pop("until") if stop], given.pop("max_gen_toks")
+        given.pop("do_sample")  # the temperature says it
+        if not 0 < max_tokens < self.max_length:
+            raise ValueError(
+                f"max_gen_toks={max_tokens} leaves no room for a prompt in max_model_len={self.max_length}"
+            )
+        prompt: TokensPrompt = {"prompt_token_ids": self.tok_encode(text)[-(self.max_length - max_tokens) :]}
+        return prompt, SamplingParams(max_tokens=max_tokens, **self._stopping(until), **given), until
 
     def _stopping(self, stops: Iterable[str]) -> dict[str, Any]:
         """Special tokens stop by their ids: they have no text in the output."""

@@ -49,6 +49,7 @@ def llm():
 @pytest.fixture(scope="module")
 def reference():
     pytest.importorskip("torch")
+    pytest.importorskip("accelerate")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from lm_eval.models.huggingface import HFLM
