@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from jaxllm.base_llm import BaseLLM
 from jaxllm.engine.caller import CallerLoop
+from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.engine import Engine
-from jaxllm.engine.weight_update import current_params, prepare_update
+from jaxllm.engine.weight_update import check_holds_params, current_params, prepare_update
 from jaxllm.models.transformer import Params
 
 
@@ -68,6 +70,16 @@ class LLMControl(BaseLLM):
         """The parameters that are served, an `nnx.State` that `update_params` takes: canonical ones, whatever the mesh
         makes of them, and without a copy where it makes nothing of them."""
         return current_params(self.engine)
+
+    @property
+    def module(self) -> nnx.Module:
+        """The module that is served, with its parameters as they lie on the mesh: of the class that was given, or of
+        the checkpoint's family. A new object each time. ValueError where the engine only sends its commands on."""
+        executor = self.engine.runner.executor
+        if not isinstance(executor, Executor):
+            raise ValueError("an engine that records, or leads several hosts, does not hold the module itself")
+        check_holds_params(executor)
+        return executor.model_shape.model(executor.leaves)
 
     @property
     def params_version(self) -> int:

@@ -9,6 +9,7 @@ import jax
 from jaxllm.argument_checks import check_int
 from jaxllm.checkpoint.placement import canonical_params, completed, place_params, release_others
 from jaxllm.engine.device.own_settings import with_own_settings
+from jaxllm.engine.device.runner import CommandExecutor
 from jaxllm.engine.engine import Engine
 from jaxllm.engine.loop import EngineLoop
 from jaxllm.errors import EngineAsleepError
@@ -17,11 +18,16 @@ from jaxllm.models.transformer import Params
 IN_FLIGHT = ("continue", "recompute", "abort")
 
 
+def check_holds_params(executor: CommandExecutor) -> None:
+    """Raises `EngineAsleepError` if it does not hold the parameters."""
+    if not executor.leaves:
+        raise EngineAsleepError("the parameters are not on the device while the engine sleeps; call wake_up() first")
+
+
 def current_params(engine: Engine) -> Params:
     """See `LLM.params`."""
     executor = engine.runner.executor
-    if not executor.leaves:
-        raise EngineAsleepError("the parameters are not on the device while the engine sleeps; call wake_up() first")
+    check_holds_params(executor)
     treedef = jax.tree.structure(executor.abstract_params)
     return canonical_params(jax.tree.unflatten(treedef, executor.leaves), executor.mesh)
 

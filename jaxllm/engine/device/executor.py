@@ -45,7 +45,7 @@ class Executor:
         compilation_cache: bool | str | Path | None = False,
         claim: Claim | None = None,
     ):
-        self.mesh = mesh
+        self.mesh, self.model_shape = mesh, model_shape
         self._claim = claim
         self.abstract_params = jax.tree.unflatten(model_shape.treedef, model_shape.leaves)
         lowering = Lowering(model_shape, config, mesh)
