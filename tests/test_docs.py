@@ -10,6 +10,7 @@ import re
 import shlex
 import tomllib
 
+import jax
 import pytest
 
 from jaxllm.cli.main import COMMANDS
@@ -225,6 +226,18 @@ def test_python_in_documents_compiles_and_imports_what_exists(document):
             if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "jaxllm":
                 for alias in node.names:
                     assert module_problem(f"{node.module}.{alias.name}") is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Qwix calls Flax by older names
+@pytest.mark.parametrize("document", ["docs/your_model.md"])
+def test_python_in_documents_runs(document):
+    """With JAX's defaults, one block after the other."""
+    pytest.importorskip("qwix")
+    names: dict = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for _, language, block in FENCE.findall(text_of(document)):
+            if language == "python":
+                exec(compile(block, document, "exec"), names)
 
 
 def test_the_readme_lists_the_folders_that_are_packed():

@@ -26,9 +26,9 @@ class OwnModule(NamedTuple):
     without_axes: tuple[str, ...]  # names of those that nothing says how to split
 
 
-def open_module(model: nnx.Module) -> OwnModule:
-    """Its configuration, an abstract copy of its own class and attributes, and its arrays. Raises `TypeError` for a
-    module without the interface, and `ValueError` for one that does not do what it says."""
+def open_module(model: Any) -> OwnModule:
+    """A module's configuration, an abstract copy of its own class and attributes, and its arrays. Raises `TypeError`
+    for a module without the interface, and `ValueError` for one that does not do what it says."""
     name = name_of(model)
     check_interface(model, name)
     if not all(map(_is_served, named(nnx.state(model)).values())):
