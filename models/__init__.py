@@ -1,18 +1,30 @@
-"""Models, and what is used of them by name."""
+"""Models, and what is used of them by name: how they come from and go to trainers, and how they are compared."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxllm.interchange.load import load
+    from jaxllm.interchange.save import save_hf
     from jaxllm.models.comparison import check
+    from jaxllm.models.conversions import convert
 
-__all__ = ["check"]
+__all__ = ["check", "convert", "load", "save_hf"]
 
-_HOMES = {"check": "comparison"}
+_HOMES = {
+    "check": "jaxllm.models.comparison",
+    "convert": "jaxllm.models.conversions",
+    "load": "jaxllm.interchange.load",
+    "save_hf": "jaxllm.interchange.save",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Loads on first use: the files of architectures are imported one by one."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(_import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

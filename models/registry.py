@@ -1,5 +1,6 @@
 """Architecture names of `config.json` -> the files that know them."""
 
+from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
@@ -60,9 +61,14 @@ def find(architecture: str) -> ModuleType:
     return _module(ARCHITECTURES[architecture])
 
 
+def modules() -> Iterator[ModuleType]:
+    """Of all architectures, each once."""
+    return map(_module, dict.fromkeys(ARCHITECTURES.values()))
+
+
 def model_for(config: object) -> type:
     """The model class that `config` configures. TypeError if no architecture has such a configuration."""
-    for module in map(_module, dict.fromkeys(ARCHITECTURES.values())):
+    for module in modules():
         if type(config) is module.Config:
             return module.Model
     raise TypeError(f"{type(config).__qualname__} is no configuration of {sorted(ARCHITECTURES)}")

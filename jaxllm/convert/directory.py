@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from tqdm import tqdm
 from jaxllm.checkpoint.explain import not_a_checkpoint
 from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX, is_gguf, read_json, shard_path
 from jaxllm.checkpoint.tensors import find_tensors
+from jaxllm.checkpoint.writing import check_is_new, whole_directory
 from jaxllm.convert.names import canonical, is_tied
 from jaxllm.convert.process import require, run
 from jaxllm.convert.slow_tokenizer import write_tokenizer
@@ -37,7 +36,7 @@ def convert(
     _check_directories(src, out)
     hf = read_json(src / _CONFIG)
     weights, index = _find_weights(src)
-    with _whole(out) as folder:
+    with whole_directory(out) as folder:
         tokenizer = write_tokenizer(src, folder, hf)
         if quantization is not None:
             written = _quantize(src, folder, weights, quantization, dtype, max_shard_bytes)
@@ -57,8 +56,7 @@ def _check_directories(src: Path, out: Path) -> None:
         raise not_a_checkpoint(src)
     if out.exists() and out.samefile(src):
         raise ValueError(f"{out} is the source itself; give another directory to write to")
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty directory; give a new one, or remove it")
+    check_is_new(out)
 
 
 def _find_weights(src: Path) -> tuple[list[Path], dict[str, list[str]]]:
@@ -77,22 +75,6 @@ def _find_weights(src: Path) -> tuple[list[Path], dict[str, list[str]]]:
     for name, file in places.items():
         index.setdefault(str(file), []).append(name)
     return [shard_path(path, file) for file in sorted(index)], index
-
-
-@contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A temporary directory that is renamed to `out` on success and removed on failure."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        yield folder
-        mask = os.umask(0)
-        os.umask(mask)
-        folder.chmod(0o777 & ~mask)  # as mkdir would have made it
-        folder.rename(out)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
 
 
 def _is_ready(src: Path, hf: Mapping[str, Any], weights: list[Path], dtype: str) -> bool:

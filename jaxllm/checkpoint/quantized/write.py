@@ -10,16 +10,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
 from tqdm import tqdm
 
 from jaxllm.checkpoint.config import read_spec
-from jaxllm.checkpoint.files import WEIGHTS, WEIGHTS_INDEX
 from jaxllm.checkpoint.formats import HuggingFaceDirectory
 from jaxllm.checkpoint.quantized.make import quantize_model
 from jaxllm.checkpoint.quantized.quantize import form_of, quantize
 from jaxllm.checkpoint.tensors import FLOATS, StoredTensor, find_tensors, read
 from jaxllm.checkpoint.weights_table import weights_table
+from jaxllm.checkpoint.writing import FileShards
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.quantized import QuantizedLinear, WeightForm
@@ -48,7 +47,7 @@ def write_quantized(src: Path, folder: Path, name: str, *, dtype: str, max_shard
         raise ModelFormatError(f"{src} has no tensor {missing[0]}, which its configuration implies")
     group = math.gcd(*(stored[one].shape[1] for one in names))
     form = form_of(name, group)
-    writer = _FileShards(folder, max_shard_bytes)
+    writer = FileShards(folder, max_shard_bytes)
     total = sum(tensor.num_bytes for tensor in stored.values())
     with (
         ThreadPoolExecutor(8) as pool,
@@ -142,42 +141,3 @@ def _description(form: WeightForm, left_dense: Sequence[str]) -> dict[str, Any]:
         "kv_cache_scheme": None,
         "config_groups": {"group_0": group | {"output_activations": None, "format": kind}},
     }
-
-
-class _FileShards:
-    """Writes files of at most so many bytes, unless a tensor is larger, and holds one of them in memory."""
-
-    def __init__(self, folder: Path, max_bytes: int):
-        self._folder, self._max_bytes = folder, max_bytes
-        self._pending: dict[str, np.ndarray] = {}
-        self._files: list[list[str]] = []
-        self._num_bytes = 0
-
-    def add_all(self, tensors: Any) -> None:
-        for name, array in tensors:
-            if self._pending and sum(x.nbytes for x in self._pending.values()) + array.nbytes > self._max_bytes:
-                self._flush()
-            self._pending[name] = array
-
-    def finish(self) -> tuple[int, int]:
-        """Bytes and number of the files."""
-        self._flush()
-        count = len(self._files)
-        files = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-        for i, file in enumerate(files):
-            (self._folder / f"part-{i}").rename(self._folder / file)
-        if count > 1:
-            places = {name: file for file, names in zip(files, self._files, strict=True) for name in names}
-            index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(places.items()))}
-            (self._folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        return self._num_bytes, count
-
-    def _flush(self) -> None:
-        file = self._folder / f"part-{len(self._files)}"
-        file.touch()  # with the permissions that other files have
-        mode = file.stat().st_mode
-        save_file(self._pending, file, metadata={"format": "pt"})
-        file.chmod(mode)
-        self._files.append(list(self._pending))
-        self._num_bytes += sum(x.nbytes for x in self._pending.values())
-        self._pending = {}

@@ -1,0 +1,1 @@
+"""Models to and from trainers: loaded as modules that train, and written as transformers reads them."""
