@@ -1,5 +1,6 @@
 """What a model's files say, whatever their format: the seam between checkpoints and all that serve them."""
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,6 +70,23 @@ class HuggingFaceDirectory:
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_dir(self.path)
+
+
+class GivenConfig(HuggingFaceDirectory):
+    """The content of a `config.json` alone, in no directory."""
+
+    def __init__(self, hf: Mapping[str, Any]):
+        super().__init__(Path())
+        self._hf = dict(hf)
+
+    def config(self) -> dict[str, Any]:
+        return dict(self._hf)
+
+    def config_bytes(self) -> bytes:
+        return json.dumps(self._hf, sort_keys=True).encode()
+
+    def generation_config(self) -> dict[str, Any]:
+        return {}
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 
 from jaxllm.checkpoint.config import read_spec
-from jaxllm.checkpoint.formats import Checkpoint, HuggingFaceDirectory, open_checkpoint
+from jaxllm.checkpoint.formats import Checkpoint, GivenConfig, open_checkpoint
 from jaxllm.models import gemma2, gemma3, llama, mistral, qwen2, qwen3, registry
 from jaxllm.models.rope import Dynamic, LinearRope, Llama3, Rope, Yarn
 
@@ -28,7 +28,8 @@ _QUANTISED = ("quantization_config", "compression_config", "quantization")
 
 
 def family_of(model: nnx.Module) -> tuple[ModuleType, Any]:
-    """The architecture's file that `model` is of, and the configuration. ValueError for a class of somebody else's that is not registered."""
+    """The architecture's file that `model` is of, and the configuration. ValueError for a class of somebody else's that
+    is not registered."""
     kind, cfg = type(model), getattr(model, "cfg", None)
     for module in registry.modules():
         if kind is module.Model and type(cfg) is module.Config:
@@ -44,7 +45,7 @@ def checked_config(cfg: Any, folder: Path | None) -> dict[str, Any]:
     """The keys of the model at `folder`, or of `cfg` alone if it is None, without those of a quantisation. ValueError
     if they describe another model than `cfg`."""
     if folder is None:
-        checkpoint: Checkpoint = _Made(made_config(cfg))
+        checkpoint: Checkpoint = GivenConfig(made_config(cfg))
         where, remedy = "its config.json, made of the model's configuration,", "give like=, a directory of such a model"
     else:
         checkpoint = open_checkpoint(folder)
@@ -163,17 +164,3 @@ def _plain(cfg: Any) -> dict[str, Any]:
     """The fields that make a model what it is, where each value is written one way."""
     fields = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg) if field.name != "dtype"}
     return fields | {"query_scale": cfg.query_scale or cfg.head_dim**-0.5}
-
-
-class _Made(HuggingFaceDirectory):
-    """A directory that is not there yet."""
-
-    def __init__(self, hf: dict[str, Any]):
-        super().__init__(Path())
-        self._hf = hf
-
-    def config(self) -> dict[str, Any]:
-        return dict(self._hf)
-
-    def generation_config(self) -> dict[str, Any]:
-        return {}
