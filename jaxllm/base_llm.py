@@ -39,6 +39,7 @@ class BaseLLM(MissingMethods):
         *,
         shape: FunctionShape | None = None,
         head: Any = None,
+        config: Any = None,
         revision: str | None = None,
         download_dir: str | Path | None = None,
         tokenizer: Any = None,
@@ -98,6 +99,7 @@ class BaseLLM(MissingMethods):
             seed=random.SystemRandom().getrandbits(63) if seed is None else seed,
             record=record,
             compilation_cache=compilation_cache,
+            model_config=config,
         )
         options |= translate_engine_arguments(type(self).__name__, vllm, options)
         default_sampling_params(None, "vllm", override_generation_config)  # checks it
@@ -105,10 +107,14 @@ class BaseLLM(MissingMethods):
         wants_tokenizer = tokenizer is None and not skip_tokenizer_init
         model = as_model(model, params, shape, head)
         model = locate(model, revision=revision, download_dir=download_dir, tokenizer=wants_tokenizer)
+        if isinstance(config, str | Path):
+            options["model_config"] = config = locate(config, weights=False, tokenizer=wants_tokenizer)
+        if config is not None and cluster is not None:
+            raise ValueError("config= is for an engine on one host; over several, give a directory with config.json")
         group = None if cluster is None else lead_or_follow(cluster, model, options)
         with nullcontext() if group is None else group.building():
             self._engine = build.build_engine(model, **options, group=group)
-        path = DEFAULT_MODEL if model is None else model
+        path = config if config is not None else DEFAULT_MODEL if model is None else model
         self._checkpoint = open_checkpoint(path) if isinstance(path, str | Path) else None
         self._user_tokenizer, self._hf_overrides = tokenizer, hf_overrides
         if self.get_default_sampling_params().needs_full_sampler:

@@ -54,6 +54,9 @@ class LLM(LLMPooling):
         `FunctionShape`, and `head(params, hidden) -> logits`. A Linen module takes the variables of `init` as params,
         and the name of a method as head ("logits"); an NNX module that has no `cfg` takes a shape alone.
         docs/your_model.md has examples.
+      config: of a `model` that is a directory of Orbax's, with parameters that a trainer has saved: a `Config` of
+        `jaxllm.models`, a directory in Hugging Face format, or the content of its config.json. docs/training.md has
+        more.
       revision, download_dir: of a name of the hub, which is fetched into huggingface_hub's cache otherwise.
       tokenizer: in the place of the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or
         any object with `encode` and `decode`. `skip_tokenizer_init=True` is for prompts and outputs of ids alone.

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from jaxllm.checkpoint.files import CONFIG, WEIGHTS, WEIGHTS_INDEX
+from jaxllm.checkpoint.orbax_files import is_orbax
 from jaxllm.errors import ModelFormatError
 
 ADAPTER = "adapter_config.json"
@@ -66,10 +67,10 @@ def _directory(path: Path) -> str | None:
         return found
     if (path / "model_index.json").is_file():
         return f"{path} is a pipeline of diffusers, which makes images; take a text model"
-    if (path / "_CHECKPOINT_METADATA").exists() or (path / "manifest.ocdbt").exists():
+    if is_orbax(path) or (path / "manifest.ocdbt").exists():
         return (
-            f"{path} is an Orbax checkpoint: arrays without a configuration. Restore it, and give LLM a pair "
-            "(configuration, parameters), or a Flax module"
+            f"{path} is an Orbax checkpoint: arrays without a configuration. Give that too, LLM(path, config=...), or "
+            "restore it, and give LLM a pair (configuration, parameters), or a Flax module"
         )
     if (path / "params.json").is_file():
         return (

@@ -71,16 +71,17 @@ def build_engine(
     hf_overrides: dict[str, Any] | None = None,
     task: str | None = None,
     max_logprobs: int | None = None,
+    model_config: Any = None,
     group: HostGroup | None = None,
 ) -> Engine:
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments; `group` are
     the hosts that it leads."""
     mesh = choose_mesh(mesh, tensor_parallel_size, spreads=group is not None)
-    reading = Reading(load_format, hf_overrides, skip_tokenizer_init, task, quantization)
-    if record is not None and (load_format == "dummy" or hf_overrides or task or quantization):
+    reading = Reading(load_format, hf_overrides, skip_tokenizer_init, task, quantization, model_config)
+    if record is not None and (load_format == "dummy" or hf_overrides or task or quantization or model_config):
         raise ValueError(
-            "record notes neither load_format='dummy' nor hf_overrides, task or quantization; write a checkpoint that "
-            "is so"
+            "record notes neither load_format='dummy' nor hf_overrides, task, quantization or config; write a "
+            "checkpoint that is so"
         )
     source, state, shape = open_model(model, dtype, tokenizer, reading, mesh)
     pooler = Pooler.of(source.cfg, source.pooling)

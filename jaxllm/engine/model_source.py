@@ -15,11 +15,13 @@ from jax.sharding import Mesh
 
 from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.config import ModelSpec, read_spec, resolve_dtype
-from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
+from jaxllm.checkpoint.formats import Checkpoint, GivenConfig, open_checkpoint
 from jaxllm.checkpoint.forms import give_forms
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
 from jaxllm.checkpoint.loader import load_params, load_quantized, stored_kv_scales
 from jaxllm.checkpoint.mesh_form import expand_model
+from jaxllm.checkpoint.orbax_files import is_orbax
+from jaxllm.checkpoint.orbax_tree import restore_params
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.checkpoint.pooling_config import PoolingConfig, read_pooling
 from jaxllm.checkpoint.quantized.detect import scheme_of
@@ -96,6 +98,7 @@ class Reading(NamedTuple):
     skip_tokenizer_init: bool = False
     task: str | None = None
     quantization: str | None = None
+    config: Any = None
 
 
 AS_IT_IS = Reading()
@@ -113,6 +116,13 @@ def model_source(model: Any, dtype: str, platform: str, tokenizer: Any, reading:
 
 
 def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, reading: Reading) -> ModelSource:
+    if reading.config is not None:
+        if not (isinstance(model, str | Path) and is_orbax(Path(model))):
+            raise ValueError(
+                f"config= is for a directory that Orbax has written, which {model!s:.200} is not; leave it out, or "
+                "give a pair (configuration, parameter pytree) as the model"
+            )
+        return _of_orbax(Path(model), dtype, platform, tokenizer, reading)
     if model is None or isinstance(model, str | Path):
         return _of_checkpoint(
             open_checkpoint(DEFAULT_MODEL if model is None else model), dtype, platform, tokenizer, reading
@@ -157,6 +167,38 @@ def _of_checkpoint(
     if scheme is not None and reading.load_format != "dummy":
         source = source._replace(kv_scales=partial(stored_kv_scales, checkpoint, spec, scheme))
     return source
+
+
+def _of_orbax(path: Path, dtype: str, platform: str, tokenizer: Tokenizer | None, reading: Reading) -> ModelSource:
+    if reading.load_format != "auto" or reading.hf_overrides or reading.task:
+        raise ValueError(
+            "load_format, hf_overrides and task are for checkpoints with a config.json; put it into config"
+        )
+    given, eos_ids = reading.config, () if tokenizer is None else (tokenizer.eos_token_id,)
+    if isinstance(given, dict | str | Path):
+        described = GivenConfig(given) if isinstance(given, dict) else open_checkpoint(given)
+        spec = read_spec(described, resolve_dtype(dtype, platform))
+        cfg, eos_ids = spec.cfg, spec.eos_token_ids
+        if tokenizer is None and not reading.skip_tokenizer_init and not isinstance(given, dict):
+            tokenizer = described.tokenizer()
+    elif dataclasses.is_dataclass(given):
+        cfg = given if dtype == "auto" else dataclasses.replace(given, dtype=resolve_dtype(dtype, platform))
+    else:
+        raise TypeError(
+            f"config is {a_type(given)}; give a Config of jaxllm.models, a directory in Hugging Face format, or what "
+            "its config.json holds as a dict"
+        )
+    kind = registry.model_for(cfg)
+    model = transformer.abstract(kind, cfg)
+    if reading.quantization is not None:
+        quantize_model(model, reading.quantization)
+
+    def load(params: Params, mesh: Mesh) -> Params:
+        dense = transformer.abstract(kind, cfg)
+        expand_model(dense, mesh)
+        return restore_params(path, nnx.state(dense, nnx.Param), params, mesh)
+
+    return ModelSource(cfg, model, load, tuple(one for one in eos_ids if one is not None), tokenizer)
 
 
 def _loader(
