@@ -95,3 +95,9 @@ def check_int(name: str, value: Any, low: int, high: int) -> None:
 def check_float(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:  # NaN is not
         raise ValueError(f"{name}={value!r:.100} must be a finite number in [{low:g}, {high:g}]")
+
+
+def some_of(names: list[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) or "none") + more

@@ -17,12 +17,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from jaxllm.argument_checks import some_of
 from jaxllm.checkpoint.config import ModelSpec
 from jaxllm.checkpoint.fill import Filler, Filling, WeightPart
 from jaxllm.checkpoint.formats import Checkpoint
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
 from jaxllm.checkpoint.mesh_form import expand_model
-from jaxllm.checkpoint.placement import canonical, check_mesh, expansion_of, named, some_of
+from jaxllm.checkpoint.placement import canonical, check_mesh, expansion_of, named
 from jaxllm.checkpoint.quantized import gguf
 from jaxllm.checkpoint.quantized.fill import stored_bytes
 from jaxllm.checkpoint.quantized.kv_scales import Scales, read_kv_scales

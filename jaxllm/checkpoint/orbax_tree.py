@@ -8,8 +8,9 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxllm.argument_checks import some_of
 from jaxllm.checkpoint.orbax_files import find_arrays
-from jaxllm.checkpoint.placement import canonical, named, place_params, sharding_before, some_of
+from jaxllm.checkpoint.placement import canonical, named, place_params, sharding_before
 from jaxllm.errors import ModelFormatError
 from jaxllm.models.transformer import Params
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from jaxllm.argument_checks import a_type
+from jaxllm.argument_checks import a_type, some_of
 from jaxllm.checkpoint.quantized.make import quantized_leaves
 from jaxllm.models.transformer import Params
 from jaxllm.sharding import rules
@@ -221,8 +221,3 @@ def named(params: Any) -> dict[str, Any]:
 
 def _value(leaf: Any) -> Any:
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def some_of(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return (", ".join(names[:5]) or "none") + more

@@ -181,7 +181,7 @@ def _of_orbax(path: Path, dtype: str, platform: str, tokenizer: Tokenizer | None
         cfg, eos_ids = spec.cfg, spec.eos_token_ids
         if tokenizer is None and not reading.skip_tokenizer_init and not isinstance(given, dict):
             tokenizer = described.tokenizer()
-    elif dataclasses.is_dataclass(given):
+    elif dataclasses.is_dataclass(given) and not isinstance(given, type):
         cfg = given if dtype == "auto" else dataclasses.replace(given, dtype=resolve_dtype(dtype, platform))
     else:
         raise TypeError(

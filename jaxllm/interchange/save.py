@@ -13,10 +13,11 @@ import numpy as np
 from einops import rearrange
 from flax import nnx
 
+from jaxllm.argument_checks import some_of
 from jaxllm.checkpoint.config import DTYPES, ModelSpec
 from jaxllm.checkpoint.files import CONFIG, local
 from jaxllm.checkpoint.fill import WeightPart
-from jaxllm.checkpoint.placement import named, some_of
+from jaxllm.checkpoint.placement import named
 from jaxllm.checkpoint.weights_table import weights_table
 from jaxllm.checkpoint.writing import FileShards, check_is_new, whole_directory
 from jaxllm.from_vllm.dtypes import dtype_name

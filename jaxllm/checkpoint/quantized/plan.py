@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from jaxllm.argument_checks import some_of
 from jaxllm.checkpoint.fill import WeightPart
-from jaxllm.checkpoint.placement import some_of
 from jaxllm.checkpoint.quantized.fill import ModulePart, ProductPart, fill_table
 from jaxllm.checkpoint.quantized.module import QuantizedModule
 from jaxllm.checkpoint.tensors import StoredTensor
