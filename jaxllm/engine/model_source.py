@@ -175,19 +175,20 @@ def _of_orbax(path: Path, dtype: str, platform: str, tokenizer: Tokenizer | None
             "load_format, hf_overrides and task are for checkpoints with a config.json; put it into config"
         )
     given, eos_ids = reading.config, () if tokenizer is None else (tokenizer.eos_token_id,)
+    cfg: Any = given
     if isinstance(given, dict | str | Path):
         described = GivenConfig(given) if isinstance(given, dict) else open_checkpoint(given)
         spec = read_spec(described, resolve_dtype(dtype, platform))
         cfg, eos_ids = spec.cfg, spec.eos_token_ids
         if tokenizer is None and not reading.skip_tokenizer_init and not isinstance(given, dict):
             tokenizer = described.tokenizer()
-    elif dataclasses.is_dataclass(given) and not isinstance(given, type):
-        cfg = given if dtype == "auto" else dataclasses.replace(given, dtype=resolve_dtype(dtype, platform))
-    else:
+    elif not dataclasses.is_dataclass(given) or isinstance(given, type):
         raise TypeError(
             f"config is {a_type(given)}; give a Config of jaxllm.models, a directory in Hugging Face format, or what "
             "its config.json holds as a dict"
         )
+    elif dtype != "auto":
+        cfg = dataclasses.replace(given, dtype=resolve_dtype(dtype, platform))
     kind = registry.model_for(cfg)
     model = transformer.abstract(kind, cfg)
     if reading.quantization is not None:
