@@ -96,9 +96,9 @@ def _hf_like(base: str, head: str, norm: str) -> ForeignTable:
     }
 
 
-def _maxtext(*, is_llama: bool) -> ForeignTable:
-    """Of unscanned layers. Llama's queries are divided by the square root of `head_dim` there, instead of scores, and
-    its rope turns neighbours; Qwen3's are as here."""
+def _maxtext(*, divides_queries: bool, interleaved: bool) -> ForeignTable:
+    """Of unscanned layers. The queries of Llama and Mistral are divided by the square root of `head_dim` there, instead
+    of scores; rope of the kind llama3.1 turns neighbours."""
     layer = "decoder.layers_{i}."
     attn = f"{layer}self_attention."
     heads = {"q": "query", "k": "key", "v": "value", "o": "out"}
@@ -118,8 +118,8 @@ def _maxtext(*, is_llama: bool) -> ForeignTable:
         **_attention(
             {part: f"{attn}{name}.kernel" for part, name in heads.items()},
             flat=False,
-            interleaved=is_llama,
-            query_power=0.5 if is_llama else 0.0,
+            interleaved=interleaved,
+            query_power=0.5 if divides_queries else 0.0,
         ),
         **_mlp(*(f"{layer}mlp.{name}.kernel" for name in ("wi_0", "wi_1", "wo"))),
     }
@@ -138,11 +138,12 @@ def _scanned(table: ForeignTable) -> ForeignTable:
     return found
 
 
-MAXTEXT_LLAMA_UNSCANNED, MAXTEXT_QWEN3_UNSCANNED = _maxtext(is_llama=True), _maxtext(is_llama=False)
-MAXTEXT_LLAMA, MAXTEXT_QWEN3 = _scanned(MAXTEXT_LLAMA_UNSCANNED), _scanned(MAXTEXT_QWEN3_UNSCANNED)
-EASYDEL = _hf_like("model.", "lm_head.kernel", "kernel")
-LINEN_LLAMA = _hf_like("model.", "lm_head.kernel", "weight")
-EASYLM: ForeignTable = {
+_UNSCANNED: Mapping[str, ForeignTable] = {
+    "maxtext-llama": _maxtext(divides_queries=True, interleaved=False),
+    "maxtext-llama3.1": _maxtext(divides_queries=True, interleaved=True),
+    "maxtext-qwen3": _maxtext(divides_queries=False, interleaved=False),
+}
+_EASYLM: ForeignTable = {
     **_ends("transformer.wte.embedding", "transformer.ln_f.kernel", "lm_head.kernel"),
     **_norms({"attn_norm": "transformer.h.{i}.attention_norm.kernel", "mlp_norm": "transformer.h.{i}.ffn_norm.kernel"}),
     **_attention(
@@ -152,7 +153,7 @@ EASYLM: ForeignTable = {
     ),
     **_mlp(*(f"transformer.h.{{i}}.feed_forward.w{number}.kernel" for number in (1, 3, 2))),
 }
-TUNIX: ForeignTable = {
+_TUNIX: ForeignTable = {
     **_ends("embedder.input_embedding", "final_norm.w", "lm_head.w"),
     **_norms(
         {
@@ -167,12 +168,10 @@ TUNIX: ForeignTable = {
     **_mlp(*(f"{_LAYER}mlp.{part}_proj.kernel" for part in ("gate", "up", "down"))),
 }
 TABLES: Mapping[str, ForeignTable] = {
-    "maxtext-llama": MAXTEXT_LLAMA,
-    "maxtext-llama-unscanned": MAXTEXT_LLAMA_UNSCANNED,
-    "maxtext-qwen3": MAXTEXT_QWEN3,
-    "maxtext-qwen3-unscanned": MAXTEXT_QWEN3_UNSCANNED,
-    "easydel": EASYDEL,
-    "easylm": EASYLM,
-    "linen-llama": LINEN_LLAMA,
-    "tunix": TUNIX,
+    **{name: _scanned(table) for name, table in _UNSCANNED.items()},
+    **{f"{name}-unscanned": table for name, table in _UNSCANNED.items()},
+    "easydel": _hf_like("model.", "lm_head.kernel", "kernel"),
+    "linen-llama": _hf_like("model.", "lm_head.kernel", "weight"),
+    "easylm": _EASYLM,
+    "tunix": _TUNIX,
 }

@@ -48,7 +48,8 @@ def save_hf(
     max_shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Writes `model`, of a class of `jaxllm.models`, to the new directory `path`: `config.json` and safetensors, as
-    transformers and `LLM` read them. Returns the directory, which appears when it is complete.
+    transformers and `LLM` read them. Returns the directory, which appears when it is complete. Tensors that are passed
+    over when a model is loaded (poolers of BERT) are not among them.
 
     The keys of `config.json` and the tokenizer's files are those of `like`, a directory of the same architecture;
     without it, of what `load` has read the model from. For other models `config.json` is made of `model.cfg`.

@@ -1,5 +1,7 @@
 """Trees of other code bases, made here of a known model, are that model again."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,7 +138,8 @@ def tunix(model) -> dict:
     return tree | ({"lm_head.w": ends["head"]} if "head" in ends else {})
 
 
-def maxtext(model, *, is_llama: bool, scanned: bool) -> dict:
+def maxtext(model, kind: str, *, scanned: bool) -> dict:
+    """`kind`: "llama", "llama3.1" or "qwen3"."""
     names = {"q": "self_attention.query.kernel", "k": "self_attention.key.kernel", "v": "self_attention.value.kernel"}
     names |= {"o": "self_attention.out.kernel", "gate": "mlp.wi_0.kernel", "up": "mlp.wi_1.kernel"}
     names |= {"down": "mlp.wo.kernel", "q_norm": "self_attention.query_norm.scale"}
@@ -147,8 +150,8 @@ def maxtext(model, *, is_llama: bool, scanned: bool) -> dict:
         for part, name in names.items():
             if f"{i}.{part}" in found:
                 value = found[f"{i}.{part}"]
-                value = neighbours(value) if is_llama and part in ("q", "k") else value
-                value = value / np.sqrt(np.float32(model.cfg.head_dim)) if is_llama and part == "q" else value
+                value = neighbours(value) if kind == "llama3.1" and part in ("q", "k") else value
+                value = value / np.sqrt(np.float32(model.cfg.head_dim)) if kind != "qwen3" and part == "q" else value
                 tree[f"params.decoder.layers_{i}.{name}"] = value
     if scanned:
         same = {name: name.replace("layers_0", "layers") for name in tree if "layers_0" in name}
@@ -165,10 +168,11 @@ def maxtext(model, *, is_llama: bool, scanned: bool) -> dict:
 
 
 CASES = {
-    "maxtext-llama": (LLAMA, lambda model: maxtext(model, is_llama=True, scanned=True)),
-    "maxtext-llama-unscanned": (LLAMA, lambda model: maxtext(model, is_llama=True, scanned=False)),
-    "maxtext-qwen3": (QWEN3, lambda model: maxtext(model, is_llama=False, scanned=True)),
-    "maxtext-qwen3-unscanned": (QWEN3, lambda model: maxtext(model, is_llama=False, scanned=False)),
+    **{
+        f"maxtext-{kind}{'' if scanned else '-unscanned'}": (cfg, partial(maxtext, kind=kind, scanned=scanned))
+        for kind, cfg in {"llama": LLAMA, "llama3.1": LLAMA, "qwen3": QWEN3}.items()
+        for scanned in (True, False)
+    },
     "easydel": (LLAMA, lambda model: hf_like(model, "kernel")),
     "easydel/biases": (QWEN2, lambda model: hf_like(model, "kernel")),
     "easylm": (LLAMA, easylm),
@@ -212,7 +216,7 @@ def test_variables_and_boxes_are_opened():
 
 def test_the_engine_takes_them_without_leaving_the_device():
     first, second = model_of(QWEN3), model_for(QWEN3)(QWEN3, rngs=nnx.Rngs(3))
-    tree = jax.tree.map(jnp.asarray, nested(maxtext(second, is_llama=False, scanned=True)))
+    tree = jax.tree.map(jnp.asarray, nested(maxtext(second, "qwen3", scanned=True)))
     convert = jax.jit(lambda tree: models.convert(tree, "maxtext-qwen3", QWEN3))
     with make_llm(first) as llm, make_llm(second) as other:
         with jax.transfer_guard_device_to_host("disallow"):
