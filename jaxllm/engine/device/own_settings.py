@@ -5,22 +5,19 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-import jax
-from jax.sharding import AbstractMesh
-
-_NO_MESH = AbstractMesh((), ())
-
 
 @contextmanager
 def own_settings() -> Iterator[None]:
     """While the engine builds, traces or places something: numbers of 32 bits where nothing says otherwise, no mesh but
     its own, jit, and transfers, which it knows of. Afterwards the caller's are back."""
+    import jax  # here, as what reads an engine's statistics imports this, and must not wait for JAX
+
     with (
         jax.enable_x64(False),
         jax.disable_jit(False),
         jax.transfer_guard("allow"),
         jax.check_tracer_leaks(False),  # which searches all of Python's objects after each trace
-        jax.sharding.use_abstract_mesh(_NO_MESH),
+        jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
     ):
         yield
 
