@@ -79,6 +79,7 @@ class LLM(LLMPooling):
       kv_cache_bytes: of the KV pool on each device, in the place of `num_blocks`: beside a trainer, say, whose
         activations are not there yet. Without either the pool takes of what is free when it is built.
       max_logprobs: that a request may ask for, at most 20.
+      logprobs_mode: of requests that bring none: "raw", "processed" or "sampled"; see `SamplingParams`.
 
     Devices and memory:
       mesh: "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device. With

@@ -6,6 +6,7 @@ from jaxllm.argument_checks import check_float, check_int, check_words
 
 MAX_N = 128
 MAX_STOPS = 32
+LOGPROBS_MODES = ("raw", "processed", "sampled")  # each further on the way to the draw
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 32
 # The next five are fixed widths of the device's tables.
@@ -67,6 +68,20 @@ def check_best_of(params: Any) -> None:
         raise ValueError(
             f"best_of={params.best_of} with temperature=0 would choose among equal samples; raise temperature, leave "
             "best_of out, or search with beam_width"
+        )
+
+
+def check_logprobs_mode(params: Any) -> None:
+    if params.logprobs_mode not in (None, *LOGPROBS_MODES):
+        raise ValueError(
+            f"logprobs_mode={params.logprobs_mode!r:.100} must be one of {', '.join(LOGPROBS_MODES)}, or None"
+        )
+    if params.logprobs_mode in (None, "raw"):
+        return
+    if params.beam_width is not None or (params.best_of or 0) > params.n:
+        raise ValueError(
+            f"logprobs_mode={params.logprobs_mode!r} is for samples that are returned as they are drawn: best_of and "
+            "beam_width rank completions by the model's own log-probabilities; leave one of them out"
         )
 
 

@@ -18,6 +18,7 @@ from jaxllm.sampling_checks import (
     MAX_SALT_LEN,
     check_beams,
     check_best_of,
+    check_logprobs_mode,
     check_numbers,
     check_penalties,
     check_stops,
@@ -59,7 +60,9 @@ class SamplingParams(KeywordFields):
 
     The logits go through `allowed_token_ids`, `bad_words`, `min_tokens`, `logit_bias` and the penalties, then
     temperature, min-p, top-k and top-p; tokens tied with the last kept one are kept too. Log-probabilities are the
-    model's own, before all of these.
+    model's own, before all of these ("raw"), those after all up to the temperature, of the whole vocabulary
+    ("processed"), or those that the token was drawn by ("sampled"), where what min-p, top-k and top-p leave out has
+    none. Greedy tokens have those of temperature 1, without what comes after it. Those of a prompt are raw.
 
     With `best_of` above `n`, and with `beam_width`, the completions are returned best first and once, when all have
     finished, whatever `output_kind` is. Beam search follows `transformers`: a completion's score is the sum of its
@@ -93,6 +96,8 @@ class SamplingParams(KeywordFields):
     logprobs: int | None = None  # of the sampled token and of this many of the most likely, 0 .. 20
     prompt_logprobs: int | None = None  # likewise, of each token of the prompt
     logprob_token_ids: list[int] | None = None  # log-probabilities of these tokens at each step
+    # Of which distribution they are; see above. None: what `LLM(logprobs_mode=...)` says, "raw" if nothing.
+    logprobs_mode: Literal["raw", "processed", "sampled"] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # for slow tokenizers; fast ones put none
@@ -129,6 +134,7 @@ class SamplingParams(KeywordFields):
         check_numbers(self)
         check_penalties(self)
         check_best_of(self)
+        check_logprobs_mode(self)
         check_beams(self)
         stop = self.stop
         self.stop = [stop] if isinstance(stop, str) else as_list("stop", stop)

@@ -50,6 +50,7 @@ _ENGINE_OPTIONS = (
     "hf_overrides",
     "task",
     "max_logprobs",
+    "logprobs_mode",
 )
 _KEEP_ALL = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -122,6 +123,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hf-overrides", type=json_object, metavar="JSON", help="values to use instead of those of config.json")
     add("--task", choices=TASKS, help="embed: of a model that generates, only embeddings (default: as its files say)")
     add("--max-logprobs", type=int, metavar="N", help="most log-probabilities of a token that requests may ask for")
+    add(
+        "--logprobs-mode",
+        metavar="MODE",
+        help="raw, processed or sampled: what log-probabilities are of (default: raw)",
+    )
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
     add("--num-gpu-blocks-override", type=int, dest="num_blocks", **hidden)
     add("--kv-cache-memory-bytes", type=int, dest="kv_cache_bytes", **hidden)

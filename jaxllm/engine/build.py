@@ -71,6 +71,7 @@ def build_engine(
     hf_overrides: dict[str, Any] | None = None,
     task: str | None = None,
     max_logprobs: int | None = None,
+    logprobs_mode: str = "raw",
     model_config: Any = None,
     group: HostGroup | None = None,
 ) -> Engine:
@@ -100,6 +101,7 @@ def build_engine(
         calculate_kv_scales=calculate_kv_scales,
         seed=seed,
         max_logprobs=max_logprobs,
+        logprobs_mode=logprobs_mode,
     )
     if kv_cache_bytes is not None:
         num_blocks = memory.blocks_in(shape, wanted, mesh, kv_cache_bytes, num_blocks)

@@ -39,6 +39,7 @@ class EngineConfig:
     measures_kv_scales: bool = False  # whether their scales come from what the parameters make of some tokens
     seed: int = 0  # of requests that bring none
     max_logprobs: int = MAX_LOGPROBS  # that a request may ask for, of each token
+    logprobs_mode: str = "raw"  # of requests that bring none
     generates: bool = True  # whether the model makes tokens; otherwise its hidden states alone are asked for
     whole_prompts: bool = False  # whether tokens attend to those after them: a prompt is computed in one step
 

@@ -61,6 +61,8 @@ class Intake:
         may take seconds."""
         self._check_generates()
         params = params.snapshot()
+        if params.logprobs_mode is None and params.beam_width is None and params.num_samples == params.n:
+            params.logprobs_mode = self.config.logprobs_mode
         ids, bad_words = check_request(token_ids, params, self.config, self.vocab, self.tokenizer)
         wanted = as_structured_outputs(params.structured_outputs)  # which it is already
         grammar = None if wanted is None else self._compile(wanted)

@@ -15,7 +15,7 @@ from jaxllm.engine.kv_cache import check_kv_dtype, check_platform
 from jaxllm.engine.model_source import ModelSource
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import transformer
-from jaxllm.sampling_checks import MAX_LOGPROBS
+from jaxllm.sampling_checks import LOGPROBS_MODES, MAX_LOGPROBS
 from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import num_shards
 
@@ -42,6 +42,7 @@ def wanted_config(
     calculate_kv_scales: bool,
     seed: int,
     max_logprobs: int | None,
+    logprobs_mode: str,
 ) -> EngineConfig:
     """What `LLM`'s arguments ask for, with defaults for those that are None, and more blocks than there can be;
     `own_len` is the model's own context. Raises `ValueError` for what the model, mesh or machine can't have."""
@@ -66,6 +67,7 @@ def wanted_config(
         measures_kv_scales=calculate_kv_scales,
         seed=seed,
         max_logprobs=_default(max_logprobs, MAX_LOGPROBS),
+        logprobs_mode=_logprobs_mode(logprobs_mode),
         generates=shape.generates,
         whole_prompts=whole_prompts,
     )
@@ -83,6 +85,14 @@ def wanted_config(
 
 def _default(value: int | None, default: int) -> int:
     return default if value is None else value
+
+
+def _logprobs_mode(name: str) -> str:
+    """Also by vLLM's names."""
+    mode = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}.get(name, name)
+    if mode not in LOGPROBS_MODES:
+        raise ValueError(f"logprobs_mode={name!r:.100} must be one of {', '.join(LOGPROBS_MODES)}")
+    return mode
 
 
 def _check_len(max_model_len: int, cfg: Any) -> None:

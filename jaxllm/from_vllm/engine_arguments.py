@@ -194,9 +194,6 @@ _ONLY: dict[str, Only] = {
     "speculative_config": Only(_is_nothing, _NO_SPECULATION),
     "speculative_model": Only((None,), _NO_SPECULATION),
     "num_speculative_tokens": Only(_is_zero, _NO_SPECULATION),
-    "logprobs_mode": Only(
-        (None, "raw_logprobs"), "log-probabilities are the model's own, before temperature, masks and penalties"
-    ),
     "structured_outputs_config": Only(
         _is_plain_format_config, "llguidance is the grammar backend; give {'backend': 'guidance'}, or leave it out"
     ),

@@ -105,7 +105,6 @@ class VllmEngineArguments(TypedDict, total=False):
     limit_mm_per_prompt: Any
     linear_backend: Any
     logits_processors: Any
-    logprobs_mode: Any
     long_prefill_token_threshold: Any
     lora_dtype: Any
     lora_extra_vocab_size: Any

@@ -133,11 +133,10 @@ SNIPPETS: list[Snippet] = [
     refused(
         "max_logprobs=50", "LLM(model=M, max_logprobs=50, **SIZES)", NOT_YET, "max_logprobs=50 must be an integer in"
     ),
-    refused(
+    runs(
         "logprobs_mode='processed_logprobs'",
-        "LLM(model=M, logprobs_mode='processed_logprobs', **SIZES)",
-        NOT_YET,
-        "log-probabilities are the model's own, before temperature, masks and penalties",
+        "engine = LLM(model=M, logprobs_mode='processed_logprobs', **SIZES)",
+        "engine.engine.config.logprobs_mode == 'sampled'",
     ),
     runs(
         "runner='pooling'",

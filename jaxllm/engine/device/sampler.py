@@ -18,6 +18,8 @@ from jaxllm.engine.logprobs import WIDTH_WITH_IDS
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.pallas_kernels import sampling
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
+from jaxllm.pallas_kernels.sampling.reference import threshold
+from jaxllm.sampling_checks import LOGPROBS_MODES
 from jaxllm.sharding.rules import mesh_axes, shard_map
 
 MIN_TEMPERATURE = 1e-5  # below it a row is greedy
@@ -70,11 +72,20 @@ def sample_full(
     tokens, top = _draw(altered, row, length, placement)
     tokens = jnp.where(top > -jnp.inf, tokens, NO_TOKEN)
     tokens = jnp.where(jnp.isfinite(largest), tokens, NOT_FINITE)
-    rows = jax.lax.cond(
-        jnp.any(row.wants_logprobs > 0),
-        lambda x: logprob_rows(x, tokens, logprob_ids, vocab=vocab, normalizer=normalizer, placement=placement),
-        lambda x: jnp.zeros((x.shape[0], WIDTH_WITH_IDS), jnp.int32),
-        logits,
+    of_rows = partial(logprob_rows, tokens=tokens, logprob_ids=logprob_ids, vocab=vocab, placement=placement)
+
+    def of_wanted(x: Array, own: Array) -> Array:
+        return of_rows(x, normalizer=own)
+
+    wants, is_raw = row.wants_logprobs > 0, row.logprobs_mode == LOGPROBS_MODES.index("raw")
+    rows = jax.lax.switch(
+        jnp.any(wants).astype(jnp.int32) + jnp.any(wants & ~is_raw).astype(jnp.int32),
+        (
+            lambda x, _: jnp.zeros((x.shape[0], WIDTH_WITH_IDS), jnp.int32),
+            lambda x, _: of_rows(x, normalizer=normalizer),
+            lambda x, drawn_from: of_wanted(*_as_wanted(x, normalizer, drawn_from, row, placement)),
+        ),
+        *(logits, altered),
     )
     candidates = jax.lax.cond(
         jnp.any(is_beam),
@@ -83,6 +94,32 @@ def sample_full(
         altered,
     )
     return tokens, rows, candidates
+
+
+def _as_wanted(
+    logits: Float[Array, "samples vocab"],
+    normalizer: Float[Array, " samples"],
+    altered: Float[Array, "samples vocab"],
+    row: SamplingTable,
+    placement: Placement,
+) -> tuple[Float[Array, "samples vocab"], Float[Array, " samples"]]:
+    """The logits whose softmax each row's log-probabilities are of, and its normaliser; see
+    `SamplingParams.logprobs_mode`."""
+    is_raw = row.logprobs_mode == LOGPROBS_MODES.index("raw")
+    is_random = row.temperature >= MIN_TEMPERATURE
+    filters = (row.top_k > 0) | (row.top_p < 1) | (row.min_p > 0)
+    filters = filters & is_random & (row.logprobs_mode == LOGPROBS_MODES.index("sampled"))
+
+    def filtered(x: Array) -> Array:
+        least = threshold(x, row.top_k, row.top_p, row.min_p)
+        return jnp.where(filters[:, None] & (x < least[:, None]), -jnp.inf, x)
+
+    top = jnp.max(altered, axis=-1)
+    x = altered - jnp.where(jnp.isfinite(top), top, 0.0)[:, None]  # so that dividing can't overflow
+    x = x / jnp.where(is_random, row.temperature, 1.0)[:, None]
+    x = jax.lax.cond(jnp.any(filters), filtered, lambda x: x, x)
+    own = sampling.normalize(x, placement=placement).normalizer
+    return jnp.where(is_raw[:, None], logits, x), jnp.where(is_raw, normalizer, own)
 
 
 def _draw(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped, UInt32
 from jaxllm.engine.device.columns import RowLayout, column
 from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.grammar.matcher import mask_words
+from jaxllm.sampling_checks import LOGPROBS_MODES
 from jaxllm.sampling_params import BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROB_TOKEN_IDS
 
 NUM_STOP_IDS = 32
@@ -36,6 +37,10 @@ def _seed(sequence: Sequence) -> tuple[int, int]:
     return divmod(sequence.seed % 2**64, 2**32)
 
 
+def _logprobs_mode(sequence: Sequence) -> int:
+    return LOGPROBS_MODES.index(sequence.params.logprobs_mode or "raw")
+
+
 class SamplingTable(NamedTuple):
     """How each slot samples: written when a sequence is admitted, read by the samplers."""
 
@@ -51,6 +56,7 @@ class SamplingTable(NamedTuple):
     stop_ids: Int[Array, "slots stop_ids"] = column(np.int32, lambda s: sorted(s.stop_ids), NUM_STOP_IDS, fill=-1)
     has_rules: Int[Array, " slots"] = column(np.int32, lambda s: s.params.has_rules)  # 1 if its row of the rules counts
     wants_logprobs: Int[Array, " slots"] = column(np.int32, lambda s: s.params.tracks_logprobs)  # 1 or 0
+    logprobs_mode: Int[Array, " slots"] = column(np.int32, _logprobs_mode)  # of `LOGPROBS_MODES`
     is_beam: Int[Array, " slots"] = column(np.int32, lambda s: s.group.chooses_tokens)  # 1 or 0
     repetition_penalty: Float[Array, " slots"] = column(np.float32, lambda s: s.params.repetition_penalty, fill=1)
     frequency_penalty: Float[Array, " slots"] = column(np.float32, lambda s: s.params.frequency_penalty)

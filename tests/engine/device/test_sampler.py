@@ -30,6 +30,7 @@ GREEDY = {
     "prompt_len": 0,
     "has_rules": 0,
     "wants_logprobs": 0,
+    "logprobs_mode": 0,
     "is_beam": 0,
     "repetition_penalty": 1.0,
     "frequency_penalty": 0.0,
@@ -44,7 +45,7 @@ def full_tokens(logits, slots, lengths, table):
 
 SAMPLERS = {"plain": jax.jit(sample), "full": full_tokens}
 both = pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS.keys())
-INTS = ("sample_index", "top_k", "prompt_len", "min_len", "has_rules", "wants_logprobs", "is_beam")
+INTS = ("sample_index", "top_k", "prompt_len", "min_len", "has_rules", "wants_logprobs", "logprobs_mode", "is_beam")
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 NORMAL = np.random.default_rng(0).normal(size=(SEQS, VOCAB)).astype(np.float32)
 
