@@ -136,7 +136,8 @@ def logits(model, tokens, *, cached_from: int | None = None):
     with torch.no_grad():
         out = model(torch.tensor([tokens[:stop]]), use_cache=True)
         rows = [out.logits[0]]
+        cache = "cache" if "cache" in out else "past_key_values"  # its name before transformers 5.24
         for token in tokens[stop:]:
-            out = model(torch.tensor([[token]]), past_key_values=out.past_key_values, use_cache=True)
+            out = model(torch.tensor([[token]]), **{cache: out[cache]}, use_cache=True)
             rows.append(out.logits[0])
     return torch.cat(rows).numpy()
