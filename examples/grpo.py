@@ -71,7 +71,9 @@ def train(steps, seed):
             outputs = llm.generate(prompts, params, use_tqdm=False)
             samples = [(output.prompt_token_ids, one) for output in outputs for one in output.outputs]
             tokens = np.array([prompt + one.token_ids for prompt, one in samples], np.int32)
-            old = [[entry[t].logprob for t, entry in zip(one.token_ids, one.logprobs, strict=True)] for _, one in samples]
+            old = [
+                [entry[t].logprob for t, entry in zip(one.token_ids, one.logprobs, strict=True)] for _, one in samples
+            ]
             rewards = rewards_of(outputs, targets)
             spread = rewards.std(axis=1, keepdims=True) + 1e-4
             advantages = ((rewards - rewards.mean(axis=1, keepdims=True)) / spread).reshape(-1, 1)

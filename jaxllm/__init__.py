@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from jaxllm.pooling_params import PoolingParams
+    from jaxllm.rollout import Finish, Rollout
     from jaxllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
     from jaxllm.score_outputs import ContinuationScore, DocumentScore
     from jaxllm.structured_outputs import StructuredOutputs
@@ -48,6 +49,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
+    "Finish",
     "FunctionShape",
     "LLMEngine",
     "Logprob",
@@ -56,6 +58,7 @@ __all__ = [
     "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
+    "Rollout",
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
@@ -80,6 +83,7 @@ _HOMES = {
     "EmbeddingOutput": "pooling_outputs",
     "EmbeddingRequestOutput": "pooling_outputs",
     "EngineArgs": "engine_args",
+    "Finish": "rollout",
     "FunctionShape": "function_model",
     "LLMEngine": "llm_engine",
     "Logprob": "outputs",
@@ -88,6 +92,7 @@ _HOMES = {
     "PoolingRequestOutput": "pooling_outputs",
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
+    "Rollout": "rollout",
     "SamplingParams": "sampling_params",
     "ScoringOutput": "pooling_outputs",
     "ScoringRequestOutput": "pooling_outputs",

@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from jaxllm.engine.caller import CallerLoop, Inbox
 from jaxllm.engine.prepare import PreparedRequest
-from jaxllm.errors import EngineError
 from jaxllm.from_vllm.request_arguments import (
     CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,
@@ -18,7 +17,8 @@ from jaxllm.from_vllm.request_arguments import (
     check_request_arguments,
 )
 from jaxllm.llm_engine import LLMEngine, OwnRequests
-from jaxllm.llm_pooling import LLMPooling, Prompts
+from jaxllm.llm_pooling import Prompts
+from jaxllm.llm_rollout import LLMRollout
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
 from jaxllm.progress import progress_bar
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
@@ -32,10 +32,8 @@ from jaxllm.text.prompts import (
     with_salt,
 )
 
-_AHEAD = 4  # times what runs at once: requests that wait in the engine, so that a step never lacks some
 
-
-class LLM(LLMPooling):
+class LLM(LLMRollout):
     """A model ready to generate, in the caller's thread. Streams of one `LLM` may be read in turns, and threads that
     share it take turns with the steps; `AsyncLLM` is for many concurrent callers.
 
@@ -154,11 +152,10 @@ class LLM(LLMPooling):
         results: dict[int, RequestOutput] = {}
         requests = self._requests(prompts, sampling_params, priority)
         with progress_bar(use_tqdm, len(requests), "generating") as bar:
-            for index, output in self._run(requests, stream=False):
+            for index, output in self._run(requests):
                 results[index] = output
                 bar.update()
-        if self.engine.failure is not None and results and all(output.error for output in results.values()):
-            raise EngineError(f"every step failed: {results[0].error}") from self.engine.failure
+        self._check_any(results)
         return [results[i] for i in range(len(requests))]
 
     def stream(
@@ -240,30 +237,15 @@ class LLM(LLMPooling):
         has an output with `error` and without completions, and the others go on. Closing the iterator aborts what is
         left.
         """
-        self.engine.check_params()
-        window, drawn = _AHEAD * self.engine.config.most_running, enumerate(requests)
-        running: dict[str, int] = {}  # request id -> index
-        inbox = Inbox()
-        try:
-            while True:
-                finished: list[tuple[int, RequestOutput]] = []
-                while len(running) + len(finished) < window and (item := next(drawn, None)) is not None:
-                    index, (prompt, sampling) = item
-                    request_id = str(next(self._ids))
-                    try:
-                        prepared = self._prepare(prompt, sampling)
-                    except ValueError as error:
-                        finished.append((index, _refusal(request_id, prompt, error)))
-                    else:
-                        running[request_id] = index
-                        self._loop.submit(prepared, inbox, request_id=request_id)
-                if running:
-                    finished += [(running.pop(output.request_id), output) for output in self._loop.wait(inbox)]
-                elif not finished:
-                    return
-                yield finished
-        finally:
-            self._loop.drop(running, inbox)
+
+        def prepare(index: int, item: tuple[Any, SamplingParams | None]) -> PreparedRequest | RequestOutput:
+            prompt, sampling = item
+            try:
+                return self._prepare(prompt, sampling)
+            except ValueError as error:
+                return _refusal(self._next_id(), prompt, error)
+
+        return self._pull(requests, prepare)
 
     def enqueue(
         self,
@@ -276,7 +258,7 @@ class LLM(LLMPooling):
         `wait_for_completion` returns theirs. Arguments and errors are as of `generate`."""
         self.engine.check_params()
         requests = self._requests(prompts, sampling_params, priority)
-        ids = [str(next(self._ids)) for _ in requests]
+        ids = [self._next_id() for _ in requests]
         for request_id, (prepared, one) in zip(ids, requests, strict=True):
             self._enqueued.submit(request_id, prepared, priority=one, stream=False)
         self._enqueued_ids += ids
@@ -324,21 +306,24 @@ class LLM(LLMPooling):
             for prompt, sampling, one in each
         ]
 
-    def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, Any]]:
+    def _run(self, requests: list[tuple[PreparedRequest, int]], **options: Any) -> Iterator[tuple[int, Any]]:
         self.engine.check_params()
         running: dict[str, int] = {}  # request id -> index
         inbox = Inbox()
         try:
             for index, (prepared, priority) in enumerate(requests):
-                request_id = str(next(self._ids))
+                request_id = self._next_id()
                 running[request_id] = index
-                self._loop.submit(prepared, inbox, request_id=request_id, priority=priority, stream=stream)
+                self._loop.submit(prepared, inbox, request_id=request_id, priority=priority, **options)
             while running:
                 for output in self._loop.wait(inbox):
                     index = running.pop(output.request_id) if output.finished else running[output.request_id]
                     yield index, output
         finally:
             self._loop.drop(running, inbox)
+
+    def _next_id(self) -> str:
+        return str(next(self._ids))
 
     def _prompt_text(self, output: RequestOutput, params: BeamSearchParams) -> str | None:
         if self.tokenizer is None:

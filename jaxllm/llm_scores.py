@@ -16,8 +16,9 @@ from jaxllm.text.continuations import encode_continuations, encode_text, prefix_
 class LLMScores(LLMControl):
     """An engine that tells log-probabilities of given tokens."""
 
-    def _run(self, requests: list[tuple[PreparedRequest, int]], *, stream: bool) -> Iterator[tuple[int, Any]]:
-        """Runs requests, each with its priority; yields outputs with the index of theirs."""
+    def _run(self, requests: list[tuple[PreparedRequest, int]], **options: Any) -> Iterator[tuple[int, Any]]:
+        """Runs requests, each with its priority, with the options of `Engine.submit`; yields outputs with the index of
+        theirs."""
         raise NotImplementedError
 
     def loglikelihood(
@@ -105,7 +106,7 @@ class LLMScores(LLMControl):
     ) -> list[list[ContinuationScore]]:
         found: dict[int, LoglikelihoodOutput] = {}
         with progress_bar(use_tqdm, len(requests), "scoring") as bar:
-            for index, output in self._run([(request, 0) for request in requests], stream=False):
+            for index, output in self._run([(request, 0) for request in requests]):
                 found[index] = output
                 bar.update()
         return [found[i].made for i in range(len(requests))]

@@ -11,15 +11,8 @@ from jaxllm.engine.beam.candidates import CANDIDATES_WIDTH, NUM_CANDIDATES
 from jaxllm.engine.beam.search import Candidates
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.commands import Command
-from jaxllm.engine.device.packing import (
-    FROM_SLOT,
-    AdmitLayout,
-    PoolLayout,
-    SampleInput,
-    StepInput,
-    StepLayout,
-    table_shapes,
-)
+from jaxllm.engine.device.packing import FROM_SLOT, PoolLayout, SampleInput, StepInput, StepLayout
+from jaxllm.engine.device.slot_rows import AdmitLayout, table_shapes
 from jaxllm.engine.device.state import SamplingTable
 from jaxllm.engine.logprobs import WIDTH_WITH_IDS
 from jaxllm.engine.schedule.plan import NOT_ACCEPTED

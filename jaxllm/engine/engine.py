@@ -17,6 +17,7 @@ from jaxllm.engine.pooling import Pooler, PoolingRequest
 from jaxllm.engine.prepare import Intake, PreparedRequest
 from jaxllm.engine.requests import OpenRequests, Output
 from jaxllm.engine.requests import Request as AnyRequest
+from jaxllm.engine.rollout_request import RolloutRequest
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.plan import StepPlan
 from jaxllm.engine.schedule.scheduler import Scheduler
@@ -108,10 +109,17 @@ class Engine:
         return self.intake.prepare_scores(context, continuations)
 
     def submit(
-        self, prepared: PreparedRequest, *, request_id: str, priority: int = 0, stream: bool = False, lean: bool = False
+        self,
+        prepared: PreparedRequest,
+        *,
+        request_id: str,
+        priority: int = 0,
+        stream: bool = False,
+        lean: bool = False,
+        as_arrays: bool = False,
     ) -> None:
         """Accepts a request that this engine has prepared; ValueError if its id is in use. `stream` and `lean` are as
-        in `Request`."""
+        in `Request`; one `as_arrays` is a `RolloutRequest`."""
         self._check_alive()
         self._sleep.check_awake()
         if request_id in self.requests:
@@ -124,6 +132,9 @@ class Engine:
         elif prepared.continuations is not None:
             request = LoglikelihoodRequest(**given, lean=lean)
             group = self.intake.scored_sequences(prepared, request, priority)
+        elif as_arrays:
+            request = RolloutRequest(**given, with_logprobs=prepared.params.wants_logprobs)
+            group = self.intake.sequences(prepared, request, priority)
         else:
             tokenizer = self.intake.tokenizer
             request = Request(**given, params=prepared.params, tokenizer=tokenizer, stream=stream, lean=lean)

@@ -277,7 +277,7 @@ def _no_text(token: int, before: abc.Sequence[int]) -> None:
 
 
 def _sum_logprobs(kept: abc.Sequence[PackedLogprobs]) -> float:
-    return sum((float(entry.logprobs[0]) for entry in kept), 0.0)
+    return sum((entry.own for entry in kept), 0.0)
 
 
 def _mean_logprob(sequence: Sequence) -> float:

@@ -12,6 +12,7 @@ from jaxllm.engine.device.state import NUM_STOP_IDS
 from jaxllm.engine.intake import check_continuation, check_prompt, check_request
 from jaxllm.engine.output import Request
 from jaxllm.engine.pooling import Pooler, PoolingRequest
+from jaxllm.engine.rollout_request import RolloutRequest
 from jaxllm.engine.schedule import sequence as schedule
 from jaxllm.engine.schedule.sequence_group import Samples, SequenceGroup
 from jaxllm.engine.schedule.targets import Targets
@@ -155,7 +156,7 @@ class Intake:
         sequence.request = request
         return sequence
 
-    def sequences(self, prepared: PreparedRequest, request: Request, priority: int) -> SequenceGroup:
+    def sequences(self, prepared: PreparedRequest, request: Request | RolloutRequest, priority: int) -> SequenceGroup:
         """The samples or beams of `request`, which are told to the scheduler together."""
         params = prepared.params
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
@@ -170,7 +171,7 @@ class Intake:
         return Samples(sequences)
 
     def _sequence(
-        self, prepared: PreparedRequest, request: Request, index: int, seed: int, priority: int
+        self, prepared: PreparedRequest, request: Request | RolloutRequest, index: int, seed: int, priority: int
     ) -> schedule.Sequence:
         params, grammar = prepared.params, prepared.grammar
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids

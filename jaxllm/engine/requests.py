@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from jaxllm.engine.output import Request as TextRequest
 from jaxllm.engine.pooling import PoolingRequest
+from jaxllm.engine.rollout_request import RolloutOutput, RolloutRequest
 from jaxllm.engine.schedule.sequence import End, Sequence
 from jaxllm.engine.scoring import LoglikelihoodRequest
 from jaxllm.outputs import FinishReason, RequestOutput
@@ -13,8 +14,8 @@ from jaxllm.score_outputs import LoglikelihoodOutput
 
 log = logging.getLogger(__name__)
 
-Request = TextRequest | PoolingRequest | LoglikelihoodRequest
-Output = RequestOutput | PoolingRequestOutput | LoglikelihoodOutput
+Request = TextRequest | PoolingRequest | LoglikelihoodRequest | RolloutRequest
+Output = RequestOutput | PoolingRequestOutput | LoglikelihoodOutput | RolloutOutput
 
 
 class OpenRequests:

@@ -8,7 +8,7 @@ from jaxllm.engine.beam.candidates import BeamRow
 from jaxllm.engine.beam.group import read_rows
 from jaxllm.engine.device.encoder import PromptLogprobSpan
 from jaxllm.engine.device.runner import Result
-from jaxllm.engine.logprobs import PackedLogprobs, pack_logprobs
+from jaxllm.engine.logprobs import PackedLogprobs, pack_logprobs, pack_own_logprobs
 from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_FINITE, NOT_FINITE_POOLED, PooledSpan, StepPlan
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import End, Sequence
@@ -77,12 +77,17 @@ def _read(plan: StepPlan, result: Result) -> tuple[list[PackedLogprobs | None] |
             sequence.prompt_logprobs[span.start - 1 :] = kept
     if result.logprobs is None:
         return None, None
-    logprobs = [
-        pack_logprobs(row, sequence.params.num_top_logprobs, sequence.params.logprob_token_ids or ())
-        if sequence.params.tracks_logprobs
-        else None
-        for sequence, row in zip(plan.samples, result.logprobs, strict=False)
-    ]
+    logprobs = _read_logprobs(plan.samples, result.logprobs)
     if result.candidates is None:
         return logprobs, None
     return logprobs, read_rows(plan.samples, result.candidates, logprobs)
+
+
+def _read_logprobs(samples: list[Sequence], rows: np.ndarray) -> list[PackedLogprobs | None]:
+    num_kept = [sequence.num_logprobs for sequence in samples]
+    if max(num_kept) == min(num_kept) == 1:
+        return [*pack_own_logprobs(rows[: len(samples)])]
+    return [
+        pack_logprobs(row, sequence.params.num_top_logprobs, sequence.params.logprob_token_ids or ()) if num else None
+        for sequence, num, row in zip(samples, num_kept, rows, strict=False)
+    ]

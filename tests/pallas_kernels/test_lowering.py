@@ -24,7 +24,8 @@ from jaxllm.engine.device.executables import (
 )
 from jaxllm.engine.device.lowering import Lowering
 from jaxllm.engine.device.model_shape import model_shape
-from jaxllm.engine.device.packing import AdmitLayout, PoolLayout, SampleLayout, StepLayout, table_shapes
+from jaxllm.engine.device.packing import PoolLayout, SampleLayout, StepLayout
+from jaxllm.engine.device.slot_rows import AdmitLayout, table_shapes
 from jaxllm.engine.device.state import rules_layout
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels import native

@@ -21,9 +21,8 @@ class BeamRow(NamedTuple):
     def packed_logprobs(self, logprob: float, rank: int) -> PackedLogprobs:
         """Of a candidate with this log-probability and rank."""
         if self.others is None:
-            return PackedLogprobs(rank, np.empty(0, np.int32), np.array([logprob], np.float32))
-        logprobs = np.concatenate([np.array([logprob], np.float32), self.others.logprobs[1:]])
-        return PackedLogprobs(rank, self.others.ids, logprobs)
+            return PackedLogprobs(logprob, rank)
+        return self.others._replace(own=logprob, rank=rank)
 
 
 def read_candidates(row: np.ndarray, count: int) -> Candidates:

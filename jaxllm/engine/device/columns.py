@@ -47,6 +47,10 @@ class RowLayout:
         """Words of a row."""
         return sum(prod(c.shape) for c in self._columns)
 
+    def offset(self, name: str) -> int:
+        """Where a column's words begin in a row."""
+        return sum(prod(c.shape) for c in self._columns[: self.table._fields.index(name)])
+
     def empty(self, num_slots: int) -> Any:
         """The table without sequences."""
         return self.table(*(jnp.full((num_slots, *c.shape), c.fill, c.dtype) for c in self._columns))

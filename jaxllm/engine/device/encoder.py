@@ -11,16 +11,15 @@ from jaxllm.engine.device.block_moves import SWAP_SIZES, encode_measurement, enc
 from jaxllm.engine.device.commands import Command
 from jaxllm.engine.device.packing import (
     ADMIT_SIZES,
-    AdmitLayout,
     PoolLayout,
     SampleLayout,
     StepLayout,
     pick_bucket,
     pool_ladder,
     sample_ladder,
-    table_shapes,
     token_ladder,
 )
+from jaxllm.engine.device.slot_rows import AdmitLayout, table_shapes
 from jaxllm.engine.device.state import rules_layout
 from jaxllm.engine.schedule import sequence as schedule
 from jaxllm.engine.schedule.plan import Chunk, Plan, StepPlan

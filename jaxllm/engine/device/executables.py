@@ -12,8 +12,9 @@ from jaxllm.engine.device.layer_caches import LayerCaches, pools_of, view_table
 from jaxllm.engine.device.logit_rules import alter
 from jaxllm.engine.device.logprobs import logprob_rows
 from jaxllm.engine.device.model_shape import ModelShape
-from jaxllm.engine.device.packing import FROM_SLOT, AdmitLayout, PoolLayout, SampleLayout, StepLayout, TableShape
+from jaxllm.engine.device.packing import FROM_SLOT, PoolLayout, SampleLayout, StepLayout
 from jaxllm.engine.device.sampler import sample, sample_full
+from jaxllm.engine.device.slot_rows import AdmitLayout, TableShape
 from jaxllm.engine.device.state import LogitRules, SamplingTable, Slots
 from jaxllm.engine.schedule.plan import SharedPart
 from jaxllm.models.cache import SharedTokens

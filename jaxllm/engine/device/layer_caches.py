@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 from jaxllm.argument_checks import a_type
 from jaxllm.engine.device.cache_layout import CacheLayout, Place
-from jaxllm.engine.device.packing import TableShape
+from jaxllm.engine.device.slot_rows import TableShape
 from jaxllm.models.cache import Paged, SharedTokens
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.state_cache import PagedState

@@ -16,17 +16,15 @@ from jaxllm.engine.device.columns import RowLayout
 from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.engine.device.packing import (
     ADMIT_SIZES,
-    AdmitLayout,
     PoolLayout,
     SampleLayout,
     StepLayout,
-    TableShape,
     pick_bucket,
     pool_ladder,
     sample_ladder,
-    table_shapes,
     token_ladder,
 )
+from jaxllm.engine.device.slot_rows import AdmitLayout, TableShape, table_shapes
 from jaxllm.engine.device.state import (
     SAMPLING_LAYOUT,
     DeviceState,

@@ -1,7 +1,7 @@
 """The sequences that take one token in each step, as columns that stay from step to step."""
 
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 
 from jaxllm.engine.schedule.sequence import Sequence
 
@@ -27,6 +27,10 @@ class DecodeBatch:
         self._rows: dict[Sequence, int] = {}
         self._due_steps: dict[Sequence, int] = {}  # before which something happens to it
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step; who has left is still there
+        self.num_reporting = 0  # sequences whose every token is looked at
+        self.stop_ids: frozenset[int] = frozenset()  # of all
+        self._stop_ids: Counter[frozenset[int]] = Counter()  # of how many
+        self._left: deque[tuple[int, Sequence]] = deque()  # after which step of the batch
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -38,6 +42,7 @@ class DecodeBatch:
         self.sequences.append(sequence)
         self.slots.append(sequence.slot)
         self.epochs.append(sequence.epoch)
+        self._count(sequence, 1)
         self.set_due(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -50,8 +55,26 @@ class DecodeBatch:
         sequence.batch = None
         sequence.computed_offset += self.num_steps
         del self._rows[sequence], self._due_steps[sequence]
+        self._left.append((self.num_steps, sequence))
+        self._count(sequence, -1)
         if not self.sequences:
             self._due.clear()
+
+    def _count(self, sequence: Sequence, by: int) -> None:
+        self.num_reporting += by * sequence.reports_tokens
+        counts, own = self._stop_ids, sequence.stop_ids
+        if own:
+            counts[own] += by
+            if counts[own] == max(0, by):  # the first with these, or the last
+                if by < 0:
+                    del counts[own]
+                self.stop_ids = frozenset().union(*counts)
+
+    def left_since(self, step: int) -> set[Sequence]:
+        """Who has left after this step of the batch's, of which none before is asked for any more."""
+        while self._left and self._left[0][0] < step:
+            self._left.popleft()
+        return {sequence for _, sequence in self._left}
 
     def set_due(self, sequence: Sequence) -> None:
         """Notes the step before which the sequence needs a block, or leaves for its last row."""
@@ -82,3 +105,5 @@ class DecodeBatch:
             num_left = min(num_left, sequence.max_total_len - 2 - sequence.num_computed)
             assert num_left == due_step - self.num_steps
         assert len(self._rows) == len(self._due_steps) == len(self)
+        assert self.num_reporting == sum(sequence.reports_tokens for sequence in self.sequences)
+        assert self.stop_ids == frozenset().union(*(sequence.stop_ids for sequence in self.sequences))

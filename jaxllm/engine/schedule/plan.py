@@ -81,6 +81,8 @@ class Plan:
     decodes: list[Sequence] = field(default_factory=list)
     decode_slots: array = field(default_factory=lambda: array("i"))  # of each
     num_steady: int = 0  # of the decodes, the first ones: rows of the decode batch
+    batch: DecodeBatch | None = None  # that they are of
+    batch_step: int = 0  # which of its steps this is
     chunks: list[Chunk] = field(default_factory=list)
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)  # one that samples, another from its logits
     new_blocks: list[tuple[int, ...]] = field(default_factory=list)  # slot, index in its block table, and pages
@@ -118,6 +120,7 @@ class Plan:
         self.decodes, self.decode_slots, self.epochs = batch.sequences.copy(), batch.slots[:], batch.epochs.copy()
         self.num_tokens = self.num_samples = self.num_steady = len(batch)
         batch.advance()
+        self.batch, self.batch_step = batch, batch.num_steps
 
     def add_decode(self, sequence: Sequence) -> None:
         """Adds a row for the sequence's last token."""

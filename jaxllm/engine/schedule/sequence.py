@@ -100,6 +100,12 @@ class Sequence(HasEnd):
 
     batch: "DecodeBatch | None" = None  # that it has a row in
     computed_offset: int = 0  # `num_computed`, less the steps of its batch
+    num_logprobs: int = field(init=False)  # that are kept of each token
+
+    def __post_init__(self) -> None:
+        params = self.params
+        of_others = len(params.logprob_token_ids or ()) or params.num_top_logprobs
+        self.num_logprobs = 1 + of_others if params.tracks_logprobs else 0
 
     def leave_device(self) -> None:
         """Forgets its slot, and ends its epoch, so that results in flight are dropped."""

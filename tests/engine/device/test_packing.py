@@ -11,18 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.engine.device import packing
 from jaxllm.engine.device.columns import RowLayout, column, install, of_slots
 from jaxllm.engine.device.executables import admit
-from jaxllm.engine.device.packing import (
-    FROM_SLOT,
-    AdmitLayout,
-    SampleLayout,
-    StepLayout,
-    pick_bucket,
-    sample_ladder,
-    token_ladder,
-)
+from jaxllm.engine.device.packing import FROM_SLOT, SampleLayout, StepLayout, pick_bucket, sample_ladder, token_ladder
+from jaxllm.engine.device.slot_rows import AdmitLayout
 from jaxllm.engine.device.state import NUM_STOP_IDS, SAMPLING_LAYOUT, SamplingTable, empty_slots
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
@@ -273,7 +265,7 @@ def test_one_more_column_costs_one_line(monkeypatch):
         "top_a": column(np.float32, lambda sequence: [sequence.params.top_p, 7.5], 3, fill=-1)
     }
     wider = namedtuple("Wider", columns, defaults=columns.values())
-    monkeypatch.setattr(packing, "SAMPLING_LAYOUT", layout := RowLayout(wider))
+    monkeypatch.setattr(slot_rows, "SAMPLING_LAYOUT", layout := RowLayout(wider))
     assert layout.size == SAMPLING_LAYOUT.size + 3
     rows = AdmitLayout(2, MAX_NUM_SEQS, TABLES)
 
