@@ -11,16 +11,18 @@ from typing import Any
 
 from jaxllm.base_llm import BaseLLM
 from jaxllm.engine.config import EngineConfig
+from jaxllm.engine.failure import check_any
 from jaxllm.engine.loop import Delivery, EngineLoop
-from jaxllm.engine.mailbox import Mailbox
+from jaxllm.engine.mailbox import Basket, Mailbox
 from jaxllm.engine.pooling import Pooler
 from jaxllm.engine.weight_update import prepare_update
 from jaxllm.from_vllm.request_arguments import ADD_REQUEST_ARGUMENTS, check_request_arguments
 from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
 from jaxllm.pooling_params import PoolingParams
+from jaxllm.rollout import Rollout, make_rollout, rollout_params, rollout_prompts
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
-from jaxllm.text.prompts import parse_prompt, with_salt
+from jaxllm.text.prompts import parse_each, parse_prompt, with_salt
 
 
 class AsyncLLM(BaseLLM):
@@ -111,6 +113,33 @@ class AsyncLLM(BaseLLM):
             yield await mailbox.get()
         finally:
             self.drop(request_id, mailbox)
+
+    async def rollout(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lengths: Any = None,
+        priority: int | Sequence[int] = 0,
+        pad_id: int = 0,
+    ) -> Rollout:
+        """See `LLM.rollout`. Cancelled, it aborts what is left."""
+        parsed = await asyncio.to_thread(rollout_prompts, prompts, lengths, self.tokenizer)
+        params = rollout_params(SamplingParams() if sampling_params is None else sampling_params, parsed)
+        order = parse_each("priority", priority, int, len(parsed))
+        requests = await asyncio.to_thread(
+            lambda: [self._engine.prepare(each.token_ids, one) for each, one in zip(parsed, params, strict=True)]
+        )
+        basket, ids = Basket(len(requests)), [f"rollout-{next(self._ids)}" for _ in requests]
+        try:
+            for request_id, request, one in zip(ids, requests, order, strict=True):
+                self._loop.submit(request, request_id=request_id, receiver=basket, priority=one, as_arrays=True)
+            by_id = await basket.get()
+        finally:
+            self._loop.drop(ids, basket)
+        outputs = {index: by_id[request_id] for index, request_id in enumerate(ids)}
+        check_any(self._engine.failure, list(outputs.values()))
+        return make_rollout([request.token_ids for request in requests], params, outputs, pad_id)
 
     def add(
         self, token_ids: Sequence[int], params: SamplingParams | PoolingParams, *, receiver: Mailbox, **options: Any

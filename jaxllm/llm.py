@@ -8,6 +8,7 @@ from typing import Any, Unpack
 from tqdm import tqdm
 
 from jaxllm.engine.caller import CallerLoop, Inbox
+from jaxllm.engine.failure import check_any
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.from_vllm.request_arguments import (
     CHAT_ARGUMENTS,
@@ -155,7 +156,7 @@ class LLM(LLMRollout):
             for index, output in self._run(requests):
                 results[index] = output
                 bar.update()
-        self._check_any(results)
+        check_any(self.engine.failure, list(results.values()))
         return [results[i] for i in range(len(requests))]
 
     def stream(

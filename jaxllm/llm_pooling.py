@@ -174,7 +174,7 @@ class LLMPooling(LLMScores):
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         results: dict[int, Any] = {}
         with progress_bar(use_tqdm, len(requests), "pooling") as bar:
-            for index, output in self._run(requests, stream=False):
+            for index, output in self._run(requests):
                 results[index] = output
                 bar.update()
         return [results[i] for i in range(len(requests))]

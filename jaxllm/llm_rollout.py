@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxllm.engine.caller import Inbox
+from jaxllm.engine.failure import check_any
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.engine.rollout_request import RolloutOutput
-from jaxllm.errors import EngineError
 from jaxllm.llm_pooling import LLMPooling
 from jaxllm.progress import progress_bar
 from jaxllm.rollout import Rollout, check_rollout_params, make_rollout, rollout_params, rollout_prompts
@@ -55,7 +55,7 @@ class LLMRollout(LLMPooling):
             for index, output in self._run(requests, as_arrays=True):
                 outputs[index] = output
                 bar.update()
-        self._check_any(outputs)
+        check_any(self.engine.failure, list(outputs.values()))
         ids = [prepared.token_ids for prepared, _ in requests]
         return make_rollout(ids, params, outputs, pad_id)
 
@@ -116,8 +116,3 @@ class LLMRollout(LLMPooling):
     def _next_id(self) -> str:
         """Of a request."""
         raise NotImplementedError
-
-    def _check_any(self, outputs: dict[int, Any]) -> None:
-        """Raises `EngineError` if all outputs failed, as every step does."""
-        if self.engine.failure is not None and outputs and all(output.error for output in outputs.values()):
-            raise EngineError(f"every step failed: {next(iter(outputs.values())).error}") from self.engine.failure

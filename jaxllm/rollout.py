@@ -67,7 +67,8 @@ def rollout_prompts(prompts: Any, lengths: Any, tokenizer: Any) -> list[Prompt]:
 
 def rollout_params(params: Any, prompts: Sequence[Prompt]) -> list[SamplingParams]:
     """One for each prompt. ValueError for what a rollout has no place for."""
-    each = [with_salt(one, prompt.cache_salt) for one, prompt in zip(parse_params(params, len(prompts)), prompts)]
+    given = parse_params(params, len(prompts))
+    each = [with_salt(one, prompt.cache_salt) for one, prompt in zip(given, prompts, strict=True)]
     for one in {id(one): one for one in each}.values():
         check_rollout_params(one)
     counts = sorted({one.n for one in each})
@@ -95,7 +96,7 @@ def make_rollout(
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
     outputs: Mapping[int, RolloutOutput],
-    pad_id: int,
+    pad_id: int = 0,
 ) -> Rollout:
     """The arrays of `outputs`, by prompt."""
     num_prompts, n = len(prompts), params[0].n if params else 0

@@ -506,7 +506,7 @@ class FakeEngine(Engine):
             if request.params.tracks_logprobs:
                 positions = range(len(request.prompt_token_ids), request.num_tokens)
                 assert [one.rank for one in request.logprobs] == list(positions)
-                assert all(one.logprobs[0] == request.seed for one in request.logprobs)
+                assert all(one.own == request.seed for one in request.logprobs)
             assert output == tokens[: len(output)]
             if request.finish_reason in ("stop", "length"):
                 assert (output, request.finish_reason) == (tokens, reason)

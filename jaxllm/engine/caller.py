@@ -96,9 +96,10 @@ class CallerLoop:
         self._resumed.set()
 
     def _turn(self) -> None:
-        with HeldSignals(signal.SIGINT) as held:
-            self._loop.take()
-        held.act()
+        if self._loop.has_mail:
+            with HeldSignals(signal.SIGINT) as held:
+                self._loop.take()
+            held.act()
         self._engine.wait_ready()  # for what was just taken; compiling may be left at any time
         with HeldSignals(signal.SIGINT) as held:
             try:

@@ -1,7 +1,11 @@
 """Why the device failed, in words for who asked for it."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.runner import Runner
+from jaxllm.errors import EngineError
 
 MAX_CHARS = 500
 LACKS_PARAMS = (
@@ -16,6 +20,12 @@ def describe(error: Exception, runner: Runner) -> str:
     if runner.lacks_params():
         return f"{text} {LACKS_PARAMS}"
     return text
+
+
+def check_any(failure: Exception | None, outputs: Sequence[Any]) -> None:
+    """Raises `EngineError` if all `outputs` failed, as every step does: for this `failure`."""
+    if failure is not None and outputs and all(output.error for output in outputs):
+        raise EngineError(f"every step failed: {outputs[0].error}") from failure
 
 
 def describe_state(error: Exception, config: EngineConfig) -> str:

@@ -127,6 +127,11 @@ class EngineLoop:
         return not self._stopping and self._error is None
 
     @property
+    def has_mail(self) -> bool:
+        """Whether something has been asked for that is not done yet."""
+        return bool(self._inbox)
+
+    @property
     def silent_s(self) -> float:
         """Seconds since the engine made progress, compiling included; 0 while it has nothing to do."""
         if not self.engine.may_step:

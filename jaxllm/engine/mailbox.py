@@ -1,8 +1,9 @@
-"""Where one request's outputs wait for a reader in an event loop."""
+"""Where requests' outputs wait for a reader in an event loop."""
 
 import asyncio
 from typing import Any
 
+from jaxllm.engine.rollout_request import RolloutOutput
 from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
 
@@ -39,3 +40,30 @@ class Mailbox:
         assert news is not None  # `put` set the event
         self.is_finished = news.finished
         return news
+
+
+class Basket:
+    """The outputs of `num_requests` requests, each of which has one, for a reader that wants all. It belongs to the
+    running event loop, in which `put` must be called."""
+
+    def __init__(self, num_requests: int):
+        self.loop = asyncio.get_running_loop()
+        self._num_requests = num_requests
+        self._outputs: dict[str, RolloutOutput] = {}
+        self._all: asyncio.Future[dict[str, RolloutOutput]] = self.loop.create_future()
+        if not num_requests:
+            self._all.set_result({})
+
+    def put(self, news: RolloutOutput | Exception) -> None:
+        if self._all.done():
+            return
+        if isinstance(news, Exception):
+            self._all.set_exception(news)
+            return
+        self._outputs[news.request_id] = news
+        if len(self._outputs) == self._num_requests:
+            self._all.set_result(self._outputs)
+
+    async def get(self) -> dict[str, RolloutOutput]:
+        """Waits for all, by request. Raises the exception if there is one."""
+        return await self._all

@@ -88,10 +88,11 @@ class AdmitLayout:
                 if len(of_group.ids) > table.shape[2]:
                     raise ValueError(f"{len(of_group.ids)} blocks do not fit a block table of {table.shape[2]}")
                 if of_group.ids:
-                    at: Any = slice(0, len(of_group.ids))
+                    pages = np.array(sequence.table.pages_of(of_group), np.int32).T
                     if of_group.start:
-                        at = np.arange(of_group.start, len(sequence.table)) % table.shape[2]
-                    table[i, :, at] = sequence.table.pages_of(of_group)
+                        table[i][:, np.arange(of_group.start, len(sequence.table)) % table.shape[2]] = pages
+                    else:
+                        table[i, :, : pages.shape[1]] = pages
         return packed
 
 
