@@ -18,11 +18,12 @@ import pytest
 
 from jaxllm.cli.main import COMMANDS
 from jaxllm.cli.main import main as jaxllm
+from jaxllm.models.registry import ARCHITECTURES
 from tests.test_packaging import FOLDERS, ROOT, sources
 
 DOCUMENTS = sorted(
     str(file.relative_to(ROOT))
-    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "deploy/*.md")
+    for pattern in ("README.md", "CONTRIBUTING.md", "docs/*.md", "deploy/*.md", "examples/*.md")
     for file in ROOT.glob(pattern)
 )
 WORKFLOWS = [str(file.relative_to(ROOT)) for file in sorted((ROOT / ".github/workflows").glob("*.yml"))]
@@ -294,6 +295,12 @@ def test_few_blocks_are_not_run():
     not_run = [f"{document}:{block.line + 1}: {block.why_not}" for document, block in blocks if block.why_not]
     print(f"{len(not_run)} of {len(blocks)} blocks are not run", *not_run, sep="\n")
     assert len(not_run) <= MOST_NOT_RUN
+
+
+def test_the_table_of_models_is_that_of_the_registry():
+    listed = re.findall(r"\[`models/(\w+)\.py`\]\(\.\./models/\1\.py\) \| (.*) \|", text_of("docs/models.md"))
+    found = {name: file for file, names in listed for name in re.findall(r"`(\w+)`", names)}
+    assert found == {name: file for name, file in ARCHITECTURES.items() if isinstance(file, str)}
 
 
 def test_the_readme_lists_the_folders_that_are_packed():

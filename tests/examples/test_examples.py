@@ -19,12 +19,19 @@ def run(monkeypatch, tmp_path):
 
     def run(name, *arguments):
         figure = tmp_path / f"{name}.png"
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as for users
-            found = importlib.import_module(name).main([*map(str, arguments), "--plot", str(figure)])
+        found = importlib.import_module(name).main([*map(str, arguments), "--plot", str(figure)])
         assert figure.read_bytes().startswith(b"\x89PNG")
         return found
 
-    return run
+    strict = jax.config.jax_numpy_dtype_promotion, jax.config.jax_numpy_rank_promotion
+    set_promotion("standard", "allow")  # as for users, in all threads
+    yield run
+    set_promotion(*strict)
+
+
+def set_promotion(dtype, rank):
+    jax.config.update("jax_numpy_dtype_promotion", dtype)
+    jax.config.update("jax_numpy_rank_promotion", rank)
 
 
 def rise(rewards):
