@@ -79,6 +79,8 @@ class LLM(LLMRollout):
         activations are not there yet. Without either the pool takes of what is free when it is built.
       max_logprobs: that a request may ask for, at most 20.
       logprobs_mode: of requests that bring none: "raw", "processed" or "sampled"; see `SamplingParams`.
+      batch_invariant: whether tokens and log-probabilities of a request are the same to the bit alone, in any batch,
+        in any chunks, after prefix hits and preemptions. docs/log_probabilities.md says for which models.
 
     Devices and memory:
       mesh: "tensor=4" (as is `tensor_parallel_size=4`), a `jax.sharding.Mesh`, or None for one device. With

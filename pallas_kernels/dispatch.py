@@ -17,9 +17,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the arrays of a computation lie: on the devices of `mesh`. None: unknown, so that XLA's code serves."""
+    """Where the arrays of a computation lie: on the devices of `mesh`. None: unknown, so that XLA's code serves.
+
+    `batch_invariant`: what becomes of a row does not depend, to the last bit, on how many others there are: one
+    implementation serves any number of rows.
+    """
 
     mesh: Mesh | None = None
+    batch_invariant: bool = False
 
     @property
     def platform(self) -> str | None:

@@ -72,6 +72,7 @@ def build_engine(
     task: str | None = None,
     max_logprobs: int | None = None,
     logprobs_mode: str = "raw",
+    batch_invariant: bool = False,
     model_config: Any = None,
     group: HostGroup | None = None,
 ) -> Engine:
@@ -102,6 +103,7 @@ def build_engine(
         seed=seed,
         max_logprobs=max_logprobs,
         logprobs_mode=logprobs_mode,
+        batch_invariant=batch_invariant,
     )
     if kv_cache_bytes is not None:
         num_blocks = memory.blocks_in(shape, wanted, mesh, kv_cache_bytes, num_blocks)

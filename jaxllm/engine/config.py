@@ -41,6 +41,7 @@ class EngineConfig:
     max_logprobs: int = MAX_LOGPROBS  # that a request may ask for, of each token
     logprobs_mode: str = "raw"  # of requests that bring none
     generates: bool = True  # whether the model makes tokens; otherwise its hidden states alone are asked for
+    batch_invariant: bool = False  # whether a sequence's tokens depend, to the bit, on no other sequence and no chunk
     whole_prompts: bool = False  # whether tokens attend to those after them: a prompt is computed in one step
 
     def __post_init__(self) -> None:

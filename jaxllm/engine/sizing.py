@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxllm.engine.batch_invariance import check_batch_invariant
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import device_memory, memory
 from jaxllm.engine.device.model_shape import ModelShape
@@ -43,6 +44,7 @@ def wanted_config(
     seed: int,
     max_logprobs: int | None,
     logprobs_mode: str,
+    batch_invariant: bool,
 ) -> EngineConfig:
     """What `LLM`'s arguments ask for, with defaults for those that are None, and more blocks than there can be;
     `own_len` is the model's own context. Raises `ValueError` for what the model, mesh or machine can't have."""
@@ -69,8 +71,11 @@ def wanted_config(
         max_logprobs=_default(max_logprobs, MAX_LOGPROBS),
         logprobs_mode=_logprobs_mode(logprobs_mode),
         generates=shape.generates,
+        batch_invariant=batch_invariant,
         whole_prompts=whole_prompts,
     )
+    if batch_invariant:
+        check_batch_invariant(shape, wanted, mesh)
     _check_len(wanted.max_model_len, source.cfg)
     _check_swap_space(swap_space)
     check_platform(shape, wanted, mesh, source.cfg.heads)

@@ -489,10 +489,12 @@ static void attend_as(const Attention& a, const AttentionTile& tile, float* scra
   run.position = position;
   run.rows = tile.end - tile.begin;
   begin_tile<T>(a, tile, run);
-  const int64_t last = run.position[run.rows - 1], oldest = a.window ? run.position[0] - a.window + 1 : 0;
+  const int64_t last = run.position[run.rows - 1];
+  int64_t oldest = a.window && run.position[0] >= a.window ? run.position[0] - a.window + 1 : 0;
+  if (a.batch_invariant) oldest -= oldest % a.block_size % kKeys;  // keys are added up in the same groups in any tile
   const int64_t end = a.kv_lens[tile.seq] - 1, newest = a.window && last + a.window - 1 < end ? last + a.window - 1 : end;
   run.last_key = (int32_t)(a.causal ? last : newest);
-  for (int64_t key = oldest > 0 ? oldest : 0; key <= run.last_key;) {
+  for (int64_t key = oldest; key <= run.last_key;) {
     const int64_t in_block = a.block_size - key % a.block_size, left = run.last_key + 1 - key;
     int64_t count = in_block < left ? in_block : left;
     if (count > kKeys) count = kKeys;

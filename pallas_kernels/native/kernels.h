@@ -55,6 +55,7 @@ struct Attention {
   float scale;
   float soft_cap;  // 0: none
   bool causal;
+  bool batch_invariant;  // a row's result depends on no other row of its step
   DType dtype, pool_dtype;  // of q, k, v and out; equal, or the pool's has 8 bits
 };
 
@@ -98,6 +99,7 @@ struct Kernels {
   int64_t columns;  // a Gemm's columns are best divided at multiples of it
   int64_t group_rows;  // of a Gemm, at most
   int64_t tile_rows;  // query rows of a tile of attention, at most
+  int64_t few_rows;   // likewise, of one whose rows are computed as if each were alone
   void (*round)(const float* from, Bf16* to, int64_t count);  // to the nearest, to even if there are two
   // Columns begin to end of y.
   void (*gemm)(const Gemm&, int64_t begin, int64_t end);

@@ -78,14 +78,14 @@ constexpr int64_t kWriteTokens = 64;  // whose K and V one part writes
 
 void write_and_attend(ffi::ThreadPool& pool, const Attention& a, int64_t seqs) {
   const Kernels& best = kernels();
-  const int64_t group = a.heads / a.kv_heads;
+  const int64_t group = a.heads / a.kv_heads, rows = a.batch_invariant ? best.few_rows : best.tile_rows;
   std::vector<AttentionTile> writes, tiles;
   for (int64_t s = 0; s < seqs; s++) {
     const int64_t q_len = a.cu_q_lens[s + 1] - a.cu_q_lens[s];
     for (int64_t i = 0; i < q_len; i += kWriteTokens) writes.push_back({s, i, std::min(i + kWriteTokens, q_len), 0});
     for (int64_t head = 0; head < a.kv_heads; head++)
-      for (int64_t i = 0; i < q_len * group; i += best.tile_rows)
-        tiles.push_back({s, i, std::min(i + best.tile_rows, q_len * group), head});
+      for (int64_t i = 0; i < q_len * group; i += rows)
+        tiles.push_back({s, i, std::min(i + rows, q_len * group), head});
   }
   const auto write = [&](int64_t i) { best.write_kv(a, writes[i].seq, writes[i].begin, writes[i].end); };
   if (a.cu_q_lens[seqs] > 2 * kWriteTokens)
@@ -104,7 +104,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffe
                            ffi::AnyBuffer kv_pool, Ints2D block_tables, Ints1D cu_q_lens, Ints1D kv_lens,
                            Ints1D distribution, Floats1D sinks, Floats1D kv_scales, ffi::Result<ffi::AnyBuffer> out,
                            ffi::Result<ffi::AnyBuffer> new_pool, float scale, bool causal, int64_t window,
-                           float soft_cap) {
+                           float soft_cap, bool batch_invariant) {
   const auto qs = q.dimensions(), ks = k.dimensions(), ps = kv_pool.dimensions(), ts = block_tables.dimensions();
   const ffi::DataType dtype = q.element_type(), pool_dtype = kv_pool.element_type();
   const bool same_dtype = k.element_type() == dtype && v.element_type() == dtype && out->element_type() == dtype &&
@@ -125,8 +125,8 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffe
   const Attention a{q.untyped_data(), k.untyped_data(), v.untyped_data(), new_pool->untyped_data(),
                     out->untyped_data(), block_tables.typed_data(), cu_q_lens.typed_data(), kv_lens.typed_data(),
                     num_sinks ? sinks.typed_data() : nullptr, is_quantised ? kv_scales.typed_data() : nullptr,
-                    qs[1], ks[1], qs[2], ps[3], ts[1], window, scale, soft_cap, causal, own_dtype,
-                    is_int8 ? DType::kInt8 : is_quantised ? DType::kFloat8 : own_dtype};
+                    qs[1], ks[1], qs[2], ps[3], ts[1], window, scale, soft_cap, causal, batch_invariant,
+                    own_dtype, is_int8 ? DType::kInt8 : is_quantised ? DType::kFloat8 : own_dtype};
   const int32_t* counts = distribution.typed_data();
   if (const std::string what = fault(a, qs[0], ts[0], ps[0], counts); !what.empty())
     return ffi::Error::InvalidArgument("jaxllm_paged_attention: out of range: " + what);
@@ -167,4 +167,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_paged_attention, jaxllm::paged_attention,
                                   .Attr<float>("scale")
                                   .Attr<bool>("causal")
                                   .Attr<int64_t>("window")
-                                  .Attr<float>("soft_cap"));
+                                  .Attr<float>("soft_cap")
+                                  .Attr<bool>("batch_invariant"));

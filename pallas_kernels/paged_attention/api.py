@@ -61,6 +61,8 @@ def ragged_paged_attention(
     options = {"scale": scale} | {name: value for name, value in limits.items() if value is not None}
     if not causal:
         options["causal"] = False
+    if placement.batch_invariant:
+        implementation, options["batch_invariant"] = "native", True
     attend = OP.choose(implementation, placement, q, k, v, kv_pool, batch, **options)
     if is_quantised(kv_pool.dtype) != (kv_scales is not None):
         verb = "needs" if kv_scales is None else "takes no"

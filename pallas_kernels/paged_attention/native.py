@@ -37,8 +37,10 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     kv_scales: Float32[Array, "2 kv_heads"] | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Num[Array, "blocks 2 kv_heads block_size head_dim"]]:
-    """See `reference.ragged_paged_attention`. Lengths or blocks out of range are an error, and padding comes out 0."""
+    """See `reference.ragged_paged_attention`. Lengths or blocks out of range are an error, and padding comes out 0.
+    `batch_invariant`: each token's result is the same to the bit, whatever tokens it is computed with."""
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(kv_pool.shape, kv_pool.dtype))
     call = native.ffi_call("jaxllm_paged_attention", results, input_output_aliases={3: 1})
     ints = (x.astype(jnp.int32) for x in batch)
@@ -54,4 +56,5 @@ def ragged_paged_attention(
         causal=causal,
         window=np.int64(sliding_window or 0),
         soft_cap=np.float32(soft_cap or 0),
+        batch_invariant=batch_invariant,
     )

@@ -54,7 +54,7 @@ class Lowering:
     @property
     def placement(self) -> Placement:
         """Of a shard: what the functions see is its part alone."""
-        return Placement(shard_mesh(self.mesh))
+        return Placement(shard_mesh(self.mesh), self.config.batch_invariant)
 
     @property
     def num_shards(self) -> int:
