@@ -16,6 +16,7 @@ from jaxllm.models.context import StepContext
 from jaxllm.models.linear import Linear
 from jaxllm.models.rope import Rope as Rope
 from jaxllm.models.rope import rotate
+from jaxllm.pallas_kernels.order import ordered_sum
 
 ACTIVATIONS = {  # by their names in `config.json`
     "silu": nnx.silu,
@@ -27,7 +28,16 @@ ACTIVATIONS = {  # by their names in `config.json`
 }
 
 
-class RMSNorm(nnx.Module):
+class Norm(nnx.Module):
+    """A normalisation. With `fixed_order` its sums depend on no other token, to the bit."""
+
+    fixed_order: bool = False
+
+    def mean(self, x: Float[Array, "*t d"]) -> Float[Array, "*t 1"]:
+        return ordered_sum(x) / x.shape[-1] if self.fixed_order else jnp.mean(x, axis=-1, keepdims=True)
+
+
+class RMSNorm(Norm):
     """Root mean square normalisation in float32 (arXiv 1910.07467).
 
     With `scales_first` the weight is applied before the result is rounded; with `unit_offset` too, and it is stored as
@@ -40,15 +50,14 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*t d"]) -> Float[Array, "*t d"]:
         x32 = x.astype(jnp.float32)
-        var = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-        y = x32 * jax.lax.rsqrt(var + self.eps)
+        y = x32 * jax.lax.rsqrt(self.mean(jnp.square(x32)) + self.eps)
         if self.scales_first:
             scale = self.scale[...].astype(jnp.float32) + float(self.unit_offset)
             return (y * jnp.broadcast_to(scale, y.shape)).astype(x.dtype)
         return y.astype(x.dtype) * jnp.broadcast_to(self.scale[...].astype(x.dtype), y.shape)
 
 
-class LayerNorm(nnx.Module):
+class LayerNorm(Norm):
     """Layer normalisation in float32 (arXiv 1607.06450); without `affine` it has no parameters."""
 
     def __init__(self, dim: int, eps: float, *, dtype: Any, affine: bool = True, bias: bool = True):
@@ -58,8 +67,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*t d"]) -> Float[Array, "*t d"]:
         x32 = x.astype(jnp.float32)
-        y = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = x32 - self.mean(x32)
+        y = y * jax.lax.rsqrt(self.mean(jnp.square(y)) + self.eps)
         if self.scale is not None:
             y = y * jnp.broadcast_to(self.scale[...].astype(jnp.float32), y.shape)
         if self.bias is not None:

@@ -21,7 +21,7 @@ from jaxllm.checkpoint.placement import check_mesh, named
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.lowering import Lowering
-from jaxllm.engine.device.model_shape import ModelShape, model_shape, with_max_len
+from jaxllm.engine.device.model_shape import ModelShape, model_shape, with_config
 from jaxllm.engine.device.packing import StepLayout, pick_bucket
 from jaxllm.engine.kv_cache import check_kv_dtype, check_platform
 from jaxllm.engine.sizing import size_engine
@@ -156,7 +156,7 @@ def prepare(
         config = size_engine(shape, wanted, grid, num_blocks, device, explicit_len=explicit_len)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"{target}: {error}") from None
-    shape = with_max_len(shape, abstract, config.max_model_len)
+    shape = with_config(shape, abstract, config)
     return Prepared(target, abstract.cfg, shape, config, grid, active_params)
 
 

@@ -17,7 +17,7 @@ from jaxllm.engine.device import device_memory
 from jaxllm.engine.device.command_log import Header
 from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.memory_plan import plan_engine
-from jaxllm.engine.device.model_shape import with_max_len
+from jaxllm.engine.device.model_shape import with_config
 from jaxllm.engine.model_source import Reading
 from jaxllm.engine.recording import header_of
 from jaxllm.errors import ClusterError, GroupLostError
@@ -80,7 +80,7 @@ def _executor(connection: Connection, opened: tuple[Any, ...], compilation_cache
         staged = staging_bytes(state) if loads else 0
         sizes = {"loading": staged, "has_params": not loads, "processes_here": processes_here}
         claim = plan_engine(shape, header.config, mesh, memory, **sizes)
-    shape = with_max_len(shape, source.model, header.config.max_model_len)
+    shape = with_config(shape, source.model, header.config)
     executor = Executor(shape, header.config, mesh, compilation_cache=compilation_cache, claim=claim)
     try:
         executor.offer_params(_FIRST_VERSION, source.place(state, mesh) if loads else state)

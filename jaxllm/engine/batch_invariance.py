@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.model_shape import ModelShape
+from jaxllm.models.layers import HeadsNorm
 from jaxllm.models.linear import Linear
 from jaxllm.models.moe import MoE
 from jaxllm.models.quantized import QuantizedLinear
@@ -48,6 +49,8 @@ def _name(node: Any) -> str | None:
         return "quantised weights"
     if isinstance(node, MoE):
         return "experts, which share their rows out"
+    if isinstance(node, HeadsNorm):
+        return "norms over all heads"
     if isinstance(node, Wrapped):
         return "functions and wrapped modules, whose products are XLA's"
     if isinstance(node, nnx.LoRA) or isinstance(node, Linear) and node.adapter is not None:

@@ -16,7 +16,7 @@ from jaxllm.engine.device import device_memory, memory
 from jaxllm.engine.device.command_log import Header
 from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.memory_plan import plan_engine
-from jaxllm.engine.device.model_shape import ModelShape, model_shape, with_max_len
+from jaxllm.engine.device.model_shape import ModelShape, model_shape, with_config
 from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
@@ -114,7 +114,7 @@ def build_engine(
         explicit_len=max_model_len is not None,
         loading=loading,
     )
-    shape = with_max_len(shape, source.model, config.max_model_len)
+    shape = with_config(shape, source.model, config)
     executor: CommandExecutor = Executor(  # compiles while the parameters load
         shape, config, mesh, compilation_cache=compilation_cache, claim=claim
     )

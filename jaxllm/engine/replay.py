@@ -15,7 +15,7 @@ from jaxllm.engine.device.command_log import Applied, CallResults, CommandLog, F
 from jaxllm.engine.device.commands import Command, kind_of
 from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.lowering import Lowering
-from jaxllm.engine.device.model_shape import model_shape, with_max_len
+from jaxllm.engine.device.model_shape import model_shape, with_config
 from jaxllm.engine.device.recorder import repeatable
 from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.engine.model_source import EMBEDDED, ModelSource, model_source
@@ -75,7 +75,7 @@ class Replayed(Executor):
         source.expand(mesh)
         graph, state = nnx.split(source.model)
         check_mesh(state, mesh)
-        shape = with_max_len(model_shape(source.cfg, graph, state, mesh), source.model, header.config.max_model_len)
+        shape = with_config(model_shape(source.cfg, graph, state, mesh), source.model, header.config)
         if shape.cache_layout(header.config, mesh).groups != header.config.groups:
             raise ValueError(f"the model's layers do not share a pool as the recorded ones do, {header.config.groups}")
         _check_room(memory.leaf_bytes([*shape.leaves, *jax.tree.leaves(Lowering(shape, header.config, mesh).state())]))

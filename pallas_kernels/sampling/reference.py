@@ -1,5 +1,7 @@
 """Defines sampling, in jnp: a draw per row, its best tokens, and its normaliser. Nothing is sorted."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -136,8 +138,10 @@ def threshold(
     top_k: Int[Array, " rows"],
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
+    total: Callable[[Array], Array] = partial(jnp.sum, axis=-1),
 ) -> Float[Array, " rows"]:
-    """The smallest logit that min-p, top-k and top-p, one after the other, keep in each row."""
+    """The smallest logit that min-p, top-k and top-p, one after the other, keep in each row. `total` sums rows of
+    probabilities."""
     top = jnp.max(logits, axis=-1)
     at_least = top + log_min_p(min_p)
     weights = jnp.exp(logits - top[:, None])
@@ -151,8 +155,8 @@ def threshold(
     at_least = jnp.maximum(at_least, highest_limit(lambda x: jnp.sum(kept(x), axis=-1, dtype=jnp.int32) >= k, top))
 
     # Top-p: the highest limit that keeps a share p of what is left.
-    share = jnp.where(top_p < 1, top_p, 0.0) * jnp.sum(jnp.where(kept(at_least), weights, 0.0), axis=-1)
-    by_p = highest_limit(lambda x: jnp.sum(jnp.where(kept(x), weights, 0.0), axis=-1) >= share, top)
+    share = jnp.where(top_p < 1, top_p, 0.0) * total(jnp.where(kept(at_least), weights, 0.0))
+    by_p = highest_limit(lambda x: total(jnp.where(kept(x), weights, 0.0)) >= share, top)
     return jnp.maximum(at_least, jnp.where(top_p < 1, by_p, -jnp.inf))
 
 

@@ -18,6 +18,7 @@ from jaxllm.engine.model_interface import cache_specs
 from jaxllm.engine.pooling import task_of
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
+from jaxllm.models.layers import Norm
 from jaxllm.models.moe import Experts
 from jaxllm.models.transformer import Params
 from jaxllm.pallas_kernels.dispatch import Placement
@@ -157,7 +158,10 @@ def _feed_forwards(cfg: Any) -> list[Any]:
     return [getattr(spec, "feed_forward", None) for spec in getattr(cfg, "layers", ())]
 
 
-def with_max_len(shape: ModelShape, model: Any, max_len: int) -> ModelShape:
-    """`shape` with the graph of `model` for a context of `max_len` tokens, which some ropes depend on."""
-    model.cfg = dataclasses.replace(model.cfg, max_len=max_len)
+def with_config(shape: ModelShape, model: Any, config: EngineConfig) -> ModelShape:
+    """`shape` with the graph of `model` for this context, which some ropes depend on, and order of additions."""
+    model.cfg = dataclasses.replace(model.cfg, max_len=config.max_model_len)
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, Norm) and config.batch_invariant:
+            node.fixed_order = True
     return dataclasses.replace(shape, graph=nnx.graphdef(model))

@@ -18,6 +18,7 @@ from jaxllm.engine.logprobs import WIDTH_WITH_IDS
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.pallas_kernels import sampling
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
+from jaxllm.pallas_kernels.order import ordered_sum
 from jaxllm.pallas_kernels.sampling.reference import threshold
 from jaxllm.sampling_checks import LOGPROBS_MODES
 from jaxllm.sharding.rules import mesh_axes, shard_map
@@ -110,8 +111,10 @@ def _as_wanted(
     filters = (row.top_k > 0) | (row.top_p < 1) | (row.min_p > 0)
     filters = filters & is_random & (row.logprobs_mode == LOGPROBS_MODES.index("sampled"))
 
+    of_rows = {"total": lambda x: ordered_sum(x)[:, 0]} if placement.batch_invariant else {}
+
     def filtered(x: Array) -> Array:
-        least = threshold(x, row.top_k, row.top_p, row.min_p)
+        least = threshold(x, row.top_k, row.top_p, row.min_p, **of_rows)
         return jnp.where(filters[:, None] & (x < least[:, None]), -jnp.inf, x)
 
     top = jnp.max(altered, axis=-1)
