@@ -51,6 +51,7 @@ _ENGINE_OPTIONS = (
     "task",
     "max_logprobs",
     "logprobs_mode",
+    "batch_invariant",
 )
 _KEEP_ALL = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -128,6 +129,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODE",
         help="raw, processed or sampled: what log-probabilities are of (default: raw)",
     )
+    add("--batch-invariant", action="store_true", help="the same results to the bit in any batch; on one CPU so far")
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
     add("--num-gpu-blocks-override", type=int, dest="num_blocks", **hidden)
     add("--kv-cache-memory-bytes", type=int, dest="kv_cache_bytes", **hidden)

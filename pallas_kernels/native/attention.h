@@ -333,7 +333,9 @@ static void narrow_scores(const Attention& a, const Running& run, const T* keys,
   const float* const q = run.q + row * depth;
   float* const scores = run.weights + row * kKeys;
   const auto add_rest = [&](int64_t i, int r, int64_t d) {  // of dimensions that fill no vector
-    for (; d < depth; d++) scores[r * kKeys + i] += q[r * depth + d] * value(keys + i * depth + d);
+    float total = scores[r * kKeys + i];
+    for (; d < depth; d++) total = __builtin_fmaf(q[r * depth + d], value(keys + i * depth + d), total);
+    scores[r * kKeys + i] = total;
   };
   int64_t i = 0;
   for (; i + 4 <= count; i += 4) {
@@ -426,8 +428,10 @@ static void add_narrow_values(const Attention& a, const Running& run, const T* v
   for (; d + kWidth <= a.head_dim; d += kWidth) narrow_sums<kRows, 1>(a, run, values, count, row, d);
   for (; d < a.head_dim; d++)
     for (int64_t r = row; r < row + kRows; r++) {
+      // Each product is rounded with its sum, whatever the compiler makes of the loops around: as in the vectors.
       float total = run.sums[r * a.head_dim + d] * run.rescale[r];
-      for (int64_t i = 0; i < count; i++) total += run.weights[r * kKeys + i] * value(values + i * a.head_dim + d);
+      for (int64_t i = 0; i < count; i++)
+        total = __builtin_fmaf(run.weights[r * kKeys + i], value(values + i * a.head_dim + d), total);
       run.sums[r * a.head_dim + d] = total;
     }
 }

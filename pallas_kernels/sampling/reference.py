@@ -1,7 +1,6 @@
 """Defines sampling, in jnp: a draw per row, its best tokens, and its normaliser. Nothing is sorted."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -138,7 +137,7 @@ def threshold(
     top_k: Int[Array, " rows"],
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
-    total: Callable[[Array], Array] = partial(jnp.sum, axis=-1),
+    total: Callable[[Array], Array] = lambda x: jnp.sum(x, axis=-1),
 ) -> Float[Array, " rows"]:
     """The smallest logit that min-p, top-k and top-p, one after the other, keep in each row. `total` sums rows of
     probabilities."""
