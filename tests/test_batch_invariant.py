@@ -40,7 +40,12 @@ def joined(each):
     return [np.concatenate(arrays) for arrays in zip(*map(bits, each), strict=True)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if name not in ("float32", "bfloat16") else []) for name in MODELS
+    ],
+)
 def model(request):
     return MODELS[request.param]()
 
