@@ -1,12 +1,13 @@
 """The checks of `SamplingParams`' fields, which bring numbers into their usual form. All raise `ValueError`."""
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxllm.argument_checks import check_float, check_int, check_words
 
 MAX_N = 128
 MAX_STOPS = 32
-LOGPROBS_MODES = ("raw", "processed", "sampled")  # each further on the way to the draw
+LogprobsMode = Literal["raw", "processed", "sampled"]  # each further on the way to the draw
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 32
 # The next five are fixed widths of the device's tables.

@@ -16,6 +16,7 @@ from jaxllm.sampling_checks import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_SALT_LEN,
+    LogprobsMode,
     check_beams,
     check_best_of,
     check_logprobs_mode,
@@ -97,7 +98,7 @@ class SamplingParams(KeywordFields):
     prompt_logprobs: int | None = None  # likewise, of each token of the prompt
     logprob_token_ids: list[int] | None = None  # log-probabilities of these tokens at each step
     # Of which distribution they are; see above. None: what `LLM(logprobs_mode=...)` says, "raw" if nothing.
-    logprobs_mode: Literal["raw", "processed", "sampled"] | None = None
+    logprobs_mode: LogprobsMode | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True  # for slow tokenizers; fast ones put none

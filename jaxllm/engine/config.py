@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from jaxllm.argument_checks import check_float, check_int
 from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.engine.schedule.cache_groups import EVERYTHING, CacheGroup
-from jaxllm.sampling_checks import MAX_LOGPROBS
+from jaxllm.sampling_checks import MAX_LOGPROBS, LogprobsMode
 
 BLOCK_SIZE = 32  # tokens
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 256, 2048  # on accelerators
@@ -39,7 +39,7 @@ class EngineConfig:
     measures_kv_scales: bool = False  # whether their scales come from what the parameters make of some tokens
     seed: int = 0  # of requests that bring none
     max_logprobs: int = MAX_LOGPROBS  # that a request may ask for, of each token
-    logprobs_mode: str = "raw"  # of requests that bring none
+    logprobs_mode: LogprobsMode = "raw"  # of requests that bring none
     generates: bool = True  # whether the model makes tokens; otherwise its hidden states alone are asked for
     batch_invariant: bool = False  # whether a sequence's tokens depend, to the bit, on no other sequence and no chunk
     whole_prompts: bool = False  # whether tokens attend to those after them: a prompt is computed in one step

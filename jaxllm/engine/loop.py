@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxllm.engine.rollout_request import RolloutOutput
 from jaxllm.errors import EngineDeadError
 from jaxllm.outputs import RequestOutput
 from jaxllm.pooling_outputs import PoolingRequestOutput
@@ -32,7 +33,7 @@ class Delivery(NamedTuple):
 
     request_id: str
     receiver: Any  # as it was given with the request
-    news: RequestOutput | PoolingRequestOutput | LoglikelihoodOutput | Exception
+    news: RequestOutput | PoolingRequestOutput | LoglikelihoodOutput | RolloutOutput | Exception
 
 
 class _Ticket(NamedTuple):

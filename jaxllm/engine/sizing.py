@@ -16,7 +16,7 @@ from jaxllm.engine.kv_cache import check_kv_dtype, check_platform
 from jaxllm.engine.model_source import ModelSource
 from jaxllm.errors import OutOfMemoryError
 from jaxllm.models import transformer
-from jaxllm.sampling_checks import LOGPROBS_MODES, MAX_LOGPROBS
+from jaxllm.sampling_checks import LOGPROBS_MODES, MAX_LOGPROBS, LogprobsMode
 from jaxllm.sharding.mesh import platform_of
 from jaxllm.sharding.rules import num_shards
 
@@ -92,9 +92,9 @@ def _default(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _logprobs_mode(name: str) -> str:
+def _logprobs_mode(name: str) -> LogprobsMode:
     """Also by vLLM's names."""
-    mode = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}.get(name, name)
+    mode: Any = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}.get(name, name)
     if mode not in LOGPROBS_MODES:
         raise ValueError(f"logprobs_mode={name!r:.100} must be one of {', '.join(LOGPROBS_MODES)}")
     return mode

@@ -84,7 +84,7 @@ class Committer:
         """Appends the tokens of the decode batch's rows to which nothing else happens, with little of Python for each.
         Returns the others."""
         num, batch = plan.num_steady, plan.batch
-        if not num or batch is not self.running_set.batch or plan.params_version != self._version:
+        if not num or batch is None or batch is not self.running_set.batch or plan.params_version != self._version:
             return range(num)
         samples, tokens = plan.samples[:num], sampled[:num]
         others: set[int] = set()
