@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_compiling(commands)
     _add_embeddings(commands)
     _add_experts(commands)
+    _add_rollouts(commands)
     return parser
 
 
@@ -98,6 +99,21 @@ def _add_embeddings(commands: Any) -> None:
     for name, default, what in (("--texts", 256, "to embed"), ("--repeats", 3, "of each"), ("--seed", 0, "of them")):
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def _add_rollouts(commands: Any) -> None:
+    text = "host time of a token in samples as arrays"
+    parser = commands.add_parser("rollouts", help=text, description=text, allow_abbrev=False)
+    add = parser.add_argument
+    add("--slots", type=int, nargs="+", default=[64, 256], metavar="N", help="sequences at once (default: 64 256)")
+    add("--tokens", type=int, nargs="+", default=[16, 64], metavar="N", help="of each sample (default: 16 64)")
+    for name, default, what in (
+        ("--prompts", 128, "of 8 samples"),
+        ("--repeats", 3, "of each"),
+        ("--seed", 0, "of all"),
+    ):
+        add(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    add("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def _add_experts(commands: Any) -> None:
@@ -204,6 +220,18 @@ def _embeddings(arguments: argparse.Namespace) -> int:
     return _print(report, embeddings.table, arguments)
 
 
+def _rollouts(arguments: argparse.Namespace) -> int:
+    names = ("slots", "tokens", "prompts", "repeats", "seed")
+    options = {name: getattr(arguments, name) for name in names}
+    check_at_least(1, prompts=arguments.prompts, repeats=arguments.repeats)
+    for name in ("slots", "tokens"):
+        check_at_least(1, **{name: min(options[name])})
+    setup_compilation_cache()
+    from benchmarks import rollouts
+
+    return _print(rollouts.run(**options), rollouts.table, arguments)
+
+
 def _experts(arguments: argparse.Namespace) -> int:
     names = ("batches", "layers", "output_len", "repeats", "seed", "dtype", "vllm")
     options = {name: getattr(arguments, name) for name in names}
@@ -229,6 +257,7 @@ _COMMANDS = {
     "compiling": _compiling,
     "embeddings": _embeddings,
     "experts": _experts,
+    "rollouts": _rollouts,
 }
 
 
