@@ -107,11 +107,8 @@ def _add_rollouts(commands: Any) -> None:
     add = parser.add_argument
     add("--slots", type=int, nargs="+", default=[64, 256], metavar="N", help="sequences at once (default: 64 256)")
     add("--tokens", type=int, nargs="+", default=[16, 64], metavar="N", help="of each sample (default: 16 64)")
-    for name, default, what in (
-        ("--prompts", 128, "of 8 samples"),
-        ("--repeats", 3, "of each"),
-        ("--seed", 0, "of all"),
-    ):
+    numbers = ("--prompts", 128, "of 8 samples"), ("--repeats", 3, "of each"), ("--seed", 0, "of all")
+    for name, default, what in numbers:
         add(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     add("--json", action="store_true", help="one JSON object instead of a table")
 
