@@ -1,5 +1,5 @@
-"""Host time of samples as arrays: what the thread that calls `LLM.rollout` computes. The model's steps are other threads'
-work, on a CPU too. The model is the package's, prompts are random."""
+"""Host time of samples as arrays: what the thread that calls `LLM.rollout` computes. The model's steps are work of
+others, on a CPU too. The model is the package's, prompts are random."""
 
 import time
 from statistics import median_low
