@@ -129,7 +129,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODE",
         help="raw, processed or sampled: what log-probabilities are of (default: raw)",
     )
-    add("--batch-invariant", action="store_true", help="the same results to the bit in any batch; on one CPU so far")
+    add(
+        "--batch-invariant",
+        action="store_true",
+        default=None,
+        help="the same results to the bit in any batch; on one CPU so far",
+    )
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
     add("--num-gpu-blocks-override", type=int, dest="num_blocks", **hidden)
     add("--kv-cache-memory-bytes", type=int, dest="kv_cache_bytes", **hidden)

@@ -265,7 +265,7 @@ def test_one_more_column_costs_one_line(monkeypatch):
         "top_a": column(np.float32, lambda sequence: [sequence.params.top_p, 7.5], 3, fill=-1)
     }
     wider = namedtuple("Wider", columns, defaults=columns.values())
-    monkeypatch.setattr(slot_rows, "SAMPLING_LAYOUT", layout := RowLayout(wider))
+    monkeypatch.setattr("jaxllm.engine.device.slot_rows.SAMPLING_LAYOUT", layout := RowLayout(wider))
     assert layout.size == SAMPLING_LAYOUT.size + 3
     rows = AdmitLayout(2, MAX_NUM_SEQS, TABLES)
 
