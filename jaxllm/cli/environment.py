@@ -23,7 +23,7 @@ COUNTERPARTS = {
     "VLLM_USE_MODELSCOPE": "set HF_ENDPOINT, or give a directory",
     "VLLM_TORCH_PROFILER_DIR": "see jax.profiler",
     "VLLM_SERVER_DEV_MODE": "give --enable-admin",
-    "VLLM_BATCH_INVARIANT": "results may differ in their last bits with the batch",
+    "VLLM_BATCH_INVARIANT": "give --batch-invariant",
 }
 # Of a service that is called vllm: Kubernetes sets these in every container beside it.
 _KUBERNETES = re.compile(r"VLLM_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)")

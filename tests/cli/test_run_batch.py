@@ -21,7 +21,8 @@ def client(monkeypatch):
     found = FakeClient(reply="Hello", step=5, info=EngineInfo(CONFIG, 4096))
     monkeypatch.setattr(process_client, "ProcessClient", lambda options: found)
     monkeypatch.setattr(found, "_decoder", _Ids())
-    monkeypatch.delenv("JAXLLM_LOGGING_LEVEL", raising=False)
+    monkeypatch.setenv("JAXLLM_LOGGING_LEVEL", "")  # so that what the command sets goes away after the test
+    monkeypatch.delenv("JAXLLM_LOGGING_LEVEL")
     return found
 
 
