@@ -71,6 +71,14 @@ def implementation(name, inputs):
     return partial(product, num_inputs=len(inputs), implementation=name)
 
 
+def rounded_by_group(x, group):
+    """Rows `[n, inputs]` as int8 has them, each group of inputs by its own scale."""
+    parts = x.reshape(len(x), -1, group).astype(np.float32)
+    top = np.abs(parts).max(-1, keepdims=True)
+    inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
+    return (np.rint(parts * inverse) * (top / np.float32(127))).reshape(x.shape)
+
+
 # Inputs, outputs, group, dtype of scales, offsets, outer.
 FORMS = {
     "by output": ((2, 48), (3, 32), None, "bfloat16", False, True),
@@ -79,6 +87,30 @@ FORMS = {
     "by group of float8": ((2, 64), (64,), 16, "float8_e4m3fn", False, True),
     "by large group": ((640,), (96,), 128, "float32", True, True),
 }
+
+
+@needs_library
+@pytest.mark.parametrize("codes", ["int8", "int4", "uint4"])
+@pytest.mark.parametrize("outputs", [2, 62, 64, 130, 400])
+@pytest.mark.parametrize(("inputs", "group"), [(32, 32), (96, 16), (256, 128)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_rounded_by_group(codes, outputs, inputs, group, dtype):
+    """The product is that of the rounded rows, to the last bits of float32, in whatever number they come; or, on a CPU
+    that does not multiply int8, of the rows themselves."""
+    weight = weight_of(codes, (inputs,), (outputs,), group, "float16", codes == "uint4", codes == "int8")
+    fn = jax.jit(partial(implementation("native", (inputs,)), activations="int8_by_group", out_dtype=jnp.float32))
+    rng = np.random.default_rng(0)
+    dense = np.asarray(weight.dense(1)).astype(np.float64)
+    for rows in (1, 2, 3, 8, 33):
+        x = rng.normal(size=(rows, inputs)) * 10.0 ** rng.integers(-3, 4, (rows, 1))
+        x[:, :group] *= rows != 2 or group == inputs  # a group of zeros
+        x = np.asarray(jnp.asarray(x, dtype))
+        got = np.asarray(fn(x, weight)).astype(np.float64)
+        exact, rounded = (each.astype(np.float64) for each in (x, rounded_by_group(x, group)))
+        sizes = np.abs(exact) @ np.abs(dense)
+        error = min((np.abs(got - each @ dense) / sizes).max() for each in (exact, rounded))
+        assert error < 1e-6
+        assert (np.abs(got - exact @ dense) / sizes).max() < 0.02
 
 
 @needs_library

@@ -47,6 +47,7 @@ def module(name: str, tensor: StoredTensor, head_dim: int | None = None) -> Quan
         group=group_of_form(kind.group, num_inputs, has_offsets=kind.has_offsets),
         scales=kind.scales,
         has_offsets=kind.has_offsets,
+        activations="int8_by_group",  # as llama.cpp does
     )
     unit = (head_dim if tensor.is_interleaved and head_dim else 1, BLOCKS[tensor.dtype].num_values)
 
