@@ -4,6 +4,7 @@ the `Linear` that has it."""
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from jaxtyping import Array, Float, Int
 from jaxllm.models.context import StepContext
 from jaxllm.models.linear import Linear, LinearShape
 from jaxllm.pallas_kernels import quantized_matmul
-from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight
+from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight, panels
+from jaxllm.pallas_kernels.quantized_matmul.panels import panels_shape
 from jaxllm.sharding import rules
 
 _LEAST_GROUP = 8  # of inputs with a scale of their own
@@ -35,7 +37,9 @@ class WeightForm:
     has_offsets: bool = False  # only of groups
     has_outer: bool = False  # one more scale of each output
     is_reordered: bool = False  # the inputs are taken in an order of the weight's own
-    activations: str | None = None  # "int8" or "float8_e4m3fn": each row may be rounded to that, by its own scale
+    # "int8" or "float8_e4m3fn": each row may be rounded to that, by its own scale; "int8_by_group": by one a group.
+    activations: str | None = None
+    in_panels: bool = False  # in the order that a CPU reads: see `jaxllm.pallas_kernels.quantized_matmul.panels`
 
     def fitted(self, inner: int) -> "WeightForm":
         """With groups that divide `inner` inputs, which lie together: those of the weight, or parts of them.
@@ -52,6 +56,13 @@ class WeightForm:
         counted in groups, if there are some, and is split among devices as that."""
         experts = {} if shape.experts is None else {"experts": shape.experts}
         inputs, outputs = dict(shape.inputs), dict(shape.outputs)
+        if self.in_panels:
+            assert self.group is not None
+            kind = {"codes": self.codes, "scales": self.scales, "has_offsets": self.has_offsets}
+            sizes = math.prod(inputs.values()), math.prod(outputs.values())
+            axes: tuple[str | None, ...] = ("panel", GROUP_AXIS, "group_bytes")
+            axes_of = dict(zip(axes, panels_shape(*sizes, group=self.group, **kind), strict=True))
+            return {"panels": (axes_of, jnp.dtype(jnp.uint8))}
         found: dict[str, tuple[dict[str | None, int], Any]] = {}
         if self.group is None:
             found["codes"] = (experts | outputs | inputs, jnp.dtype(self.codes))
@@ -87,6 +98,9 @@ class QuantizedLinear(Linear):
 
         self.codes, self.scales, self.offsets = held("codes"), held("scales"), held("offsets")
         self.outer, self.order = held("outer"), held("order")
+        self.panels = held("panels")
+        if form.in_panels:
+            return
         # For those who quantise dense weights.
         has_experts, part_of = self.shape.experts is not None, self.shape.part_of
         about = {"form": form, "num_inputs": len(self.shape.inputs), "has_experts": has_experts, "part_of": part_of}
@@ -103,6 +117,22 @@ class QuantizedLinear(Linear):
         form = form.fitted(shape.inputs[-1][1])
         return cls(shape, form, _shapes(shape, form), bias)
 
+    @property
+    def can_lie_in_panels(self) -> bool:
+        """Whether a CPU's kernel has a faster order for it, and its rows may be rounded as that rounds them."""
+        form, has_parts = self.form, self.shape.experts is not None or self.order is not None or self.outer is not None
+        by_group = form.activations == "int8_by_group" and panels.fits(form.codes, form.group, form.scales)
+        return by_group and not has_parts and not form.in_panels
+
+    def put_in_panels(self) -> None:
+        """Its arrays, or their shapes."""
+        form, num_inputs = replace(self.form, in_panels=True), len(self.shape.inputs)
+        if isinstance(self.codes.get_value(), jax.ShapeDtypeStruct):
+            leaves: dict[str, Any] = _shapes(self.shape, form)
+        else:
+            leaves = {"panels": jax.jit(partial(panels.to_panels, num_inputs=num_inputs))(self._held)}
+        self.hold(form, leaves)
+
     def fit(self, inner: int) -> None:
         """Makes of abstract groups such as divide `inner` inputs."""
         form = self.form.fitted(inner)
@@ -111,6 +141,17 @@ class QuantizedLinear(Linear):
 
     def product(self, x: Float[Array, "..."], ctx: StepContext, out_dtype: Any = None) -> Float[Array, "..."]:
         num_inputs = len(self.shape.inputs)
+        if self.form.in_panels:
+            return panels.panel_product(
+                x,
+                self.panels[...],
+                num_inputs=num_inputs,
+                outputs=tuple(dict(self.shape.outputs).values()),
+                codes=self.form.codes,
+                scales=self.form.scales,
+                has_offsets=self.form.has_offsets,
+                out_dtype=out_dtype,
+            )
         if self.order is not None:
             rows, inputs = x.shape[: x.ndim - num_inputs], x.shape[x.ndim - num_inputs :]
             x = x.reshape(*rows, -1)[..., self.order[...]].reshape(*rows, *inputs)

@@ -166,6 +166,7 @@ def open_model(
     brought them; else they are shapes, and `ModelSource.place` loads them."""
     source = model_source(model, dtype, platform_of(mesh), tokenizer, reading)
     source.expand(mesh)
+    source = source.in_panels(mesh)
     graph, state = nnx.split(source.model)
     check_mesh(state, mesh)
     if not callable(source.params):

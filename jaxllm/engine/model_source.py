@@ -35,8 +35,11 @@ from jaxllm.engine.model_interface import kv_dtype
 from jaxllm.engine.own_module import open_module, say_replicated
 from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
+from jaxllm.models.quantized import QuantizedLinear
 from jaxllm.models.transformer import Params
 from jaxllm.models.wrapped import name_of
+from jaxllm.pallas_kernels import native
+from jaxllm.sharding.mesh import platform_of
 from jaxllm.text.tokenizer import FILE as TOKENIZER_FILE
 from jaxllm.text.tokenizer import Tokenizer, wrap
 
@@ -85,9 +88,33 @@ class ModelSource(NamedTuple):
                 "axes, or take as many devices as divide both"
             ) from error
 
+    def in_panels(self, mesh: Mesh) -> "ModelSource":
+        """With quantised products in the order that one CPU reads them in, as soon as they are loaded; itself where there
+        are none, or the caller brings their arrays."""
+        if platform_of(mesh) != "cpu" or mesh.size > 1 or not callable(self.params) or not native.is_built():
+            return self
+        graph, abstract = nnx.split(self.model)
+        if not _put_in_panels(self.model):
+            return self
+
+        def load(_: Params, mesh: Mesh) -> Params:
+            model = nnx.merge(graph, self.params(abstract, mesh))
+            _put_in_panels(model)
+            return nnx.split(model)[1]
+
+        return self._replace(params=load)
+
     def place(self, abstract: Params, mesh: Mesh) -> Params:
         """The parameters on `mesh`, in the state that `abstract` describes."""
         return self.params(abstract, mesh) if callable(self.params) else place_params(self.params, abstract, mesh)
+
+
+def _put_in_panels(model: nnx.Module) -> bool:
+    """Puts the products in panels that can lie in them, in place. Returns whether there are some."""
+    nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, QuantizedLinear) and node.can_lie_in_panels]
+    for node in nodes:
+        node.put_in_panels()
+    return bool(nodes)
 
 
 class Reading(NamedTuple):

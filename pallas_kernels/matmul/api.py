@@ -22,5 +22,5 @@ def einsum(
 ) -> Float[Array, "..."]:
     """See `reference.einsum`."""
     if placement.batch_invariant:
-        implementation = "native"  # for any number of rows
+        return OP.choose("native", placement)(equation, x, weight, out_dtype, batch_invariant=True)
     return OP.choose(implementation, placement, equation, x, weight)(equation, x, weight, out_dtype)

@@ -10,31 +10,29 @@ from jaxtyping import Array, Float
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.matmul.reference import split
 
-# Range of rows of x for which it is faster than XLA's product, with a weight in its layout and with a transposed one.
-# Since JAX 0.11, XLA has its own bfloat16 product, which does not help few rows.
-ROWS = {
-    "float32": ((1, 256), (1, 32)),
-    "bfloat16": ((1, 8), (1, 8)) if jax.__version_info__ >= (0, 11) else ((1, 64), (1, 64)),
-}
+DTYPES = ("float32", "bfloat16")
 
 
 def supports(equation: str, x: Array, weight: Array) -> bool:
-    """Whether the kernel supports these operands and is faster than XLA."""
-    contracted, _, transposed = split(equation)
-    if x.dtype.name not in ROWS or x.dtype != weight.dtype:
-        return False
-    first, last = ROWS[x.dtype.name][transposed]
-    return first <= math.prod(x.shape[: x.ndim - len(contracted)]) <= last and native.is_built()
+    """Whether the kernel is built and supports these dtypes."""
+    return x.dtype.name in DTYPES and x.dtype == weight.dtype and native.is_built()
 
 
 def einsum(
-    equation: str, x: Float[Array, "..."], weight: Float[Array, "..."], out_dtype: Any = None
+    equation: str,
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
+    out_dtype: Any = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Float[Array, "..."]:
-    """See `reference.einsum`. Accumulates in float32."""
+    """See `reference.einsum`. Accumulates in float32; with `batch_invariant` in one order for any number of rows."""
     contracted, outputs, transposed = split(equation)
     rows, depth = x.shape[: x.ndim - len(contracted)], math.prod(x.shape[x.ndim - len(contracted) :])
     columns = weight.shape[: len(outputs)] if transposed else weight.shape[len(contracted) :]
     size = math.prod(columns)
     call = native.ffi_call("jaxllm_matmul", jax.ShapeDtypeStruct((math.prod(rows), size), out_dtype or x.dtype))
     matrix = jnp.reshape(weight, (size, depth) if transposed else (depth, size))
-    return call(jnp.reshape(x, (-1, depth)), matrix, transposed=transposed).reshape(*rows, *columns)
+    return call(jnp.reshape(x, (-1, depth)), matrix, transposed=transposed, batch_invariant=batch_invariant).reshape(
+        *rows, *columns
+    )

@@ -14,6 +14,8 @@ TARGETS = (
     "jaxllm_matmul",
     "jaxllm_paged_attention",
     "jaxllm_quantized_matmul",
+    "jaxllm_make_panels",
+    "jaxllm_panel_matmul",
     "jaxllm_normalize",
     "jaxllm_draw",
     "jaxllm_best",

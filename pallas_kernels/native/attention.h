@@ -195,7 +195,7 @@ static void add_values(const Attention& a, const Running& run, const T* values, 
     for (; d + kVectors * kWidth <= a.head_dim; d += kVectors * kWidth)
       for (int64_t row = 0; row < run.rows; row += kMostRows) {
         const int64_t rows = run.rows - row < kMostRows ? run.rows - row : kMostRows;
-        tile_of<kVectors, false, T>(rows)(run.weights + row, kTileRows, values + d, a.head_dim,
+        tile_of<kVectors, From::kMatrix, Single<T>>(rows)(run.weights + row, kTileRows, values + d, a.head_dim,
                                           run.sums + row * a.head_dim + d, a.head_dim, count, false, {}, nullptr);
       }
   };

@@ -15,11 +15,13 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 X86 = {  # instruction set -> its flags; one object each, chosen from at run time
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],
+    "avx512_bf16": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "avx512": _AVX512,
     "avx2": ["-mavx2", "-mfma"],
 }
-TABLES = {"portable": "kPortable", "avx2": "kAvx2", "avx512": "kAvx512"}
+TABLES = {"portable": "kPortable", "avx2": "kAvx2", "avx512": "kAvx512", "avx512_bf16": "kAvx512Bf16"}
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-Wno-psabi"]  # psabi: vectors as arguments, within one object only
 EXACT = "-ffp-contract=off"  # where results are equal bit by bit to numpy's
 

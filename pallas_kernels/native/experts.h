@@ -29,9 +29,9 @@ inline std::vector<ExpertTile> tiles_of(const Weight& weight, const int32_t* off
     for (int64_t i = 0; i < count; i++) {
       const int64_t first = offsets[e] + rows * i / count;
       ExpertTile tile{weight.of(e), first};
-      tile.q.gemm.x = x + first * weight.k(), tile.q.gemm.y = y + first * weight.n();
+      tile.q.gemm.x = x + first * tile.q.gemm.units(), tile.q.gemm.y = y + first * weight.n();
       const int64_t height = offsets[e] + rows * (i + 1) / count - first;
-      take_rows(tile.q.gemm, height, weight.transposes(height));
+      take_rows(tile.q.gemm, height, weight.takes_each(height));
       tiles.push_back(tile);
     }
   }
@@ -48,13 +48,13 @@ void pack_rows(xla::ffi::ThreadPool& pool, const std::vector<ExpertTile>& tiles,
   std::vector<Group> groups;
   int64_t size = 0;
   for (const ExpertTile& tile : tiles) {
-    if (tile.q.gemm.groups == 1) continue;
+    if (tile.q.gemm.groups <= 1) continue;
     for (int64_t i = 0; i < tile.q.gemm.groups; i++) groups.push_back({&tile, i});
     size += tile.rows() * tile.q.gemm.k;
   }
   const auto work = [&](int64_t i) {
     const ExpertTile& tile = *groups[i].tile;
-    pack(tile.q.gemm, [&](int64_t r) { return row(tile.first + r); }, x + tile.first * tile.q.gemm.k, groups[i].index);
+    pack(tile.q.gemm, [&](int64_t r) { return row(tile.first + r); }, x + tile.first * tile.q.gemm.units(), groups[i].index);
   };
   if (size < kAlonePacked)
     for (size_t i = 0; i < groups.size(); i++) work(i);
@@ -67,7 +67,7 @@ template <class Row>
 void multiply(const Weight& weight, const ExpertTile& tile, const Row& row, int64_t begin, int64_t end) {
   if (tile.q.gemm.groups > 1) return weight.multiply(tile.q, begin, end);
   thread_local std::vector<float> copy;
-  const size_t size = tile.rows() * tile.q.gemm.k;
+  const size_t size = tile.rows() * tile.q.gemm.units();
   if (copy.size() < size) copy.resize(size);
   QuantizedGemm q = tile.q;
   pack(q.gemm, [&](int64_t r) { return row(tile.first + r); }, copy.data(), 0);

@@ -23,7 +23,9 @@ bool are_offsets(const int32_t* offsets, int64_t experts, int64_t rows) {
 }
 
 template <class T>
-void multiply_all(ffi::ThreadPool& pool, const Weight& weight, const int32_t* offsets, const T* x, ffi::AnyBuffer& y) {
+void multiply_all(ffi::ThreadPool& pool, Weight weight, const int32_t* offsets, const T* x, ffi::AnyBuffer& y) {
+  Gemm& gemm = weight.first.gemm;
+  gemm.pairs = std::is_same_v<T, Bf16> && weight.is_dense && gemm.dtype == DType::kBf16 && kernels().pairs;
   const int64_t n = weight.n(), k = weight.k(), rows = y.dimensions()[0];
   const bool rounds = y.element_type() != ffi::F32;
   std::unique_ptr<float[]> packed(new float[rows * k]), sums(rounds ? new float[rows * n] : nullptr);

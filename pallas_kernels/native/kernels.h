@@ -13,13 +13,16 @@ struct Bf16 {
 
 // y[rows, n] = x[rows, k] @ w, with w [k, n], or [n, k] if transposed. All arrays are dense and row-major.
 struct Gemm {
-  const float* x;  // [rows, k] if transposed; else a [k, height] for each group of rows, as the kernel reads it
+  const float* x;  // a [units, height] for each group of rows, as the kernel reads it; without groups [rows, units]
   const void* w;
   float* y;
   int64_t rows, k, n;
-  int64_t groups;  // of rows, as even as they can be
+  int64_t groups;  // of rows, as even as they can be; 0: none
   DType dtype;  // of w
   bool transposed;
+  bool pairs = false;  // x is in bfloat16, and two numbers of a row, one a zero if k is odd, take the place of a float
+
+  int64_t units() const { return pairs ? (k + 1) / 2 : k; }  // of a row of x
 
   int64_t first_row(int64_t group) const { return rows * group / groups; }
 };
@@ -27,12 +30,13 @@ struct Gemm {
 enum class Code { kInt8, kF8, kInt4, kUint4, kF4 };
 enum class Scale { kF32, kBf16, kF16, kF8, kPower };
 
-constexpr int64_t kDirectRows = 4;  // of a QuantizedGemm by output: up to here x is [rows, k]
+constexpr int64_t kDotRows = 31;    // of a transposed Gemm: up to here there are no groups,
+constexpr int64_t kDirectRows = 4;  // and of a QuantizedGemm by output
 
 // A Gemm whose w is (codes * scales + offsets) * outer. By group, codes are [k, n], scales and offsets [k / group, n]. By
 // output, codes are [n, k], scales [n], and there are no offsets.
 struct QuantizedGemm {
-  Gemm gemm;             // its w and dtype say nothing; transposed says how x is read
+  Gemm gemm;             // its w, dtype and transposed say nothing
   bool by_output;
   const uint8_t* codes;  // of 4 bits: two a byte, the low bits first
   const void* scales;
@@ -40,6 +44,29 @@ struct QuantizedGemm {
   int64_t group;           // by output: k
   Code code;
   Scale scale;
+};
+
+constexpr int64_t kPanel = 16;  // columns of a panel
+
+// Rows that are rounded to int8 group by group.
+struct Int8Rows {
+  const int8_t* x;      // [rows, k]
+  const float* scales;  // [rows, k / group]: of a group
+  const int32_t* sums;  // likewise: of its int8 numbers
+};
+
+// y[rows, n] = rows[rows, k] @ w, with w [k, n] in panels, see panels.h: ((codes - zero) * scales + offsets).
+struct PanelGemm {
+  Int8Rows rows;
+  const uint8_t* panels;  // [panels, groups, record_bytes]
+  float* y;
+  int64_t num_rows, k, n, group;
+  int32_t bits, zero;  // of codes
+  bool is_half, has_offsets;  // whether scales and offsets are float16, not float32; whether there are offsets
+
+  int64_t groups() const { return k / group; }
+  int64_t number_bytes() const { return (is_half ? 2 : 4) * kPanel; }
+  int64_t record_bytes() const { return (has_offsets ? 2 : 1) * number_bytes() + group * kPanel * bits / 8; }
 };
 
 // Attention of a ragged batch over paged keys and values; reference.py says what the arrays mean.
@@ -96,6 +123,7 @@ struct Best {
 
 struct Kernels {
   const char* name;
+  bool pairs;  // whether products of bfloat16 take a Gemm's x in pairs
   int64_t columns;  // a Gemm's columns are best divided at multiples of it
   int64_t group_rows;  // of a Gemm, at most
   int64_t tile_rows;  // query rows of a tile of attention, at most
@@ -104,6 +132,9 @@ struct Kernels {
   // Columns begin to end of y.
   void (*gemm)(const Gemm&, int64_t begin, int64_t end);
   void (*quantized_gemm)(const QuantizedGemm&, int64_t begin, int64_t end);
+  // Rounds `count` numbers to multiples of `scale`. `sum`: of the int8.
+  void (*round_to_int8)(const float* x, int64_t count, int8_t* to, float* scale, int32_t* sum);
+  void (*panel_gemm)(const PanelGemm&, int64_t begin, int64_t end);  // panels begin to end
   // Writes K and V of tokens begin to end of sequence `seq`, counted from its first in the batch, into the pool.
   void (*write_kv)(const Attention&, int64_t seq, int64_t begin, int64_t end);
   // `scratch` holds `scratch_floats`.
@@ -119,7 +150,7 @@ struct Kernels {
 
 extern const Kernels kPortable;
 #if defined(__x86_64__)
-extern const Kernels kAvx2, kAvx512;
+extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
 #endif
 
 const Kernels& kernels();  // of the best instruction set that this CPU has

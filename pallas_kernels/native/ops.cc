@@ -20,11 +20,12 @@ namespace jaxllm {
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
-  static const Kernels& best = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
-                                   ? kAvx512
-                               : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kAvx2
-                                                                                                 : kPortable;
+  static const Kernels& best = [&]() -> const Kernels& {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+      return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? kAvx512Bf16 : kAvx512;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kAvx2 : kPortable;
+  }();
   return best;
 #else
   return kPortable;
@@ -34,7 +35,7 @@ const Kernels& kernels() {
 namespace {
 
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
-                  bool transposed) {
+                  bool transposed, bool batch_invariant) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
   const bool is_f32 = x.element_type() == ffi::F32, rounds = y->element_type() != ffi::F32;
   if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || ws[transposed ? 1 : 0] != xs[1] || ys[0] != xs[0] ||
@@ -43,8 +44,8 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
     return ffi::Error::InvalidArgument("jaxllm_matmul: shapes or dtypes don't go together");
   const int64_t rows = xs[0], k = xs[1], n = ys[1];
   Gemm gemm{nullptr, w.untyped_data(), static_cast<float*>(y->untyped_data()), rows, k, n, 0,
-            is_f32 ? DType::kF32 : DType::kBf16, transposed};
-  take_rows(gemm, rows, transposed);
+            is_f32 ? DType::kF32 : DType::kBf16, transposed, !is_f32 && kernels().pairs};
+  take_rows(gemm, rows, transposed && (batch_invariant || rows <= kDotRows));
   const std::unique_ptr<float[]> copy = pack_rows(pool, gemm, x);
   std::unique_ptr<float[]> sums;
   if (rounds) {
@@ -147,7 +148,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_matmul, jaxllm::matmul,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("transposed"));
+                                  .Attr<bool>("transposed")
+                                  .Attr<bool>("batch_invariant"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_paged_attention, jaxllm::paged_attention,
                               ffi::Ffi::Bind()

@@ -1,4 +1,5 @@
-// Work divided among the threads of XLA's pool and the calling one.
+// Work divided among a team of threads and the calling one. XLA's pool says how many; its own threads sleep between two
+// products, and waking one costs what a small product takes.
 #pragma once
 
 #if defined(__linux__)
@@ -6,10 +7,11 @@
 #endif
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <memory>
 #include <mutex>
+#include <thread>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -19,7 +21,16 @@ namespace jaxllm {
 // though another is idle, and parts them only milliseconds later, when most products are over.
 class Processors {
  public:
-  // Of the calling thread, which moves to another one if a thread of the job has this one.
+  // Of the calling thread alone.
+  void restart() {
+#if defined(__linux__)
+    std::lock_guard<std::mutex> lock(mutex_);
+    CPU_ZERO(&taken_);
+    if (const int here = sched_getcpu(); here >= 0 && here < CPU_SETSIZE) CPU_SET(here, &taken_);
+#endif
+  }
+
+  // Of the calling thread too, which moves to another one if a thread of the job has this one.
   void take() {
 #if defined(__linux__)
     std::lock_guard<std::mutex> lock(mutex_);
@@ -47,49 +58,117 @@ class Processors {
 #endif
 };
 
-// Parts are claimed, not assigned: the caller, which may itself be a thread of the pool, works through all that no other
-// thread has begun, and waits only for those that one has. So a busy pool costs time but can't block.
-template <class Work>
-class Job {
+// Waits for what another thread is about to do: at first it does nothing else, then lets others run; false once it has
+// waited long enough to sleep.
+class Patience {
  public:
-  Job(const Work* work, int64_t parts) : work_(work), parts_(parts) { processors_.take(); }
-
-  // By a thread other than the caller.
-  void help() {
-    if (next_.load() >= parts_) return;  // too late
-    processors_.take();
-    run();
-  }
-
-  void run() {
-    for (int64_t part; (part = next_.fetch_add(1)) < parts_;) {
-      (*work_)(part);
-      if (done_.fetch_add(1) + 1 == parts_) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        finished_.notify_one();
-      }
-    }
-  }
-
-  void wait() {
-    for (int i = 0; i < kSpins; i++) {
-      if (done_.load() == parts_) return;
+  bool wait() {
+    if (++turns_ <= kSpins) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
+      return true;
     }
-    std::unique_lock<std::mutex> lock(mutex_);
-    finished_.wait(lock, [this] { return done_.load() == parts_; });
+    if (turns_ == kSpins + 1) end_ = std::chrono::steady_clock::now() + kYielding;
+    std::this_thread::yield();
+    return std::chrono::steady_clock::now() < end_;
   }
 
  private:
-  static constexpr int kSpins = 2000;  // some tens of microseconds: less than waking up costs
+  static constexpr int kSpins = 1000;  // some tens of microseconds: less than waking up costs
+  static constexpr std::chrono::microseconds kYielding{200};  // most of what lies between two products, or two steps
 
-  const Work* const work_;  // the caller's; not touched once all parts are claimed
-  const int64_t parts_;
-  std::atomic<int64_t> next_{0}, done_{0};
+  int turns_ = 0;
+  std::chrono::steady_clock::time_point end_;
+};
+
+// Threads that wait for the next job: busily for a while, as there are hundreds in a step, then asleep. Parts of a job are
+// claimed, not assigned: the caller works through all that nobody else has begun, and waits only for those that someone
+// has. So it does without the others where they have no processor, or are not there, as in a forked process.
+class Team {
+ public:
+  static Team& get() {
+    static Team& team = *new Team;  // its threads outlive whatever ends a process
+    return team;
+  }
+
+  // Calls work(0) to work(parts - 1) in any order on at most `threads` threads, and returns when all have returned. A
+  // caller that finds the team at another one's work does its own alone.
+  template <class Work>
+  void run(int64_t threads, int64_t parts, const Work& work) {
+    std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+    if (!turn.owns_lock()) {
+      for (int64_t part = 0; part < parts; part++) work(part);
+      return;
+    }
+    for (; size_ + 1 < threads; size_++) std::thread([this] { help(); }).detach();
+    processors_.restart();
+    call_ = [](const void* work, int64_t part) { (*static_cast<const Work*>(work))(part); };
+    work_ = &work, parts_ = parts;
+    next_ = done_ = 0;
+    is_open_ = true;
+    number_++;
+    wake(helpers_);
+    take_parts();
+    is_open_ = false;
+    wait_for(caller_, [this] { return done_ == parts_ && inside_ == 0; });
+  }
+
+ private:
+  void take_parts() {
+    for (int64_t part; (part = next_++) < parts_;) {
+      call_(work_, part);
+      done_++;
+    }
+  }
+
+  // By a thread of the team, for ever.
+  void help() {
+    for (int64_t last = 0;;) {
+      wait_for(helpers_, [&] { return number_ != last; });
+      inside_++;  // before it looks: the caller closes the job, and then awaits those inside
+      last = number_;
+      if (is_open_ && next_ < parts_) {
+        processors_.take();
+        take_parts();
+      }
+      inside_--;
+      wake(caller_);
+    }
+  }
+
+  struct Sleepers {
+    std::atomic<int> count{0};
+    std::condition_variable woken;
+  };
+
+  void wake(Sleepers& sleepers) {
+    if (sleepers.count == 0) return;
+    std::lock_guard<std::mutex> lock(mutex_);
+    sleepers.woken.notify_all();
+  }
+
+  template <class Is>
+  void wait_for(Sleepers& sleepers, const Is& is) {
+    for (Patience patience; !is();) {
+      if (patience.wait()) continue;
+      std::unique_lock<std::mutex> lock(mutex_);
+      sleepers.count++;
+      sleepers.woken.wait(lock, is);
+      sleepers.count--;
+      return;
+    }
+  }
+
+  std::mutex turn_;  // of the callers
+  int64_t size_ = 0;
+  void (*call_)(const void*, int64_t) = nullptr;
+  const void* work_ = nullptr;
+  std::atomic<int64_t> parts_{0}, next_{0}, done_{0}, number_{0};
+  std::atomic<int> inside_{0};
+  std::atomic<bool> is_open_{false};
   std::mutex mutex_;
-  std::condition_variable finished_;
+  Sleepers caller_, helpers_;
   Processors processors_;
 };
 
@@ -97,14 +176,8 @@ class Job {
 template <class Work>
 void parallel(xla::ffi::ThreadPool& pool, int64_t parts, const Work& work) {
   const int64_t threads = pool.num_threads();
-  if (parts <= 1 || threads <= 1) {
-    for (int64_t part = 0; part < parts; part++) work(part);
-    return;
-  }
-  auto job = std::make_shared<Job<Work>>(&work, parts);
-  for (int64_t i = 1; i < threads && i < parts; i++) pool.Schedule([job] { job->help(); });
-  job->run();
-  job->wait();
+  if (parts > 1 && threads > 1) return Team::get().run(threads, parts, work);
+  for (int64_t part = 0; part < parts; part++) work(part);
 }
 
 }  // namespace jaxllm

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 
 #include "kernels.h"
 #include "parallel.h"
@@ -24,41 +25,51 @@ inline float widen(Bf16 b) {
 
 inline float widen(float f) { return f; }
 
-// Says how `rows` rows of x are read.
-inline void take_rows(Gemm& gemm, int64_t rows, bool transposed) {
-  gemm.rows = rows, gemm.transposed = transposed;
-  gemm.groups = transposed ? 1 : (rows + kernels().group_rows - 1) / kernels().group_rows;
+// Says how `rows` rows of x are read: each by itself, or by groups.
+inline void take_rows(Gemm& gemm, int64_t rows, bool each) {
+  gemm.rows = rows;
+  gemm.groups = each ? 0 : (rows + kernels().group_rows - 1) / kernels().group_rows;
 }
 
-// Group `i` of the rows of x, which row(0), row(1), ... point to, in float32, as the kernel reads it (see Gemm):
-// transposed by 8 columns, so that what is written stays in the cache until it is whole.
+// Units `first` to `first + count` of a row of x, `step` apart.
+template <class T>
+inline void copy_units(const Gemm& gemm, const T* row, int64_t first, int64_t count, float* to, int64_t step) {
+  if constexpr (std::is_same_v<T, Bf16>) {
+    if (gemm.pairs) {
+      for (int64_t i = 0; i < count; i++) {
+        const Bf16* at = row + 2 * (first + i);
+        const uint32_t second = 2 * (first + i) + 1 < gemm.k ? at[1].bits : 0, pair = at[0].bits | second << 16;
+        std::memcpy(to + i * step, &pair, sizeof pair);
+      }
+      return;
+    }
+  }
+  for (int64_t i = 0; i < count; i++) to[i * step] = widen(row[first + i]);
+}
+
+// Group `i` of the rows of x, which row(0), row(1), ... point to, as the kernel reads it (see Gemm): transposed by 8
+// units, so that what is written stays in the cache until it is whole. Without groups all of the rows.
 template <class Row>
 void pack(const Gemm& gemm, const Row& row, float* to, int64_t i) {
-  constexpr int64_t kColumns = 8;
-  const int64_t first = gemm.first_row(i), height = gemm.first_row(i + 1) - first, k = gemm.k;
-  to += first * k;
-  if (gemm.transposed) {
-    for (int64_t r = 0; r < height; r++)
-      std::transform(row(first + r), row(first + r) + k, to + r * k, [](auto value) { return widen(value); });
+  constexpr int64_t kUnits = 8;
+  const int64_t units = gemm.units();
+  if (gemm.groups == 0) {
+    for (int64_t r = 0; r < gemm.rows; r++) copy_units(gemm, row(r), 0, units, to + r * units, 1);
     return;
   }
-  for (int64_t column = 0; column < k; column += kColumns)
-    for (int64_t r = 0; r < height; r++) {
-      const auto* from = row(first + r) + column;
-      float* at = to + column * height + r;
-      if (column + kColumns <= k)
-        for (int64_t j = 0; j < kColumns; j++) at[j * height] = widen(from[j]);  // unrolled
-      else
-        for (int64_t j = 0; j < k - column; j++) at[j * height] = widen(from[j]);
-    }
+  const int64_t first = gemm.first_row(i), height = gemm.first_row(i + 1) - first;
+  to += first * units;
+  for (int64_t unit = 0; unit < units; unit += kUnits)
+    for (int64_t r = 0; r < height; r++)
+      copy_units(gemm, row(first + r), unit, std::min(kUnits, units - unit), to + unit * height + r, height);
 }
 
-// All of x in float32, as the kernel reads it.
+// All of x as the kernel reads it.
 template <class T>
 void prepare(xla::ffi::ThreadPool& pool, const Gemm& gemm, const T* x, float* to) {
   const auto pack_group = [&](int64_t i) { pack(gemm, [&](int64_t row) { return x + row * gemm.k; }, to, i); };
-  if (gemm.rows * gemm.k < kAlonePacked)
-    for (int64_t i = 0; i < gemm.groups; i++) pack_group(i);
+  if (gemm.groups == 0 || gemm.rows * gemm.k < kAlonePacked)
+    for (int64_t i = 0; i < std::max<int64_t>(gemm.groups, 1); i++) pack_group(i);
   else
     parallel(pool, gemm.groups, pack_group);
 }
@@ -67,8 +78,9 @@ void prepare(xla::ffi::ThreadPool& pool, const Gemm& gemm, const T* x, float* to
 inline std::unique_ptr<float[]> pack_rows(xla::ffi::ThreadPool& pool, Gemm& gemm, const xla::ffi::AnyBuffer& x) {
   const bool is_f32 = x.element_type() == xla::ffi::F32;
   gemm.x = static_cast<const float*>(x.untyped_data());
-  if (is_f32 && (gemm.transposed || gemm.rows == 1)) return nullptr;
-  std::unique_ptr<float[]> copy(new float[gemm.rows * gemm.k]);  // not a vector, which would write zeros first
+  const bool is_read_so = is_f32 || (gemm.pairs && gemm.k % 2 == 0);
+  if (is_read_so && (gemm.groups == 0 || gemm.rows == 1)) return nullptr;
+  std::unique_ptr<float[]> copy(new float[gemm.rows * gemm.units()]);  // not a vector, which would write zeros first
   gemm.x = copy.get();
   if (is_f32)
     prepare(pool, gemm, static_cast<const float*>(x.untyped_data()), copy.get());

@@ -97,7 +97,7 @@ static inline Floats load_scales(const QuantizedGemm& q, int64_t i) {
   switch (q.scale) {
     case Scale::kF32: return load(static_cast<const float*>(q.scales) + i);
     case Scale::kBf16: return load(static_cast<const Bf16*>(q.scales) + i);
-    case Scale::kF16: return small_floats<16, 10>(load_words(static_cast<const uint16_t*>(q.scales) + i));
+    case Scale::kF16: return load_half(static_cast<const uint16_t*>(q.scales) + i);
     case Scale::kF8: return load_float8(static_cast<const uint8_t*>(q.scales) + i);
     case Scale::kPower: return load_powers(static_cast<const uint8_t*>(q.scales) + i);
   }
@@ -230,7 +230,7 @@ static void many_rows(const QuantizedGemm& q, int64_t k, int64_t depth, int64_t 
   });
   for (int64_t i = 0; i < g.groups; i++) {
     const int64_t row = g.first_row(i), height = g.first_row(i + 1) - row;
-    tile_of<kVectors, false, float>(height)(g.x + row * g.k + k * height, height, dense, kPair, g.y + row * g.n + n,
+    tile_of<kVectors, From::kKept, Single<float>>(height)(g.x + row * g.k + k * height, height, dense, 0, g.y + row * g.n + n,
                                             g.n, depth, k == 0, Ahead{}, nullptr);
   }
 }
@@ -320,7 +320,7 @@ static void quantized_by_dots(const QuantizedGemm& q, int64_t begin, int64_t end
 template <class Kind>
 static void quantized_gemm_of(const QuantizedGemm& q, int64_t begin, int64_t end) {
   const Gemm& g = q.gemm;
-  (g.transposed ? quantized_by_dots<Kind> : quantized_by_columns<Kind>)(q, begin, end);
+  (g.groups == 0 ? quantized_by_dots<Kind> : quantized_by_columns<Kind>)(q, begin, end);
   for (int64_t r = 0; q.outer && r < g.rows; r++)
     for (int64_t n = begin; n < end; n++) g.y[r * g.n + n] *= q.outer[n];
 }

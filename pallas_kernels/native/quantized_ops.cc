@@ -27,7 +27,7 @@ ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     return ffi::Error::InvalidArgument("jaxllm_quantized_matmul: shapes don't go together");
   const int64_t rows = xs[0], n = ys[1];
   QuantizedGemm q = weight.first;
-  take_rows(q.gemm, rows, weight.transposes(rows));
+  take_rows(q.gemm, rows, weight.takes_each(rows));
   q.gemm.y = static_cast<float*>(y->untyped_data());
   const std::unique_ptr<float[]> copy = pack_rows(pool, q.gemm, x);
   std::unique_ptr<float[]> sums;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -121,6 +122,14 @@ static inline Floats small_floats(Words bits) {
   return (Floats)((Words)value | bits >> (kBits - 1) << 31);
 }
 
+static inline Floats load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#else
+  return small_floats<16, 10>(load_words(p));
+#endif
+}
+
 static inline Floats load_float8(const uint8_t* p) {
 #if defined(__AVX512F__)  // by way of float16, which has the same numbers, 2^8 times smaller
   const __m128i codes = _mm_loadu_si128((const __m128i*)p);
@@ -138,6 +147,39 @@ static inline Floats broadcast(float f) { return f - Floats{}; }  // of a sum, u
 
 static inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 static inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define JAXLLM_SHUFFLES
+#endif
+#endif
+
+#if defined(JAXLLM_SHUFFLES)
+// Exchanges the lanes of a whose number has the bit kBit with those of b that lack it.
+template <int kBit, int... kLanes>
+static inline void exchange(Floats& a, Floats& b, std::integer_sequence<int, kLanes...>) {
+  const Floats first = a;
+  a = __builtin_shufflevector(first, b, (kLanes & kBit ? kWidth + kLanes - kBit : kLanes)...);
+  b = __builtin_shufflevector(first, b, (kLanes & kBit ? kWidth + kLanes : kLanes + kBit)...);
+}
+
+template <int kBit = 1>
+static inline void transpose(Floats* square) {
+  if constexpr (kBit < kWidth) {
+    for (int i = 0; i < kWidth; i++)
+      if (!(i & kBit)) exchange<kBit>(square[i], square[i + kBit], std::make_integer_sequence<int, kWidth>{});
+    transpose<2 * kBit>(square);
+  }
+}
+#else
+static inline void transpose(Floats* square) {
+  for (int i = 0; i < kWidth; i++)
+    for (int j = 0; j < i; j++) {
+      const float number = square[i][j];
+      square[i][j] = square[j][i], square[j][i] = number;
+    }
+}
+#endif
 
 template <int kLanes>
 struct Part {

@@ -75,8 +75,8 @@ struct Weight {
     is_dense ? kernels().gemm(q.gemm, begin, end) : kernels().quantized_gemm(q, begin, end);
   }
 
-  // Whether x is read as [rows, k], not by groups.
-  bool transposes(int64_t rows) const { return !is_dense && first.by_output && rows <= kDirectRows; }
+  // Whether each row of x is read by itself.
+  bool takes_each(int64_t rows) const { return !is_dense && first.by_output && rows <= kDirectRows; }
 };
 
 // The arrays of a weight as `to`, or what is wrong with them. Without scales it is dense, [k, n]; see QuantizedGemm for
