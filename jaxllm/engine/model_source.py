@@ -89,7 +89,7 @@ class ModelSource(NamedTuple):
             ) from error
 
     def in_panels(self, mesh: Mesh) -> "ModelSource":
-        """With quantised products in the order that one CPU reads them in, as soon as they are loaded; itself where there
+        """With quantised products in the order that a lone CPU reads them in, once they are loaded; itself where there
         are none, or the caller brings their arrays."""
         if platform_of(mesh) != "cpu" or mesh.size > 1 or not callable(self.params) or not native.is_built():
             return self
