@@ -59,11 +59,13 @@ class LLM(LLMRollout):
       revision, download_dir: of a name of the hub, which is fetched into huggingface_hub's cache otherwise.
       tokenizer: in the place of the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or
         any object with `encode` and `decode`. `skip_tokenizer_init=True` is for prompts and outputs of ids alone.
-      dtype: "auto" is float32 on a CPU and bfloat16 elsewhere.
+      dtype: "auto" is float32 on a CPU and bfloat16 elsewhere. On a CPU a GGUF file's blocks are multiplied as they are
+        then, see `quantization`; with a dtype they are dequantised to it.
       load_format: "dummy" for random weights; "auto", "safetensors" and "gguf" read them.
       quantization: "int8", "int4" or "fp8": dense weights of the layers' products become that while they load, one
         scale an output or, of int4, a group of 128 inputs. "gguf": the blocks of a GGUF file stay as they are, instead
-        of being dequantised. Other checkpoints that are quantised need no argument.
+        of being dequantised; one CPU rounds what they are multiplied with to int8, by groups. Other checkpoints that
+        are quantised need no argument.
       hf_overrides: keys of config.json, and what they shall be.
       task: "embed" for a model that generates, so that it makes embeddings alone; None: what its files say it is for.
       generation_config, override_generation_config: what `get_default_sampling_params` returns: of the model's files

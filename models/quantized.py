@@ -210,6 +210,14 @@ class QuantizedLinear(Linear):
         return y
 
 
+def put_in_panels(model: nnx.Module) -> bool:
+    """Puts the products in panels that can lie in them, in place. Returns whether there are some."""
+    nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, QuantizedLinear) and node.can_lie_in_panels]
+    for node in nodes:
+        node.put_in_panels()
+    return bool(nodes)
+
+
 def _shapes(shape: LinearShape, form: WeightForm) -> dict[str, jax.ShapeDtypeStruct]:
     return {
         name: jax.ShapeDtypeStruct(tuple(axes.values()), dtype) for name, (axes, dtype) in form.leaves(shape).items()

@@ -65,6 +65,11 @@ def _quantized(got: dict[str, Any], want: dict[str, nnx.Variable]) -> dict[str, 
         path = name.removesuffix(".weight")
         if name in want:
             found[name] = leaf
+        elif f"{path}.panels" in want:
+            raise ValueError(
+                f"parameter {name} is dense, and the engine has it in blocks of a GGUF file, in the order that a CPU "
+                "reads; give LLM dtype='float32' for weights that change"
+            )
         elif f"{path}.codes" in want:
             if want[f"{path}.codes"].get_metadata("num_inputs", None) is None:
                 raise ValueError(

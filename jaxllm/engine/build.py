@@ -79,7 +79,11 @@ def build_engine(
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments; `group` are
     the hosts that it leads."""
     mesh = choose_mesh(mesh, tensor_parallel_size, spreads=group is not None)
-    reading = Reading(load_format, hf_overrides, skip_tokenizer_init, task, quantization, model_config)
+    # Where bits are to be those of other batches, replays or hosts, a GGUF file's weights are dense if nothing is said.
+    keeps_blocks = not batch_invariant and record is None and group is None and load_format != "dummy"
+    reading = Reading(
+        load_format, hf_overrides, skip_tokenizer_init, task, quantization, model_config, keeps_blocks=keeps_blocks
+    )
     if record is not None and (load_format == "dummy" or hf_overrides or task or quantization or model_config):
         raise ValueError(
             "record notes neither load_format='dummy' nor hf_overrides, task, quantization or config; write a "

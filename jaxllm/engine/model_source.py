@@ -25,6 +25,7 @@ from jaxllm.checkpoint.orbax_tree import restore_params
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.checkpoint.pooling_config import PoolingConfig, read_pooling
 from jaxllm.checkpoint.quantized.detect import scheme_of
+from jaxllm.checkpoint.quantized.gguf import is_kept
 from jaxllm.checkpoint.quantized.kv_scales import Scales
 from jaxllm.checkpoint.quantized.make import quantize_model
 from jaxllm.checkpoint.quantized.scheme import Scheme
@@ -35,7 +36,7 @@ from jaxllm.engine.model_interface import kv_dtype
 from jaxllm.engine.own_module import open_module, say_replicated
 from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
-from jaxllm.models.quantized import QuantizedLinear
+from jaxllm.models.quantized import put_in_panels
 from jaxllm.models.transformer import Params
 from jaxllm.models.wrapped import name_of
 from jaxllm.pallas_kernels import native
@@ -94,12 +95,12 @@ class ModelSource(NamedTuple):
         if platform_of(mesh) != "cpu" or mesh.size > 1 or not callable(self.params) or not native.is_built():
             return self
         graph, abstract = nnx.split(self.model)
-        if not _put_in_panels(self.model):
+        if not put_in_panels(self.model):
             return self
 
         def load(_: Params, mesh: Mesh) -> Params:
             model = nnx.merge(graph, self.params(abstract, mesh))
-            _put_in_panels(model)
+            put_in_panels(model)
             return nnx.split(model)[1]
 
         return self._replace(params=load)
@@ -107,14 +108,6 @@ class ModelSource(NamedTuple):
     def place(self, abstract: Params, mesh: Mesh) -> Params:
         """The parameters on `mesh`, in the state that `abstract` describes."""
         return self.params(abstract, mesh) if callable(self.params) else place_params(self.params, abstract, mesh)
-
-
-def _put_in_panels(model: nnx.Module) -> bool:
-    """Puts the products in panels that can lie in them, in place. Returns whether there are some."""
-    nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, QuantizedLinear) and node.can_lie_in_panels]
-    for node in nodes:
-        node.put_in_panels()
-    return bool(nodes)
 
 
 class Reading(NamedTuple):
@@ -126,6 +119,7 @@ class Reading(NamedTuple):
     task: str | None = None
     quantization: str | None = None
     config: Any = None
+    keeps_blocks: bool = False  # of a GGUF file on a CPU where neither quantization nor a dtype is asked for
 
 
 AS_IT_IS = Reading()
@@ -186,6 +180,8 @@ def _of_checkpoint(
     scheme = scheme_of(checkpoint, checkpoint.config() | (reading.hf_overrides or {}))
     _check_load_format(checkpoint, reading.load_format, scheme)
     abstract = transformer.abstract(spec.module.Model, spec.cfg)
+    if reading.keeps_blocks and dtype == "auto" and reading.quantization is None and _has_blocks(checkpoint, platform):
+        reading = reading._replace(quantization="gguf")
     if tokenizer is None and not reading.skip_tokenizer_init:
         tokenizer = checkpoint.tokenizer()
     load = _loader(checkpoint, spec, abstract, reading)
@@ -240,6 +236,13 @@ def _loader(
     if plan is not None or wanted is None:
         return partial(load_params, checkpoint, spec, quantized=plan)
     return partial(load_quantized, checkpoint, spec)
+
+
+def _has_blocks(checkpoint: Checkpoint, platform: str) -> bool:
+    """Whether it has blocks that this platform's kernels multiply faster than what they stand for."""
+    if not isinstance(checkpoint, GgufCheckpoint) or platform != "cpu" or not native.is_built():
+        return False
+    return any(map(is_kept, checkpoint.tensors().values()))
 
 
 def _random_params(spec: ModelSpec, abstract: Params, mesh: Mesh) -> Params:

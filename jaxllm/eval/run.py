@@ -48,7 +48,8 @@ def evaluate(
     would be 512 KB. `ValueError` where there is nothing to score, or the two models don't share their tokens.
     """
     mesh = choose_mesh(mesh, tensor_parallel_size)
-    source = model_source(model, dtype, platform_of(mesh), tokenizer, Reading(quantization=quantization))
+    reading = Reading(quantization=quantization, keeps_blocks=True)
+    source = model_source(model, dtype, platform_of(mesh), tokenizer, reading).in_panels(mesh)
     inputs = _Inputs.of(texts, questions, source, context)
     make = partial(Scorer, source, mesh, kv_cache_dtype=kv_cache_dtype, calculate_kv_scales=calculate_kv_scales)
     if reference is None:

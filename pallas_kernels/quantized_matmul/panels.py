@@ -54,8 +54,8 @@ def panel_product(
 ) -> Float[Array, "..."]:
     """`x[..., *inputs]`, summed over its last `num_inputs` axes with a weight in panels: `[..., *outputs]`.
 
-    In the dtype of x or, not rounded to it, in `out_dtype`. Each group of a row's inputs counts as int8 times a scale of
-    its own."""
+    In the dtype of x or, not rounded to it, in `out_dtype`. Each group of a row's inputs counts as int8 times a scale.
+    """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     assert x.dtype.name in DTYPES and out_dtype.name in DTYPES
     rows, depth = x.shape[: x.ndim - num_inputs], math.prod(x.shape[x.ndim - num_inputs :])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.dispatch import Placement
-from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight, eight_bits, gpu, gpu_kernel, product, tpu
+from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight, eight_bits, gpu, gpu_kernel, panels, product, tpu
 from jaxllm.pallas_kernels.quantized_matmul.api import OP
 
 needs_library = pytest.mark.skipif(
@@ -71,12 +71,14 @@ def implementation(name, inputs):
     return partial(product, num_inputs=len(inputs), implementation=name)
 
 
-def rounded_by_group(x, group):
-    """Rows `[n, inputs]` as int8 has them, each group of inputs by its own scale."""
+def rounded_by_group(x, group, dtype):
+    """Rows `[n, inputs]` as int8 has them, each group of inputs by its own scale. `dtype`: of products before they are
+    rounded, which machines that add to them at once have in more than float32."""
     parts = x.reshape(len(x), -1, group).astype(np.float32)
     top = np.abs(parts).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
-    return (np.rint(parts * inverse) * (top / np.float32(127))).reshape(x.shape)
+    codes = np.rint(parts.astype(dtype) * inverse.astype(dtype))
+    return (codes * (top / np.float32(127))).reshape(x.shape).astype(np.float64)
 
 
 # Inputs, outputs, group, dtype of scales, offsets, outer.
@@ -90,27 +92,40 @@ FORMS = {
 
 
 @needs_library
-@pytest.mark.parametrize("codes", ["int8", "int4", "uint4"])
-@pytest.mark.parametrize("outputs", [2, 62, 64, 130, 400])
-@pytest.mark.parametrize(("inputs", "group"), [(32, 32), (96, 16), (256, 128)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_rounded_by_group(codes, outputs, inputs, group, dtype):
-    """The product is that of the rounded rows, to the last bits of float32, in whatever number they come; or, on a CPU
-    that does not multiply int8, of the rows themselves."""
-    weight = weight_of(codes, (inputs,), (outputs,), group, "float16", codes == "uint4", codes == "int8")
-    fn = jax.jit(partial(implementation("native", (inputs,)), activations="int8_by_group", out_dtype=jnp.float32))
+@pytest.mark.parametrize("codes", panels.CODES)
+@pytest.mark.parametrize("outputs", [1, 14, 16, 130, 400])
+@pytest.mark.parametrize(("inputs", "group"), [((32,), 32), ((2, 48), 8), ((256,), 128)])
+@pytest.mark.parametrize(("scales", "dtype"), [("float16", "float32"), ("float32", "bfloat16")])
+def test_weights_in_panels(codes, outputs, inputs, group, scales, dtype):
+    """The product is that of rows rounded by groups, to the last bits of float32, in whatever number they come."""
+    weight = weight_of(codes, inputs, (outputs,), group, scales, offsets=codes != "int4")
+    if weight.offsets is not None:
+        weight = weight._replace(offsets=weight.offsets.astype(scales).astype(jnp.float32))
+    kind = {"codes": codes, "scales": scales, "has_offsets": weight.offsets is not None}
+    fn = jax.jit(
+        partial(panels.panel_product, num_inputs=len(inputs), outputs=(outputs,), out_dtype=jnp.float32, **kind)
+    )
+    held = jax.jit(partial(panels.to_panels, num_inputs=len(inputs)))(weight)
+    assert held.shape == panels.panels_shape(math.prod(inputs), outputs, group=group, **kind)
     rng = np.random.default_rng(0)
-    dense = np.asarray(weight.dense(1)).astype(np.float64)
-    for rows in (1, 2, 3, 8, 33):
-        x = rng.normal(size=(rows, inputs)) * 10.0 ** rng.integers(-3, 4, (rows, 1))
-        x[:, :group] *= rows != 2 or group == inputs  # a group of zeros
+    dense, scaled = (
+        np.asarray(each.dense(len(inputs))).astype(np.float64).reshape(-1, outputs)
+        for each in (weight, weight._replace(offsets=None))
+    )
+    sizes = np.abs(scaled) + np.abs(dense - scaled)
+    for rows in (1, 2, 5, 6, 7, 33):
+        x = rng.normal(size=(rows, math.prod(inputs))) * 10.0 ** rng.integers(-3, 4, (rows, 1))
+        x[:, :group] *= rows != 2  # a group of zeros, or all of them
         x = np.asarray(jnp.asarray(x, dtype))
-        got = np.asarray(fn(x, weight)).astype(np.float64)
-        exact, rounded = (each.astype(np.float64) for each in (x, rounded_by_group(x, group)))
-        sizes = np.abs(exact) @ np.abs(dense)
-        error = min((np.abs(got - each @ dense) / sizes).max() for each in (exact, rounded))
-        assert error < 1e-6
-        assert (np.abs(got - exact @ dense) / sizes).max() < 0.02
+        got = np.asarray(fn(x.reshape(rows, *inputs), held)).astype(np.float64)
+        known = (rounded_by_group(x, group, dtype) for dtype in (np.float32, np.float64))
+        assert any((np.abs(got - each @ dense) <= 1e-6 * (np.abs(each) @ sizes)).all() for each in known)
+
+
+def test_what_can_lie_in_panels():
+    assert panels.fits("uint4", 32, "float16") and panels.fits("int8", 16, "float32")
+    assert not panels.fits("float8_e4m3fn", 32, "float16") and not panels.fits("int4", None, "float32")
+    assert not panels.fits("int4", 4, "float32") and not panels.fits("int8", 32, "bfloat16")
 
 
 @needs_library

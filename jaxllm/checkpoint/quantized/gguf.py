@@ -34,9 +34,9 @@ def module(name: str, tensor: StoredTensor, head_dim: int | None = None) -> Quan
 
     Each head's `head_dim` rows are put in the order of Hugging Face's where the tensor has them interleaved.
     """
-    kind = _KINDS.get(tensor.dtype)
-    if kind is None or len(tensor.shape) != 2 or tensor.shift:
+    if not is_kept(tensor):
         return None
+    kind = _KINDS[tensor.dtype]
     num_outputs, num_inputs = tensor.shape
     if tensor.is_interleaved and (head_dim is None or head_dim % 2 or num_outputs % head_dim):
         raise wrong(
@@ -114,6 +114,11 @@ def _q6_k(blocks: _Blocks) -> _Split:
     scales = half(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
     quants = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << np.uint8(4)
     return centered(quants, 6), scales, None
+
+
+def is_kept(tensor: StoredTensor) -> bool:
+    """Whether `module` makes one of it, if its shape fits."""
+    return tensor.dtype in _KINDS and len(tensor.shape) == 2 and not tensor.shift
 
 
 _KINDS = {

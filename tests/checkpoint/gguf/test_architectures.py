@@ -2,14 +2,17 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import save_file
 
-from jaxllm import LLM
+from jaxllm import LLM, SamplingParams
 from jaxllm.checkpoint.config import read_config
 from jaxllm.errors import ModelFormatError
+from jaxllm.pallas_kernels import native
 from tests.checkpoints import check_same, load
 from tests.gguf_files import QUANTISED, Converted
 from tests.hf_models import FACTORS, LLAMA3, LONGROPE, YARN, checkpoint
@@ -89,6 +92,29 @@ def test_greedy_tokens_of_blocks_that_stay(tmp_path):
             table = llm.params["embed"]
             assert set(table) == ({"codes", "scales", "head"} if kept else {"weight"})
     assert tokens[0] == tokens[1] and len(tokens[0]) == 16
+
+
+@pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
+def test_a_cpu_multiplies_blocks_as_they_are(tmp_path):
+    """Unless a dtype is asked for, or results that are those of other batches to the bit."""
+    _, file = converted(tmp_path, "llama", lambda name: "Q8_0" if "attn_v" in name else "Q4_1")
+    options = dict(tokenizer=NoText(), max_num_seqs=2, max_num_batched_tokens=8, num_blocks=48)
+
+    def run(**more):
+        with LLM(file, **options, **more) as llm:
+            names = {str(key[-1].key) for key, _ in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(llm.params))}
+            out = llm.generate([ids([3, 14, 15])[0]], SamplingParams(max_tokens=1, logprobs=20))[0].outputs[0]
+            with pytest.raises(ValueError, match="blocks of a GGUF file|do not fit"):
+                llm.update_params({"layers": {0: {"mlp": {"down": {"weight": jnp.zeros((1, 1))}}}}})
+        return names, {token: each.logprob for token, each in out.logprobs[0].items()}
+
+    names, found = run()
+    assert "panels" in names
+    for more in ({"dtype": "float32"}, {"batch_invariant": True}):
+        dense_names, dense = run(**more)
+        assert "panels" not in dense_names and "codes" not in dense_names
+        both = dense.keys() & found.keys()
+        assert len(both) >= 15 and max(abs(dense[token] - found[token]) for token in both) < 0.05
 
 
 @pytest.mark.parametrize("dtype", sorted(QUANTISED))
