@@ -92,8 +92,8 @@ def add_loading_arguments(group: Any) -> None:
     add(
         "--quantization",
         metavar="KIND",
-        help="int8, int4 or fp8: dense weights become that while they load; gguf: a file's blocks stay as they are, the "
-        "default on a CPU where no --dtype is given",
+        help="int8, int4 or fp8: dense weights become that while they load; gguf: a file's blocks stay as they are, as "
+        "on a CPU without --dtype anyway",
     )
     add("--kv-cache-dtype", metavar="KIND", help="int8 or fp8: keys and values in 8 bits (default: the model's dtype)")
     add(
