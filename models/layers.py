@@ -15,17 +15,10 @@ from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.linear import Linear
 from jaxllm.models.rope import Rope as Rope
-from jaxllm.models.rope import rotate
+from jaxllm.pallas_kernels.gated import ACTIVATIONS as ACTIVATIONS
+from jaxllm.pallas_kernels.gated import gated
 from jaxllm.pallas_kernels.order import ordered_sum
-
-ACTIVATIONS = {  # by their names in `config.json`
-    "silu": nnx.silu,
-    "swish": nnx.silu,
-    "gelu": partial(nnx.gelu, approximate=False),
-    "relu": nnx.relu,
-    "gelu_pytorch_tanh": partial(nnx.gelu, approximate=True),
-    "gelu_new": partial(nnx.gelu, approximate=True),
-}
+from jaxllm.pallas_kernels.rotary import rotate
 
 
 class Norm(nnx.Module):
@@ -165,8 +158,8 @@ class Attention(nnx.Module):
         """Queries and keys that tell their positions."""
         if sin_cos is None:
             return q, k
-        turn = partial(rotate, sin=sin_cos[0], cos=sin_cos[1], interleaved=self.interleaved)
-        return turn(q), turn(k)
+        options = {"interleaved": self.interleaved, "placement": ctx.placement}
+        return rotate(q, *sin_cos, **options), rotate(k, *sin_cos, **options)
 
 
 class MLP(nnx.Module):
@@ -180,8 +173,7 @@ class MLP(nnx.Module):
         self.activation = cfg.activation
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t embed"]:
-        both = self.gate_up(x, ctx)
-        return self.down(ACTIVATIONS[self.activation](both[..., 0, :]) * both[..., 1, :], ctx)
+        return self.down(gated(self.gate_up(x, ctx), self.activation, placement=ctx.placement), ctx)
 
 
 class PlainMLP(nnx.Module):

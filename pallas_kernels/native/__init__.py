@@ -17,6 +17,8 @@ TARGETS = (
     "jaxllm_make_panels",
     "jaxllm_panel_matmul",
     "jaxllm_normalize",
+    "jaxllm_rotate",
+    "jaxllm_gated",
     "jaxllm_draw",
     "jaxllm_best",
     "jaxllm_zeros",

@@ -1,5 +1,6 @@
 // Compiled once per instruction set: JAXLLM_ISA names it, JAXLLM_TABLE its table.
 #include "attention.h"
+#include "elementwise.h"
 #include "gemm.h"
 #include "panels.h"
 #include "quantized.h"
@@ -13,6 +14,7 @@ const Kernels JAXLLM_TABLE = {
     JAXLLM_ISA::round_to_int8, JAXLLM_ISA::panel_gemm,
     JAXLLM_ISA::write_kv, JAXLLM_ISA::attend, JAXLLM_ISA::scratch_floats,
     JAXLLM_ISA::normalize, JAXLLM_ISA::draw, JAXLLM_ISA::best, JAXLLM_ISA::draw_floats, JAXLLM_ISA::best_floats,
+    JAXLLM_ISA::rotate, JAXLLM_ISA::gate,
 };
 
 }  // namespace jaxllm

@@ -121,6 +121,25 @@ struct Best {
   int64_t vocab, k, num_tokens;
 };
 
+// y[tokens, heads, head_dim]: the first 2 * pairs features of each head turned by angles of their token.
+struct Rotation {
+  const void* x;
+  void* y;
+  const float *sin, *cos;  // [tokens, pairs]
+  int64_t heads, head_dim, pairs;
+  bool interleaved;  // whether pairs are neighbours, not one of each half
+  DType dtype;       // of x and y
+};
+
+// y[tokens, width]: the activation of x[:, 0] times x[:, 1], of x [tokens, 2, width].
+struct Gated {
+  const void* x;
+  void* y;
+  int64_t width;
+  bool is_gelu;  // by tanh; else it is silu
+  DType dtype;   // of x and y
+};
+
 struct Kernels {
   const char* name;
   bool pairs;  // whether products of bfloat16 take a Gemm's x in pairs
@@ -146,6 +165,9 @@ struct Kernels {
   void (*best)(const Best&, int64_t row, float* scratch);
   int64_t (*draw_floats)(int64_t vocab);
   int64_t (*best_floats)(int64_t vocab, int64_t k);
+  // Of one token.
+  void (*rotate)(const Rotation&, int64_t token);
+  void (*gate)(const Gated&, int64_t token);
 };
 
 extern const Kernels kPortable;

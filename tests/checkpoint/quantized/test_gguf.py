@@ -13,15 +13,20 @@ from jaxllm.models.quantized import WeightForm
 from tests.checkpoint.quantized.make import check_form, dense
 from tests.gguf_files import gguf, interleave, kind
 
+
+def _form(**parts):
+    return WeightForm(**parts, activations="int8_by_group")
+
+
 FORMS = {
-    "Q4_0": WeightForm(codes="int4", group=32, scales="float16"),
-    "Q4_1": WeightForm(codes="uint4", group=32, scales="float16", has_offsets=True),
-    "Q5_0": WeightForm(codes="int8", group=32, scales="float16"),
-    "Q5_1": WeightForm(codes="int8", group=32, scales="float16", has_offsets=True),
-    "Q8_0": WeightForm(codes="int8", group=32, scales="float16"),
-    "Q4_K": WeightForm(codes="uint4", group=32, scales="float32", has_offsets=True),
-    "Q5_K": WeightForm(codes="int8", group=32, scales="float32", has_offsets=True),
-    "Q6_K": WeightForm(codes="int8", group=16, scales="float32"),
+    "Q4_0": _form(codes="int4", group=32, scales="float16"),
+    "Q4_1": _form(codes="uint4", group=32, scales="float16", has_offsets=True),
+    "Q5_0": _form(codes="int8", group=32, scales="float16"),
+    "Q5_1": _form(codes="int8", group=32, scales="float16", has_offsets=True),
+    "Q8_0": _form(codes="int8", group=32, scales="float16"),
+    "Q4_K": _form(codes="uint4", group=32, scales="float32", has_offsets=True),
+    "Q5_K": _form(codes="int8", group=32, scales="float32", has_offsets=True),
+    "Q6_K": _form(codes="int8", group=16, scales="float32"),
 }
 HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q6_K": (208,)}
 

@@ -1,0 +1,2 @@
+from jaxllm.pallas_kernels.gated.api import gated as gated
+from jaxllm.pallas_kernels.gated.reference import ACTIVATIONS as ACTIVATIONS

@@ -1,0 +1,80 @@
+// What layers do to each number between their products.
+#pragma once
+
+#include "vectors.h"
+
+namespace jaxllm::JAXLLM_ISA {
+
+static inline void save(float* p, Floats v) { store(p, v); }
+
+static inline void save(Bf16* p, Floats v) {
+  const Words word = (Words)v, rounded = (word + 0x7fff + (word >> 16 & 1)) >> 16;
+  const Halves halves = __builtin_convertvector(v != v ? Words{} + 0x7fc0 : rounded, Halves);
+  std::memcpy(p, &halves, sizeof halves);
+}
+
+// Calls act(v, ...) with vectors of the numbers at each of `from`, and puts what it returns at `to`.
+template <class T, class Act, class... From>
+static inline void each_vector(int64_t count, T* to, const Act& act, const From*... from) {
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) save(to + i, act(load(from + i)...));
+  if (i == count) return;
+  const auto padded = [&](const auto* p) {
+    float some[kWidth] = {};
+    for (int64_t j = i; j < count; j++) some[j - i] = value(p + j);
+    return load(some);
+  };
+  float some[kWidth];
+  store(some, act(padded(from)...));
+  for (int64_t j = i; j < count; j++) put(to + j, some[j - i]);
+}
+
+template <class T>
+static void rotate_token(const Rotation& r, int64_t token) {
+  const float *const sin = r.sin + token * r.pairs, *const cos = r.cos + token * r.pairs;
+  for (int64_t head = token * r.heads; head < (token + 1) * r.heads; head++) {
+    const T* const x = static_cast<const T*>(r.x) + head * r.head_dim;
+    T* const y = static_cast<T*>(r.y) + head * r.head_dim;
+    if (r.interleaved) {
+      for (int64_t i = 0; i < r.pairs; i++) {
+        const float first = value(x + 2 * i), second = value(x + 2 * i + 1);
+        put(y + 2 * i, first * cos[i] - second * sin[i]);
+        put(y + 2 * i + 1, second * cos[i] + first * sin[i]);
+      }
+    } else {
+      const T* const half = x + r.pairs;
+      each_vector(r.pairs, y, [](Floats a, Floats b, Floats s, Floats c) { return a * c - b * s; }, x, half, sin, cos);
+      each_vector(r.pairs, y + r.pairs, [](Floats a, Floats b, Floats s, Floats c) { return b * c + a * s; }, x, half,
+                  sin, cos);
+    }
+    std::memcpy(y + 2 * r.pairs, x + 2 * r.pairs, (r.head_dim - 2 * r.pairs) * sizeof(T));
+  }
+}
+
+static void rotate(const Rotation& r, int64_t token) {
+  (r.dtype == DType::kF32 ? rotate_token<float> : rotate_token<Bf16>)(r, token);
+}
+
+static inline Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
+
+// x / 2 * (1 + tanh(u)), without the difference of numbers that are nearly equal.
+static inline Floats gelu_tanh(Floats x) {
+  const Floats twice_u = 1.5957691216057308f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + exp(-twice_u));
+}
+
+template <class T>
+static void gate_token(const Gated& g, int64_t token) {
+  const T* const gate = static_cast<const T*>(g.x) + 2 * token * g.width;
+  T* const y = static_cast<T*>(g.y) + token * g.width;
+  if (g.is_gelu)
+    each_vector(g.width, y, [](Floats a, Floats b) { return gelu_tanh(a) * b; }, gate, gate + g.width);
+  else
+    each_vector(g.width, y, [](Floats a, Floats b) { return silu(a) * b; }, gate, gate + g.width);
+}
+
+static void gate(const Gated& g, int64_t token) {
+  (g.dtype == DType::kF32 ? gate_token<float> : gate_token<Bf16>)(g, token);
+}
+
+}  // namespace jaxllm::JAXLLM_ISA

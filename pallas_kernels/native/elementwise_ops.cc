@@ -1,0 +1,69 @@
+// The custom calls of what lies between products: they check shapes and divide tokens among threads.
+#include <algorithm>
+
+#include "kernels.h"
+#include "parallel.h"
+#include "weights.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+using Floats2D = ffi::Buffer<ffi::F32, 2>;
+
+namespace jaxllm {
+namespace {
+
+constexpr int64_t kAloneNumbers = 16 << 10;  // of which one thread is through before another would have begun
+
+// Calls work(token) for all tokens, of `numbers` each.
+template <class Work>
+void each_token(ffi::ThreadPool& pool, int64_t tokens, int64_t numbers, const Work& work) {
+  const int64_t wanted = tokens * numbers / kAloneNumbers, most = 4 * std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t parts = std::clamp<int64_t>(wanted, 1, std::min(most, std::max<int64_t>(tokens, 1)));
+  parallel(pool, parts, [&](int64_t part) {
+    for (int64_t token = tokens * part / parts; token < tokens * (part + 1) / parts; token++) work(token);
+  });
+}
+
+ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats2D sin, Floats2D cos, ffi::Result<ffi::AnyBuffer> y,
+                  bool interleaved) {
+  const auto xs = x.dimensions(), ss = sin.dimensions();
+  Rotation r{x.untyped_data(), y->untyped_data(), sin.typed_data(), cos.typed_data()};
+  if (xs.size() != 3 || ss[0] != xs[0] || 2 * ss[1] > xs[2] || cos.element_count() != sin.element_count() ||
+      y->element_count() != x.element_count() || y->element_type() != x.element_type() ||
+      !find(x.element_type(), r.dtype))
+    return ffi::Error::InvalidArgument("jaxllm_rotate: shapes or dtypes don't go together");
+  r.heads = xs[1], r.head_dim = xs[2], r.pairs = ss[1], r.interleaved = interleaved;
+  each_token(pool, xs[0], xs[1] * xs[2], [&](int64_t token) { kernels().rotate(r, token); });
+  return ffi::Error::Success();
+}
+
+ffi::Error gated(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, bool is_gelu) {
+  const auto xs = x.dimensions();
+  Gated g{x.untyped_data(), y->untyped_data()};
+  if (xs.size() != 3 || xs[1] != 2 || 2 * y->element_count() != x.element_count() ||
+      y->element_type() != x.element_type() || !find(x.element_type(), g.dtype))
+    return ffi::Error::InvalidArgument("jaxllm_gated: shapes or dtypes don't go together");
+  g.width = xs[2], g.is_gelu = is_gelu;
+  each_token(pool, xs[0], xs[2], [&](int64_t token) { kernels().gate(g, token); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxllm
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_rotate, jaxllm::rotate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Floats2D>()
+                                  .Arg<Floats2D>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("interleaved"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_gated, jaxllm::gated,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("is_gelu"));

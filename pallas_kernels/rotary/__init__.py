@@ -1,0 +1,1 @@
+from jaxllm.pallas_kernels.rotary.api import rotate as rotate

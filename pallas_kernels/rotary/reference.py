@@ -1,0 +1,20 @@
+"""Defines rotary position embeddings of heads, in jnp."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def rotate(
+    x: Float[Array, "*t heads head_dim"], sin: Array, cos: Array, *, interleaved: bool = False
+) -> Float[Array, "*t heads head_dim"]:
+    """Turns the first `2 * sin.shape[-1]` features of each head, in float32; see `jaxllm.models.rope.Rope`."""
+    turned = 2 * sin.shape[-1]
+    x32 = x[..., :turned].astype(jnp.float32)
+    if interleaved:  # neighbours change places by rolls: an axis of two would waste a TPU's lanes
+        is_first = jnp.broadcast_to(jnp.arange(turned) % 2 == 0, x32.shape)
+        other = jnp.where(is_first, -jnp.roll(x32, -1, axis=-1), jnp.roll(x32, 1, axis=-1))
+        y = (x32 * jnp.repeat(cos, 2, axis=-1) + other * jnp.repeat(sin, 2, axis=-1)).astype(x.dtype)
+    else:
+        x1, x2 = jnp.split(x32, 2, axis=-1)
+        y = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+    return y if turned == x.shape[-1] else jnp.concatenate([y, x[..., turned:]], axis=-1)

@@ -1,0 +1,45 @@
+"""What layers do between their products, in C++, against its definition."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.gated import gated
+from jaxllm.pallas_kernels.gated.native import KINDS
+from jaxllm.pallas_kernels.rotary import rotate
+
+pytestmark = pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
+TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "head_dim", "pairs"), [(1, 2, 1), (3, 64, 32), (2, 80, 20), (4, 72, 36)])
+def test_rotations(heads, head_dim, pairs, interleaved, dtype):
+    """Also of some features alone, and such as fill no vector."""
+    rng = np.random.default_rng(0)
+    for tokens in (1, 3, 500):
+        x = jnp.asarray(rng.normal(size=(tokens, heads, head_dim)), dtype)
+        angle = rng.normal(size=(tokens, 1, pairs)).astype(np.float32)
+        sin, cos = jnp.sin(angle), jnp.cos(angle)
+        got, want = (
+            rotate(x, sin, cos, interleaved=interleaved, implementation=name) for name in ("native", "reference")
+        )
+        assert got.dtype == dtype
+        np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (got, want)), atol=4 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("activation", KINDS)
+@pytest.mark.parametrize("width", [1, 33, 256])
+def test_gated_activations(activation, width, dtype):
+    rng = np.random.default_rng(0)
+    for tokens in (1, 200):
+        both = rng.normal(size=(tokens, 2, width)) * 10.0 ** rng.integers(-3, 3, (tokens, 2, 1))
+        both = jnp.asarray(both, dtype)
+        got = gated(both, activation, implementation="native")
+        want = gated(both.astype(jnp.float32), activation, implementation="reference")
+        assert got.dtype == dtype and got.shape == want.shape
+        sizes = 1e-6 + np.abs(np.asarray(both[:, 0], np.float32) * np.asarray(both[:, 1], np.float32))
+        assert (np.abs(np.asarray(got, np.float32) - np.asarray(want)) <= TOLERANCE[dtype] * sizes).all()
