@@ -25,8 +25,8 @@ def run(*, slots: list[int], tokens: list[int], prompts: int, repeats: int, seed
     rng, rows = np.random.default_rng(seed), []
     token_ids = rng.integers(5, 4000, (prompts, _PROMPT_LEN))
     for num in slots:
-        sizes = dict(max_num_seqs=num, max_num_batched_tokens=max(128, num), max_model_len=_PROMPT_LEN + max(tokens))
-        with LLM(**sizes) as llm:
+        at_once, most = max(128, num), _PROMPT_LEN + max(tokens)
+        with LLM(max_num_seqs=num, max_num_batched_tokens=at_once, max_model_len=most) as llm:
             llm.wait_compiled()
             for length in tokens:
                 plain = SamplingParams(n=_N, max_tokens=length, ignore_eos=True, detokenize=False, seed=seed)
