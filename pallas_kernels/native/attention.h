@@ -71,10 +71,12 @@ static void with_types(const Attention& a, const Act& act) {
 
 // What a tile keeps while it goes over the keys.
 struct Running {
-  float* q;       // scaled; narrow: [rows, head_dim], wide: [head_dim, kTileRows]
+  float* q;       // scaled; narrow: [rows, head_dim], wide: [head_dim, kTileRows], or paired, not scaled, half of that
   float* weights;  // scores, then what they weigh; narrow: [rows, kKeys], wide: [keys, kTileRows]
   float* sums;    // [rows, head_dim]
   float* keys;    // [keys, head_dim], of keys that aren't float32
+  float* pairs;   // [keys / 2, kTileRows]: weights in bfloat16
+  bool paired;    // whether two numbers of bfloat16 are multiplied at once
   float *top, *total, *rescale;  // [kTileRows]
   int32_t* position;             // [kTileRows]
   int64_t rows;
@@ -82,7 +84,7 @@ struct Running {
 };
 
 static int64_t scratch_floats(const Attention& a) {
-  return kTileRows * (2 * a.head_dim + kKeys + 4) + kKeys * a.head_dim;
+  return kTileRows * (2 * a.head_dim + kKeys + kKeys / 2 + 4) + kKeys * a.head_dim;
 }
 
 template <class T>
@@ -171,6 +173,10 @@ static void begin_tile(const Attention& a, const AttentionTile& tile, Running& r
       run.total[row] = 1;
     }
     const T* q = static_cast<const T*>(a.q) + row_offset(a, tile, given);
+    if (run.paired) {
+      for (int64_t d = 0; d < a.head_dim; d += 2) std::memcpy(run.q + d / 2 * kTileRows + row, q + d, sizeof(float));
+      continue;
+    }
     for (int64_t d = 0; d < a.head_dim; d++)
       run.q[few ? row * a.head_dim + d : d * kTileRows + row] = value(q + d) * scale;
   }
@@ -186,10 +192,38 @@ static void end_tile(const Attention& a, const AttentionTile& tile, const Runnin
   }
 }
 
+#if defined(__AVX512BF16__)
+// As `add_values`, with two weights, which are rounded, and two values at once, for the dimensions that fill tiles; returns
+// how many these are.
+template <int kVectors>
+static int64_t add_pairs(const Attention& a, const Running& run, const Bf16* values, int64_t count) {
+  for (int64_t i = 0; i < count; i += 2)
+    for (int64_t row = 0; row < run.rows; row += kWidth) {
+      const Floats first = load(run.weights + i * kTileRows + row);
+      const Floats second = i + 1 < count ? load(run.weights + (i + 1) * kTileRows + row) : Floats{};
+      const __m256i halves[2] = {(__m256i)_mm512_cvtneps_pbh((__m512)first), (__m256i)_mm512_cvtneps_pbh((__m512)second)};
+      const Words low = (Words)_mm512_cvtepu16_epi32(halves[0]), high = (Words)_mm512_cvtepu16_epi32(halves[1]);
+      store(run.pairs + i / 2 * kTileRows + row, (Floats)(low | high << 16));
+    }
+  int64_t d = 0;
+  for (; d + kVectors * kWidth <= a.head_dim; d += kVectors * kWidth)
+    for (int64_t row = 0; row < run.rows; row += kMostRows) {
+      const int64_t rows = run.rows - row < kMostRows ? run.rows - row : kMostRows;
+      tile_of<kVectors, From::kMatrix, Pair>(rows)(run.pairs + row, kTileRows, values + d, a.head_dim,
+                                                   run.sums + row * a.head_dim + d, a.head_dim, count, false, {}, nullptr);
+    }
+  return d;
+}
+#endif
+
 // sums += weights^T @ values, for `count` values from where they lie.
 template <class T>
 static void add_values(const Attention& a, const Running& run, const T* values, int64_t count) {
   int64_t d = 0;
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, Bf16>)
+    if (run.paired) d = add_pairs<kVectors>(a, run, values, count);
+#endif
   const auto add = [&](auto vectors) {
     constexpr int kVectors = decltype(vectors)::value;
     for (; d + kVectors * kWidth <= a.head_dim; d += kVectors * kWidth)
@@ -206,6 +240,34 @@ static void add_values(const Attention& a, const Running& run, const T* values, 
       for (int64_t i = 0; i < count; i++)
         run.sums[row * a.head_dim + d] += run.weights[i * kTileRows + row] * value(values + i * a.head_dim + d);
 }
+
+#if defined(__AVX512BF16__)
+// As `scores_of`, with two features at once; the scores are scaled afterwards.
+template <int kCount, int kVectors>
+static void paired_scores_of(const Bf16* keys, const float* q, float scale, float* weights, int64_t head_dim) {
+  Floats acc[kCount][kVectors] = {};
+  for (int64_t d = 0; d < head_dim; d += 2) {
+    Floats row[kVectors];
+    for (int v = 0; v < kVectors; v++) row[v] = load(q + d / 2 * kTileRows + v * kWidth);
+    for (int i = 0; i < kCount; i++) {
+      const Floats pair = all(reinterpret_cast<const float*>(keys + i * head_dim + d));
+      for (int v = 0; v < kVectors; v++) acc[i][v] = Pair::add(acc[i][v], row[v], pair);
+    }
+  }
+  for (int i = 0; i < kCount; i++)
+    for (int v = 0; v < kVectors; v++) store(weights + i * kTileRows + v * kWidth, acc[i][v] * scale);
+}
+
+template <int kVectors>
+static void paired_scores(const Attention& a, const Running& run, const Bf16* keys, int64_t count) {
+  int64_t i = 0;
+  for (; i + kKeysAtOnce <= count; i += kKeysAtOnce)
+    paired_scores_of<kKeysAtOnce, kVectors>(keys + i * a.head_dim, run.q, a.scale, run.weights + i * kTileRows,
+                                            a.head_dim);
+  for (; i < count; i++)
+    paired_scores_of<1, kVectors>(keys + i * a.head_dim, run.q, a.scale, run.weights + i * kTileRows, a.head_dim);
+}
+#endif
 
 static Floats capped(const Attention& a, Floats scores) {
   return a.soft_cap == 0 ? scores : tanh(scores / a.soft_cap) * a.soft_cap;
@@ -274,15 +336,6 @@ static void scores_of(const float* keys, const float* q, float* weights, int64_t
     for (int v = 0; v < kVectors; v++) store(weights + i * kTileRows + v * kWidth, acc[i][v]);
 }
 
-template <int kVectors>
-static void wide_scores(const Attention& a, const Running& run, const float* keys, int64_t count) {
-  int64_t i = 0;
-  for (; i + kKeysAtOnce <= count; i += kKeysAtOnce)
-    scores_of<kKeysAtOnce, kVectors>(keys + i * a.head_dim, run.q, run.weights + i * kTileRows, a.head_dim);
-  for (; i < count; i++)
-    scores_of<1, kVectors>(keys + i * a.head_dim, run.q, run.weights + i * kTileRows, a.head_dim);
-}
-
 static const float* widened(const Attention&, const Running&, const float* keys, int64_t) { return keys; }
 
 template <class T>
@@ -292,6 +345,20 @@ static const float* widened(const Attention& a, const Running& run, const T* key
   for (; i + kWidth <= size; i += kWidth) store(run.keys + i, load(keys + i));
   for (; i < size; i++) run.keys[i] = value(keys + i);
   return run.keys;
+}
+
+template <int kVectors, class T>
+static void wide_scores(const Attention& a, const Running& run, const T* in_place, int64_t count) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, Bf16>)
+    if (run.paired) return paired_scores<kVectors>(a, run, in_place, count);
+#endif
+  const float* const keys = widened(a, run, in_place, count);
+  int64_t i = 0;
+  for (; i + kKeysAtOnce <= count; i += kKeysAtOnce)
+    scores_of<kKeysAtOnce, kVectors>(keys + i * a.head_dim, run.q, run.weights + i * kTileRows, a.head_dim);
+  for (; i < count; i++)
+    scores_of<1, kVectors>(keys + i * a.head_dim, run.q, run.weights + i * kTileRows, a.head_dim);
 }
 
 typedef Part<4>::Lanes Four;
@@ -474,7 +541,7 @@ static void attend_keys(const Attention& a, const AttentionTile& tile, const Run
   const int64_t last_of_all = a.causal ? first : a.window ? first + a.window - 1 : run.last_key;
   const bool all_seen = key + count - 1 <= last_of_all && (!a.window || last - key < a.window);
   const bool half = run.rows <= kTileRows / 2;
-  (half ? wide_scores<kRowVectors / 2> : wide_scores<kRowVectors>)(a, run, widened(a, run, keys, count), count);
+  (half ? wide_scores<kRowVectors / 2, T> : wide_scores<kRowVectors, T>)(a, run, keys, count);
   (half ? softmax<kRowVectors / 2> : softmax<kRowVectors>)(a, run, key, count, all_seen);
   add_values(a, run, values, count);
 }
@@ -486,12 +553,15 @@ static void attend_as(const Attention& a, const AttentionTile& tile, float* scra
   run.sums = run.q + kTileRows * a.head_dim;
   run.weights = run.sums + kTileRows * a.head_dim;
   run.keys = run.weights + kKeys * kTileRows;
-  run.top = run.keys + kKeys * a.head_dim;
+  run.pairs = run.keys + kKeys * a.head_dim;
+  run.top = run.pairs + kKeys / 2 * kTileRows;
   run.total = run.top + kTileRows;
   run.rescale = run.total + kTileRows;
   int32_t position[kTileRows];
   run.position = position;
   run.rows = tile.end - tile.begin;
+  run.paired = kHasPairs && std::is_same_v<T, Bf16> && std::is_same_v<Pool, Bf16> && run.rows > kFewRows &&
+               a.head_dim % 2 == 0;
   begin_tile<T>(a, tile, run);
   const int64_t last = run.position[run.rows - 1];
   int64_t oldest = a.window && run.position[0] >= a.window ? run.position[0] - a.window + 1 : 0;

@@ -153,12 +153,12 @@ static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ah
   for (int64_t i = 0; i < g.groups; i++) {
     const int64_t row = g.first_row(i), height = g.first_row(i + 1) - row;
     const float* x = g.x + row * g.units() + k / U::kRows * height;
-    float* y = g.y + row * g.n + n;
+    float* y = g.at(row, n);
     const Ahead share = ahead ? share_of<kVectors, U>(g, i, w + ahead, depth) : Ahead{};
     if (i == 0)
-      tile_of<kVectors, From::kAndKeep, U>(height)(x, height, w, g.n, y, g.n, depth, k == 0, share, kept);
+      tile_of<kVectors, From::kAndKeep, U>(height)(x, height, w, g.n, y, g.y_step(), depth, k == 0, share, kept);
     else
-      tile_of<kVectors, From::kKept, U>(height)(x, height, kept, 0, y, g.n, depth, k == 0, share, nullptr);
+      tile_of<kVectors, From::kKept, U>(height)(x, height, kept, 0, y, g.y_step(), depth, k == 0, share, nullptr);
   }
 }
 
@@ -220,7 +220,7 @@ static void strips(const Gemm& g, int64_t begin, int64_t end) {
     for (; k + kUnitRows <= g.k; k += kUnitRows) one(x(k), w + k * g.n, g.n, sums, columns, k == 0, 0);
     if constexpr (kUnitRows > 1)
       if (k < g.k) strip_of<kVectors, 1, true, U>(g.rows)(x(k), w + k * g.n, g.n, sums, columns, k == 0, 0);
-    for (int64_t row = 0; row < g.rows; row++) std::copy_n(sums + row * kSums, columns, g.y + row * g.n + n);
+    for (int64_t row = 0; row < g.rows; row++) std::copy_n(sums + row * kSums, columns, g.at(row, n));
   }
 }
 
@@ -241,7 +241,7 @@ static void rest(const Gemm& g, int64_t begin, int64_t end) {
       }
       float sums[kWidth];
       store(sums, total);
-      std::copy_n(sums, end - begin, g.y + (first + row) * g.n + begin);
+      std::copy_n(sums, end - begin, g.at(first + row, begin));
     }
   }
 }
@@ -304,7 +304,7 @@ static void gemm_by_transposed_panels(const Gemm& g, int64_t begin, int64_t end)
       for (int64_t i = 0; i < g.groups; i++) {
         const int64_t row = g.first_row(i), height = g.first_row(i + 1) - row;
         const float* x = g.x + row * g.units() + k / U::kRows * height;
-        float* y = g.y + row * g.n + n;
+        float* y = g.at(row, n);
         Ahead share;
         if (has_next && i < kColumns * kLinesAcross / kUnits) {
           const int64_t stride = g.k * sizeof(Value<U>), per_group = kUnits / kLinesAcross;
@@ -313,13 +313,13 @@ static void gemm_by_transposed_panels(const Gemm& g, int64_t begin, int64_t end)
         }
         const Tile multiply = tile_of<kVectors, From::kKept, U>(height);
         if (columns == kColumns) {
-          multiply(x, height, kept, 0, y, g.n, depth, k == 0, share, nullptr);
+          multiply(x, height, kept, 0, y, g.y_step(), depth, k == 0, share, nullptr);
           continue;
         }
         float sums[kMostRows * kColumns] = {};
-        for (int64_t r = 0; k && r < height; r++) std::copy_n(y + r * g.n, columns, sums + r * kColumns);
+        for (int64_t r = 0; k && r < height; r++) std::copy_n(y + r * g.y_step(), columns, sums + r * kColumns);
         multiply(x, height, kept, 0, sums, kColumns, depth, k == 0, share, nullptr);
-        for (int64_t r = 0; r < height; r++) std::copy_n(sums + r * kColumns, columns, y + r * g.n);
+        for (int64_t r = 0; r < height; r++) std::copy_n(sums + r * kColumns, columns, y + r * g.y_step());
       }
     }
 }
@@ -357,8 +357,8 @@ static void dot_rows(const Gemm& g, int64_t n) {
   const Value<U>* w = static_cast<const Value<U>*>(g.w) + n * g.k;
   const int64_t units = g.units();
   int64_t row = 0;
-  for (; row + 4 <= g.rows; row += 4) dots<4, kColumns, U>(g.x + row * units, w, g.k, g.y + row * g.n + n, g.n);
-  for (; row < g.rows; row++) dots<1, kColumns, U>(g.x + row * units, w, g.k, g.y + row * g.n + n, g.n);
+  for (; row + 4 <= g.rows; row += 4) dots<4, kColumns, U>(g.x + row * units, w, g.k, g.at(row, n), g.y_step());
+  for (; row < g.rows; row++) dots<1, kColumns, U>(g.x + row * units, w, g.k, g.at(row, n), g.y_step());
 }
 
 template <class U>

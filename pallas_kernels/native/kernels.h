@@ -22,6 +22,11 @@ struct Gemm {
   bool transposed;
   bool pairs = false;  // x is in bfloat16, and two numbers of a row, one a zero if k is odd, take the place of a float
 
+  int64_t first = 0, ldy = 0;  // the column that y begins with, and floats from a row of y to the next one (0: n)
+
+  int64_t y_step() const { return ldy ? ldy : n; }
+  float* at(int64_t row, int64_t column) const { return y + (row * y_step() + column - first); }
+
   int64_t units() const { return pairs ? (k + 1) / 2 : k; }  // of a row of x
 
   int64_t first_row(int64_t group) const { return rows * group / groups; }

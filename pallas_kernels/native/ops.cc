@@ -34,6 +34,24 @@ const Kernels& kernels() {
 
 namespace {
 
+constexpr int64_t kRoundedFloats = 128 << 10;  // sums that the second cache holds until they are rounded
+
+// Columns begin to end of y, some at a time.
+void multiply_rounding(const Gemm& gemm, Bf16* y, int64_t begin, int64_t end) {
+  const int64_t step = kernels().columns, rows = gemm.rows;
+  const int64_t columns = std::min(std::max<int64_t>(kRoundedFloats / rows / step, 1) * step, end - begin);
+  thread_local std::vector<float> sums;
+  if (sums.size() < static_cast<size_t>(rows * columns)) sums.resize(rows * columns);
+  Gemm part = gemm;
+  part.y = sums.data(), part.ldy = columns;
+  for (part.first = begin; part.first < end; part.first += columns) {
+    const int64_t count = std::min(columns, end - part.first);
+    kernels().gemm(part, part.first, part.first + count);
+    for (int64_t row = 0; row < rows; row++)
+      kernels().round(part.at(row, part.first), y + row * gemm.n + part.first, count);
+  }
+}
+
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
                   bool transposed, bool batch_invariant) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
@@ -47,15 +65,11 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
             is_f32 ? DType::kF32 : DType::kBf16, transposed, !is_f32 && kernels().pairs};
   take_rows(gemm, rows, transposed && (batch_invariant || rows <= kDotRows));
   const std::unique_ptr<float[]> copy = pack_rows(pool, gemm, x);
-  std::unique_ptr<float[]> sums;
-  if (rounds) {
-    sums.reset(new float[rows * n]);
-    gemm.y = sums.get();
-  }
-  const Sums done{gemm.y, rounds ? static_cast<Bf16*>(y->untyped_data()) : nullptr, n};
   each_part(pool, gemm, k * n * (is_f32 ? 4 : 2), [&](int64_t begin, int64_t end) {
-    kernels().gemm(gemm, begin, end);
-    done.round(0, rows, begin, end);
+    if (rounds)
+      multiply_rounding(gemm, static_cast<Bf16*>(y->untyped_data()), begin, end);
+    else
+      kernels().gemm(gemm, begin, end);
   });
   return ffi::Error::Success();
 }

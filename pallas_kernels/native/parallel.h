@@ -4,12 +4,15 @@
 
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <mutex>
 #include <thread>
 
@@ -17,8 +20,8 @@
 
 namespace jaxllm {
 
-// The processors on which a job's threads run, one each: Linux may wake a thread on the processor of the one that woke it,
-// though another is idle, and parts them only milliseconds later, when most products are over.
+// The processors on which a job's threads run, one each: Linux may have two threads on one though another is idle, and parts
+// them only milliseconds later, when most products are over.
 class Processors {
  public:
   // Of the calling thread alone.
@@ -55,6 +58,49 @@ class Processors {
  private:
   std::mutex mutex_;
   cpu_set_t taken_{};
+#endif
+};
+
+// A thread of a team. As it may wake on the processor of the one that wakes it, and get no turn there, that one bars it from
+// there for the moment.
+class Helper {
+ public:
+  std::atomic<bool> is_asleep{false};
+
+  void begin() {
+#if defined(__linux__)
+    thread_ = static_cast<pid_t>(syscall(SYS_gettid));
+#endif
+  }
+
+  // By the one that is about to wake it.
+  void bar() {
+#if defined(__linux__)
+    cpu_set_t allowed;
+    const int here = sched_getcpu();
+    if (here < 0 || here >= CPU_SETSIZE || thread_ == 0 || barred_ >= 0) return;
+    if (sched_getaffinity(thread_, sizeof allowed, &allowed) != 0 || !CPU_ISSET(here, &allowed)) return;
+    CPU_CLR(here, &allowed);
+    if (CPU_COUNT(&allowed) == 0 || sched_setaffinity(thread_, sizeof allowed, &allowed) != 0) return;
+    barred_ = here;
+#endif
+  }
+
+  // By itself: it may run there again.
+  void unbar() {
+#if defined(__linux__)
+    const int there = barred_.exchange(-1);
+    cpu_set_t allowed;
+    if (there < 0 || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    CPU_SET(there, &allowed);
+    sched_setaffinity(0, sizeof allowed, &allowed);
+#endif
+  }
+
+#if defined(__linux__)
+ private:
+  std::atomic<pid_t> thread_{0};
+  std::atomic<int> barred_{-1};
 #endif
 };
 
@@ -101,14 +147,20 @@ class Team {
       for (int64_t part = 0; part < parts; part++) work(part);
       return;
     }
-    for (; size_ + 1 < threads; size_++) std::thread([this] { help(); }).detach();
+    while (static_cast<int64_t>(helpers_.size()) + 1 < threads) {
+      Helper& helper = helpers_.emplace_back();
+      std::thread([this, &helper] { help(helper); }).detach();
+    }
     processors_.restart();
     call_ = [](const void* work, int64_t part) { (*static_cast<const Work*>(work))(part); };
     work_ = &work, parts_ = parts;
     next_ = done_ = 0;
     is_open_ = true;
+    if (sleeping_.count > 0)
+      for (Helper& helper : helpers_)
+        if (helper.is_asleep) helper.bar();
     number_++;
-    wake(helpers_);
+    wake(sleeping_);
     take_parts();
     is_open_ = false;
     wait_for(caller_, [this] { return done_ == parts_ && inside_ == 0; });
@@ -123,9 +175,11 @@ class Team {
   }
 
   // By a thread of the team, for ever.
-  void help() {
+  void help(Helper& self) {
+    self.begin();
     for (int64_t last = 0;;) {
-      wait_for(helpers_, [&] { return number_ != last; });
+      wait_for(sleeping_, [&] { return number_ != last; }, &self.is_asleep);
+      self.unbar();
       inside_++;  // before it looks: the caller closes the job, and then awaits those inside
       last = number_;
       if (is_open_ && next_ < parts_) {
@@ -149,26 +203,28 @@ class Team {
   }
 
   template <class Is>
-  void wait_for(Sleepers& sleepers, const Is& is) {
+  void wait_for(Sleepers& sleepers, const Is& is, std::atomic<bool>* is_asleep = nullptr) {
     for (Patience patience; !is();) {
       if (patience.wait()) continue;
       std::unique_lock<std::mutex> lock(mutex_);
+      if (is_asleep) *is_asleep = true;
       sleepers.count++;
       sleepers.woken.wait(lock, is);
       sleepers.count--;
+      if (is_asleep) *is_asleep = false;
       return;
     }
   }
 
   std::mutex turn_;  // of the callers
-  int64_t size_ = 0;
+  std::deque<Helper> helpers_;
   void (*call_)(const void*, int64_t) = nullptr;
   const void* work_ = nullptr;
   std::atomic<int64_t> parts_{0}, next_{0}, done_{0}, number_{0};
   std::atomic<int> inside_{0};
   std::atomic<bool> is_open_{false};
   std::mutex mutex_;
-  Sleepers caller_, helpers_;
+  Sleepers caller_, sleeping_;
   Processors processors_;
 };
 
