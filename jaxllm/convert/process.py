@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import JaxLLMError, ModelFormatError
+from jaxllm.interrupts import HeldSignals
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _BOOT = """
@@ -42,17 +44,19 @@ def run(job: dict[str, Any], on_bytes: Callable[[int], None] = lambda count: Non
     """
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     with tempfile.TemporaryFile() as errors:
-        worker = subprocess.Popen(
-            [sys.executable, "-I", "-c", _BOOT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment | {"CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,
-            text=True,
-            encoding="utf-8",
-        )
+        with HeldSignals(signal.SIGINT) as held:  # between its start and the name of it, nobody could end it
+            worker = subprocess.Popen(
+                [sys.executable, "-I", "-c", _BOOT],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,
+                text=True,
+                encoding="utf-8",
+            )
         try:
+            held.act()
             _send(worker, job | {"sys_path": _search_path()})
             for line in worker.stdout:
                 message = json.loads(line)

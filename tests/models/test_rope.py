@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxllm.models import gemma3, llama, phi3
-from jaxllm.models.rope import Dynamic, LongRope, Rope, Yarn, rotate
+from jaxllm.models.rope import Dynamic, LongRope, Rope, Yarn
+from jaxllm.pallas_kernels.rotary import rotate
 from tests.hf_models import LLAMA3, LONGROPE, YARN, config
 
 HEAD_DIM, MAX_LEN = 16, 256
