@@ -84,7 +84,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for end of sequence
     # Of the parameters that made the tokens so far, each from the token of this index of the completion on, as
-    # `update_params` numbers them. Empty with `beam_width`.
+    # `update_params` numbers them.
     versions: list[tuple[int, int]] = field(default_factory=list)
 
     lora_request: ClassVar[None] = None  # these two are vLLM's, for what is not there

@@ -35,7 +35,7 @@ def make_mesh(spec: str | Mesh | None, name: str | None = None) -> Mesh:
         if unknown:
             raise MeshError(
                 f"mesh axes {unknown} are unknown here; the engine's are {list(AXES)}. Say which of yours is which of "
-                f"these, as in axes={{'tensor': {unknown[-1]!r}}}, or axes={{'data': {tuple(unknown)}}}"
+                f"these, as in axes={_example(spec)}"
             )
         return _mesh(spec.devices, spec.axis_names)
     if not isinstance(spec, str):
@@ -52,6 +52,12 @@ def make_mesh(spec: str | Mesh | None, name: str | None = None) -> Mesh:
             hint = f". To try it on a CPU, let it be several devices: set JAX_NUM_CPU_DEVICES={want} before JAX starts"
         raise MeshError(f"{name or f'mesh {spec!r}'} needs {want} devices, but JAX has {len(have)} ({platform}){hint}")
     return _mesh(np.array(have[:want]).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def _example(mesh: Mesh) -> dict[str, Any]:
+    """What `map_axes` could be given for `mesh`: parameters are usually split along its last axis."""
+    *others, last = mesh.axis_names
+    return ({"data": tuple(others)} if others else {}) | {"tensor": last}
 
 
 def _default_device() -> jax.Device:
@@ -96,15 +102,16 @@ def mesh_in_context(mesh: Mesh) -> Mesh | AbstractMesh:
     return mesh if around.empty or not around.manual_axes else around
 
 
-def map_axes(mesh: Any, axes: Mapping[str, str | Sequence[str]]) -> Mesh:
+def map_axes(mesh: Any, axes: Mapping[str, Any]) -> Mesh:
     """`mesh` with the engine's axes: `map_axes(mesh, {"tensor": "tp", "data": ("fsdp", "dp")})`, where several of its
-    axes make one, the first of them the slowest. Raises `MeshError` if that names axes which there are not, one twice,
-    or not all that have several devices."""
+    axes make one, the first of them the slowest. They stay in the order of `mesh`, so that its devices do, and what is
+    split over these alike is shared. Raises `MeshError` if that names axes which there are not, one twice, or not all
+    that have several devices."""
     if not isinstance(mesh, Mesh):
         raise MeshError(f"axes are of a jax.sharding.Mesh, but mesh is {a_type(mesh)}; leave axes out")
     if not isinstance(axes, Mapping) or not axes or set(axes) - set(AXES):
         raise MeshError(f"axes={axes!r:.100} must be a dict from some of {list(AXES)} to axes of mesh")
-    parts = {name: (each,) if isinstance(each, str) else tuple(each) for name, each in axes.items()}
+    parts = {name: _names(name, each) for name, each in axes.items()}
     named = [name for each in parts.values() for name in each]
     if unknown := [name for name in named if name not in mesh.axis_names]:
         raise MeshError(f"axes has {unknown[0]!r}, which mesh has not; its axes are {dict(mesh.shape)}")
@@ -116,9 +123,18 @@ def map_axes(mesh: Any, axes: Mapping[str, str | Sequence[str]]) -> Mesh:
             f"axes leaves out {unused} of mesh, {dict(mesh.shape)}; map each to one of {list(AXES)}, as 'data' if its "
             "devices shall serve requests of their own"
         )
-    order = [mesh.axis_names.index(name) for name in (*named, *left)]
+    parts = dict(sorted(parts.items(), key=lambda part: [mesh.axis_names.index(name) for name in part[1]]))
+    order = [mesh.axis_names.index(name) for name in (*(name for each in parts.values() for name in each), *left)]
     sizes = [math.prod(mesh.shape[name] for name in each) for each in parts.values()]
     return _mesh(mesh.devices.transpose(order).reshape(sizes), tuple(parts))
+
+
+def _names(name: str, given: Any) -> tuple[str, ...]:
+    """Axes of the caller's that make the engine's axis `name`."""
+    names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Sequence) else ()
+    if not names or not all(isinstance(each, str) for each in names):
+        raise MeshError(f"axes[{name!r}]={given!r:.100} must be the name of an axis of mesh, or a tuple of names")
+    return names
 
 
 def _mesh(devices: np.ndarray, names: tuple[str, ...]) -> Mesh:

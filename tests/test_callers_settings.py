@@ -11,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxllm.errors import EngineDeadError
-from tests.tiny import greedy, make_llm, prompts_of, tokens
+from tests.tiny import Tiny, greedy, make_llm, prompts_of, tokens
 
 PROMPTS = prompts_of((5, 30), seed=21)  # the second takes two steps
 
@@ -84,6 +85,42 @@ def test_a_setting_changes_nothing(name, on, tiny):
     for prompt, output in zip(PROMPTS, said[0], strict=True):
         tiny.assert_greedy(prompt, output)
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(served), nnx.to_pure_dict(nnx.state(tiny.model)))
+
+
+@pytest.mark.parametrize("axes", [{"tensor": "tp", "data": ("fsdp",)}, {"tensor": ("tp", "fsdp")}], ids=str)
+def test_a_mesh_in_use_with_axes_of_other_names(axes):
+    """In the second case its devices are in another order than those of the mesh around the call."""
+    tiny, theirs = Tiny(kv_heads=4), jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+
+    def split(variable: nnx.Variable, spec: P) -> nnx.Variable:
+        return variable.replace(jax.device_put(variable.get_value(), NamedSharding(theirs, spec)))
+
+    def spread(variable: nnx.Variable) -> nnx.Variable:
+        return split(variable, P("fsdp") if variable.get_value().shape[0] % 2 == 0 else P())
+
+    def as_served(variable: nnx.Variable) -> nnx.Variable:
+        return split(variable, P(*("tp" if axis in ("vocab", "kv_heads", "mlp") else None for axis in variable.axes)))
+
+    state = nnx.state(tiny.model, nnx.Param)
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)  # noqa: E731
+    with jax.set_mesh(theirs):
+        sharded, alike = (jax.tree.map(f, state, is_leaf=is_variable) for f in (spread, as_served))
+        with make_llm((tiny.cfg, sharded), mesh=theirs, axes=axes) as llm:
+            before = tokens(llm.generate(PROMPTS, greedy(6), use_tqdm=False))
+            for prompt, output in zip(PROMPTS, before, strict=True):
+                tiny.assert_greedy(prompt, output)
+            llm.update_params(jax.tree.map(lambda array: array * 2, sharded))
+            llm.update_params(llm.params)
+            assert tokens(llm.generate(PROMPTS, greedy(6), use_tqdm=False)) != before
+            llm.update_params(alike, in_flight="recompute")
+            assert tokens(llm.generate(PROMPTS, greedy(6), use_tqdm=False)) == before
+            leaves = zip(jax.tree.leaves(alike), llm.engine.runner.executor.leaves, strict=True)
+            shared = [_places(given) == _places(served) for given, served in leaves]
+    assert all(shared) == ("data" in axes)  # what lies as the engine wants it is not copied
+
+
+def _places(array: jax.Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
 def test_the_callers_device_is_the_engines(tiny):

@@ -131,9 +131,11 @@ def test_devices_that_share_experts_share_the_rest_too():
 def test_several_axes_of_the_callers_make_one():
     theirs = jax.make_mesh((2, 1, 2), ("fsdp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
     mesh = map_axes(theirs, {"tensor": ("tp",), "data": ("fsdp", "sp")})
-    assert dict(mesh.shape) == {"tensor": 2, "data": 2}
+    assert list(mesh.shape.items()) == [("data", 2), ("tensor", 2)]
     assert set(mesh.axis_types) == {AxisType.Auto}
-    assert mesh.devices.tolist() == theirs.devices[:, 0].T.tolist()
+    assert mesh.devices.tolist() == theirs.devices[:, 0].tolist()
+    swapped = map_axes(theirs, {"data": ("tp", "fsdp")})
+    assert swapped.devices.tolist() == theirs.devices[:, 0].T.ravel().tolist()
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,9 @@ def test_several_axes_of_the_callers_make_one():
         ({"tensor": "tp", "data": "tp"}, "twice"),
         ({"tensor": "tp"}, r"leaves out \['fsdp'\]"),
         ({"model": "tp"}, "must be a dict from some of"),
+        ({"tensor": 2}, r"axes\['tensor'\]=2 must be the name of an axis of mesh"),
+        ({"data": ("fsdp", None)}, r"axes\['data'\]=\('fsdp', None\) must be the name"),
+        ({"data": ()}, r"axes\['data'\]=\(\) must be the name"),
         ({}, "must be a dict"),
     ],
 )

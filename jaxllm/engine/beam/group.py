@@ -36,6 +36,7 @@ class Hypothesis(NamedTuple):
     logprobs: list[PackedLogprobs]
     text: Detokenizer | None = None  # if stop strings are watched; not changed either
     matcher: Matcher | None = None  # as a sequence's; not changed either
+    versions: tuple[tuple[int, int], ...] = ()  # as a sequence's
 
 
 class BeamState(NamedTuple):
@@ -54,7 +55,7 @@ class BeamResult(HasEnd):
     logprobs: list[PackedLogprobs]
     stop_ids: frozenset[int]
     end: End | None
-    versions = ()  # of the parameters: its tokens are of several hypotheses
+    versions: tuple[tuple[int, int], ...]
 
 
 class BeamSearchGroup(SequenceGroup):
@@ -125,6 +126,7 @@ class BeamSearchGroup(SequenceGroup):
                 logprobs=hypothesis.logprobs,
                 stop_ids=self.sequences[0].stop_ids,
                 end=why,
+                versions=hypothesis.versions,
             )
             for index, (hypothesis, why) in enumerate(ended)
         ]
@@ -247,11 +249,14 @@ class _Extension:
         return None
 
     def extend(self, continuation: Continuation) -> Hypothesis:
-        hypothesis, row = self._hypotheses[continuation.beam], self._rows[self._beams[continuation.beam]]
-        logprob = row.packed_logprobs(continuation.logprob, continuation.rank)
+        hypothesis, beam = self._hypotheses[continuation.beam], self._beams[continuation.beam]
+        logprob = self._rows[beam].packed_logprobs(continuation.logprob, continuation.rank)
         key = continuation.beam, continuation.token
         token_ids, logprobs = hypothesis.token_ids + [continuation.token], hypothesis.logprobs + [logprob]
-        return Hypothesis(token_ids, logprobs, self._texts.get(key), self._matchers.get(key))
+        versions = hypothesis.versions
+        if not versions or versions[-1][1] != beam.version:
+            versions = (*versions, (len(hypothesis.token_ids), beam.version))
+        return Hypothesis(token_ids, logprobs, self._texts.get(key), self._matchers.get(key), versions)
 
     def keep(self, continuation: Continuation, reason: End | str) -> tuple[Hypothesis, End | str]:
         return self.extend(continuation), reason

@@ -20,7 +20,7 @@ def own_settings() -> Iterator[None]:
         jax.disable_jit(False),
         jax.transfer_guard("allow"),
         jax.check_tracer_leaks(False),  # which searches all of Python's objects after each trace
-        jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())),
+        jax.set_mesh(None),  # unlike an empty abstract mesh, which leaves the devices of the caller's
     ):
         yield
 
