@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 from jaxllm.base_llm import BaseLLM
 from jaxllm.engine.config import EngineConfig
@@ -170,7 +170,7 @@ class AsyncLLM(BaseLLM):
         self,
         params: Any,
         *,
-        version: int | None = None,
+        version: SupportsIndex | None = None,
         cast: bool = True,
         in_flight: str = "continue",
         keep_prefix: bool = False,

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 from flax import nnx
@@ -68,13 +68,16 @@ class LLMControl(BaseLLM):
     @with_own_settings
     def params(self) -> Params:
         """The parameters that are served, an `nnx.State` that `update_params` takes: canonical ones, whatever the mesh
-        makes of them, and without a copy where it makes nothing of them."""
+        makes of them, and without a copy where it makes nothing of them. `EngineError` if they were deleted."""
+        self.engine.check_params()
         return current_params(self.engine)
 
     @property
     def module(self) -> nnx.Module:
         """The module that is served, with its parameters as they lie on the mesh: of the class that was given, or of
-        the checkpoint's family. A new object each time. ValueError where the engine only sends its commands on."""
+        the checkpoint's family. A new object each time. ValueError where the engine only sends its commands on,
+        `EngineError` if the parameters were deleted."""
+        self.engine.check_params()
         executor = self.engine.runner.executor
         if not isinstance(executor, Executor):
             raise ValueError("an engine that records, or leads several hosts, does not hold the module itself")
@@ -90,7 +93,7 @@ class LLMControl(BaseLLM):
         self,
         params: Any,
         *,
-        version: int | None = None,
+        version: SupportsIndex | None = None,
         cast: bool = True,
         in_flight: str = "continue",
         keep_prefix: bool = False,

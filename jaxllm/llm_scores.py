@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxllm.argument_checks import check_int
 from jaxllm.engine.prepare import PreparedRequest
+from jaxllm.errors import EngineAsleepError
 from jaxllm.llm_control import LLMControl
 from jaxllm.progress import progress_bar
 from jaxllm.score_outputs import ContinuationScore, DocumentScore, LoglikelihoodOutput
@@ -98,6 +99,8 @@ class LLMScores(LLMControl):
             raise ValueError(f"contexts[{index}] is no pair of a context and a list of continuations") from None
         try:
             return self.engine.prepare_scores(*encode_continuations(text, continuations, self.tokenizer))
+        except EngineAsleepError:
+            raise
         except ValueError as error:
             raise ValueError(f"contexts[{index}]: {error}") from error
 

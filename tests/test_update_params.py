@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxllm import AsyncLLM, SamplingParams
-from jaxllm.errors import EngineError, EnginePausedError
+from jaxllm.errors import EngineAsleepError, EngineError, EnginePausedError
 from tests.tiny import Tiny, clean, drain, greedy, ids, make_llm, prompts_of, tokens
 
 PROMPTS = prompts_of((5, 9), seed=22)
@@ -72,6 +72,18 @@ def test_deltas_have_the_spans_so_far(llm, tiny):
         if i == 5:
             llm.update_params(scaled(tiny), version=9)
     assert found[0] == found[5] == [(0, 0)] and [version for _, version in found[-1]] == [0, 9]
+
+
+def test_beams_have_the_versions_of_their_hypotheses(llm, tiny):
+    params = SamplingParams(beam_width=3, n=3, max_tokens=10, temperature=0.0, ignore_eos=True)
+    steps = llm.generate_iter([(PROMPTS[0], params)])
+    for _ in range(6):
+        next(steps)
+    llm.update_params(scaled(tiny), version=9)
+    ((_, output),) = [found for step in steps for found in step]
+    for beam in output.outputs:
+        (first, (start, last)) = beam.versions
+        assert first == (0, 0) and last == 9 and 2 <= start <= 6
 
 
 def test_recompute_goes_on_as_if_the_new_ones_had_made_all(llm, tiny):
@@ -150,12 +162,27 @@ def test_deleted_parameters_raise_at_once(llm, tiny):
         lambda: llm.enqueue(ids(PROMPTS[0])),
         lambda: next(llm.generate_iter([(PROMPTS[0], None)])),
         lambda: llm.loglikelihood([(PROMPTS[0], [[1]])]),
+        lambda: llm.rollout([PROMPTS[0]]),
+        lambda: llm.params,
+        lambda: llm.module,
+        lambda: llm.sleep(params=True),
     )
     for ask in asks:
         with pytest.raises(EngineError, match="parameters were deleted.*update_params"):
             ask()
     with pytest.raises(ValueError, match="has been deleted or donated"):
         llm.update_params(params)
+
+
+def test_a_version_may_be_a_number_of_another_library(llm, tiny):
+    for version in (np.int64(7), jnp.int32(8)):
+        llm.update_params(scaled(tiny), version=version)
+        assert llm.params_version == int(version) and type(llm.params_version) is int
+
+
+def test_traced_parameters_are_refused(llm, tiny):
+    with pytest.raises(ValueError, match="embed.weight is traced: .* outside of jit"):
+        jax.jit(lambda state: llm.update_params(state))(scaled(tiny))
 
 
 @pytest.mark.parametrize(
@@ -209,6 +236,17 @@ def test_sleep_of_the_pool_alone(llm):
     assert said(llm, PROMPTS[0]).token_ids == before
     with pytest.raises(ValueError, match="gives nothing away"):
         llm.sleep(kv=False)
+    with pytest.raises(ValueError, match="for kv=False leave level out"):
+        llm.sleep(1, kv=False)
+    llm.sleep()
+    for ask in (
+        lambda: said(llm, PROMPTS[0]),
+        lambda: llm.rollout([PROMPTS[0]]),
+        lambda: llm.loglikelihood([(PROMPTS[0], [[1]])]),
+    ):
+        with pytest.raises(EngineAsleepError, match="sleeps without its kv_cache"):
+            ask()
+    llm.wake()
 
 
 def test_the_pools_size_in_bytes(tiny):

@@ -206,6 +206,11 @@ def _addresses(array: Array) -> list[tuple[Any, int]]:
 
 def _check_leaf(name: str, leaf: Any, want: jax.ShapeDtypeStruct) -> None:
     value = _value(leaf)
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"parameter {name} is traced: an engine takes parameters outside of jit, grad and the like; give it what "
+            "the transformed function returns"
+        )
     if not isinstance(value, jax.Array | np.ndarray):
         raise ValueError(f"parameter {name} is {a_type(value)}; pass a jax or numpy array")
     if isinstance(value, jax.Array) and value.is_deleted():

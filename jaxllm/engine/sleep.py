@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxllm.engine.device.executor import Executor
 from jaxllm.engine.device.runner import Runner
-from jaxllm.errors import EngineAsleepError
+from jaxllm.engine.failure import LACKS_PARAMS
+from jaxllm.errors import EngineAsleepError, EngineError
 from jaxllm.models.transformer import Params
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -23,6 +24,8 @@ def _what_sleeps(level: int | None, kv: bool, params: bool) -> tuple[tuple[str, 
         return tuple(tag for tag, gives in ((WEIGHTS, params), (KV_CACHE, kv)) if gives), True
     if level not in (1, 2):
         raise ValueError(f"level={level!r} must be 1 (parameters go to host memory) or 2 (they are dropped)")
+    if not kv:
+        raise ValueError(f"level={level} gives the KV pool away too; for kv=False leave level out")
     return _BOTH, level == 1
 
 
@@ -44,6 +47,8 @@ class Sleep:
                 "an engine that records, or runs over several hosts, can't sleep; build one without record and cluster"
             )
         if WEIGHTS in tags:
+            if keep and executor.lacks_params():
+                raise EngineError(LACKS_PARAMS)
             if WEIGHTS not in self.given_away and not self._lacks_params:
                 if keep:
                     self._kept = [(np.array(jax.device_get(leaf)), leaf.sharding) for leaf in executor.leaves]

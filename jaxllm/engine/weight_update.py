@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 
-from jaxllm.argument_checks import check_int
+from jaxllm.argument_checks import check_int, plain_number
 from jaxllm.checkpoint.placement import canonical_params, completed, place_params, release_others
 from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.device.runner import CommandExecutor
@@ -34,7 +34,14 @@ def current_params(engine: Engine) -> Params:
 
 @with_own_settings
 def prepare_update(
-    engine: Engine, params: Any, *, version: int | None, cast: bool, in_flight: str, keep_prefix: bool, donate: bool
+    engine: Engine,
+    params: Any,
+    *,
+    version: SupportsIndex | None,
+    cast: bool,
+    in_flight: str,
+    keep_prefix: bool,
+    donate: bool,
 ) -> Callable[[EngineLoop], None]:
     """What takes the parameters over, between two steps of the loop; arguments are those of `LLM.update_params`, as are
     the errors."""
@@ -43,6 +50,7 @@ def prepare_update(
     if in_flight == "recompute" and keep_prefix:
         raise ValueError("in_flight='recompute' computes all keys and values anew; leave keep_prefix out")
     if version is not None:
+        version = plain_number(version)
         check_int("version", version, 0, 2**31 - 1)
     executor = engine.runner.executor
     if len(executor.mesh.local_devices) < executor.mesh.size:
