@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_embeddings(commands)
     _add_experts(commands)
     _add_rollouts(commands)
+    _add_checkpoints(commands)
     return parser
 
 
@@ -110,6 +111,17 @@ def _add_rollouts(commands: Any) -> None:
     numbers = ("--prompts", 128, "of 8 samples"), ("--repeats", 3, "of each"), ("--seed", 0, "of all")
     for name, default, what in numbers:
         add(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    add("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def _add_checkpoints(commands: Any) -> None:
+    text = "loading parameters from safetensors, and from what Orbax has saved (extra: orbax)"
+    parser = commands.add_parser("checkpoints", help=text, description=text, allow_abbrev=False)
+    add = parser.add_argument
+    add("--meshes", nargs="+", default=["tensor=1"], metavar="MESH", help='as LLM takes them (default: "tensor=1")')
+    add("--dtype", default="float32", choices=["float32", "bfloat16"], help="of files and engine (default: float32)")
+    add("--layers", type=int, default=16, metavar="N", help="12.6 million parameters each (default: 16)")
+    add("--repeats", type=int, default=5, metavar="N", help="of each (default: 5)")
     add("--json", action="store_true", help="one JSON object instead of a table")
 
 
@@ -229,6 +241,14 @@ def _rollouts(arguments: argparse.Namespace) -> int:
     return _print(rollouts.run(**options), rollouts.table, arguments)
 
 
+def _checkpoints(arguments: argparse.Namespace) -> int:
+    options = {name: getattr(arguments, name) for name in ("layers", "meshes", "dtype", "repeats")}
+    check_at_least(1, layers=arguments.layers, repeats=arguments.repeats)
+    from benchmarks import checkpoints
+
+    return _print(checkpoints.run(**options), checkpoints.table, arguments)
+
+
 def _experts(arguments: argparse.Namespace) -> int:
     names = ("batches", "layers", "output_len", "repeats", "seed", "dtype", "vllm")
     options = {name: getattr(arguments, name) for name in names}
@@ -255,6 +275,7 @@ _COMMANDS = {
     "embeddings": _embeddings,
     "experts": _experts,
     "rollouts": _rollouts,
+    "checkpoints": _checkpoints,
 }
 
 

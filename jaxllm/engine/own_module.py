@@ -31,6 +31,7 @@ def open_module(model: Any) -> OwnModule:
     for a module without the interface, and `ValueError` for one that does not do what it says."""
     name = name_of(model)
     check_interface(model, name)
+    _say_training(model, name)
     if not all(map(_is_served, named(nnx.state(model)).values())):
         model = Wrapped.of_module(model, model.cfg)
     graph, params = nnx.split(model)
@@ -43,6 +44,22 @@ def open_module(model: Any) -> OwnModule:
         variable.set_metadata(axes=axes[key] or (None,) * value.ndim)
     cfg = dataclasses.replace(model.cfg, dtype=kv_dtype(graph, shapes, model.cfg, name))
     return OwnModule(cfg, nnx.merge(graph, shapes), params, tuple(key for key in axes if axes[key] is None))
+
+
+def _say_training(model: nnx.Module, name: str) -> None:
+    """Logs which parts of `model` do what is done in training alone, as dropout does."""
+    modes = ("deterministic", "use_running_average")  # which eval() sets
+    parts = [
+        ".".join(map(str, path))
+        for path, part in nnx.iter_modules(model)
+        if any(getattr(part, mode, None) is False for mode in modes) and getattr(part, "rate", 1) != 0
+    ]
+    if parts:
+        log.warning(
+            "%s is served as it trains, as %s say: every step draws the same dropout, and norms go by its tokens; "
+            "give LLM the module after model.eval()",
+            *(name, some_of(parts)),
+        )
 
 
 def say_replicated(names: Sequence[str], mesh: Mesh) -> None:

@@ -59,6 +59,27 @@ def test_arrays_that_are_no_parameters(mesh, caplog):
     )
 
 
+class WithDropout(qwen3.Model):
+    def __init__(self, cfg, *, rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def embed_tokens(self, tokens, ctx):
+        return self.dropout(super().embed_tokens(tokens, ctx))
+
+
+def test_a_module_in_training_is_told(caplog):
+    model = WithDropout(CFG, rngs=nnx.Rngs(1))
+    make_llm(model).close()
+    (text,) = [text for text in caplog.messages if "model.eval()" in text]
+    assert text.startswith("WithDropout is served as it trains, as dropout say")
+    caplog.clear()
+    model.eval()
+    with make_llm(model) as llm:
+        assert_served(llm, model)
+    assert not caplog.messages
+
+
 QWIX_IS_BEHIND = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # it calls Flax by older names
 
 

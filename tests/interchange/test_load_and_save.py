@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxllm import LLM, models
 from jaxllm.checkpoint.config import read_config
+from jaxllm.errors import MeshError
 from jaxllm.models import gemma2, gemma3, llama, mistral, qwen2, qwen3
 from jaxllm.models.context import StepContext
 from jaxllm.models.layers import LayerSpec
@@ -129,6 +132,24 @@ def test_parameters_on_a_mesh_have_the_shapes_of_the_config(tmp_path, spec, num_
     same(forward(model), forward(one))
     models.save_hf(model, tmp_path / "again")
     same(forward(models.load(tmp_path / "again")), forward(one))
+
+
+def test_parameters_lie_on_the_callers_own_mesh(tmp_path):
+    models.save_hf(Tiny().model, tmp_path / "out")
+    one, theirs = (
+        models.load(tmp_path / "out"),
+        jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2),
+    )
+    with jax.set_mesh(theirs):
+        for axes, split in (({"data": "fsdp", "tensor": "tp"}, "tp"), ({"tensor": ("tp", "fsdp")}, ("tp", "fsdp"))):
+            model = models.load(tmp_path / "out", mesh=theirs, axes=axes)
+            down = model.layers[0].mlp.down.weight[...]
+            assert down.sharding == NamedSharding(theirs, P(split, None))
+            jax.tree.map(np.testing.assert_array_equal, *map(nnx.to_pure_dict, map(nnx.state, (model, one))))
+    with pytest.raises(MeshError, match=r"axes=\{'data': \('fsdp',\), 'tensor': 'tp'\}"):
+        models.load(tmp_path / "out", mesh=theirs)
+    with pytest.raises(MeshError, match="mesh is a str; leave axes out"):
+        models.load(tmp_path / "out", mesh="tensor=2", axes={"tensor": "tp"})
 
 
 def test_importing_the_package_of_models_is_cheap():
