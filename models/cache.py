@@ -115,7 +115,7 @@ class Dense:
             k, v = (
                 rounded(x, scales[:, None], self.kv_dtype) for x, scales in zip((k, v), self.kv_scales, strict=True)
             )
-        mask = self._visible()
+        mask = self._visible(*q.shape[:2])
         if soft_cap is not None or sinks is not None:
             return _plain_attention(q, k, v, scale, causal, sliding_window, soft_cap, sinks, mask), self
         window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
@@ -123,8 +123,17 @@ class Dense:
         out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal, local_window_size=window)
         return out, self
 
-    def _visible(self) -> Bool[Array, "batch queries keys"] | None:
-        """What a query may see of keys, beside what `causal` and windows say; None: all."""
+    def _visible(self, batch: int, length: int) -> Bool[Array, "batch queries keys"] | None:
+        """What a query may see of keys, beside what `causal` and windows say; None: all. Raises `ValueError`."""
+        mask, ids = self.mask, self.segment_ids
+        if mask is not None and (mask.shape[1:] != (length, length) or mask.ndim != 3 or len(mask) not in (1, batch)):
+            raise ValueError(
+                f"mask has the shape {mask.shape}; it is [batch, queries, keys], here {(batch, length, length)}"
+            )
+        if mask is not None and mask.dtype != bool:
+            raise ValueError(f"mask has the dtype {mask.dtype}; it is bool, True where a query may see a key")
+        if ids is not None and ids.shape != (batch, length):
+            raise ValueError(f"segment_ids have the shape {ids.shape}; they are [batch, len], here {(batch, length)}")
         if self.segment_ids is None:
             return self.mask
         same = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]

@@ -103,6 +103,25 @@ def test_a_mask_hides_keys(model):
     assert np.isfinite(nothing).all()
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"mask": jnp.ones((3, 3), bool)}, r"mask has the shape \(3, 3\); it is \[batch, .* here \(2, 3, 3\)"),
+        ({"mask": jnp.ones((2, 3, 2), bool)}, r"mask has the shape \(2, 3, 2\)"),
+        ({"mask": jnp.ones((2, 3, 3))}, "mask has the dtype float32; it is bool"),
+        ({"segment_ids": jnp.ones((2, 4), jnp.int32)}, r"segment_ids have the shape \(2, 4\); .* here \(2, 3\)"),
+        ({"segment_ids": jnp.ones(3, jnp.int32)}, r"segment_ids have the shape \(3,\)"),
+    ],
+)
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_what_does_not_fit_a_batch_is_named(given, says, soft_cap):
+    q, kv, cache = jnp.zeros((2, 3, 4, 8)), jnp.zeros((2, 3, 2, 8)), Dense()
+    for name, array in given.items():
+        object.__setattr__(cache, name, array)  # as for users, whose annotations do not run
+    with pytest.raises(ValueError, match=says):
+        cache.attend(q, kv, kv, scale=1.0, soft_cap=soft_cap)
+
+
 def test_positions_of_packed_rows():
     tokens, segments = packed()
     ctx = StepContext.of(jnp.asarray(tokens), segment_ids=jnp.asarray(segments))
