@@ -29,7 +29,7 @@ def restore_params(path: Path, dense: Params, params: Params, mesh: Mesh) -> Par
     folder = find_arrays(path).resolve()
     wanted = named(dense)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        found = _stored(checkpointer.metadata(folder))
+        found = _stored(folder, checkpointer.metadata(folder))
         paths = _paths(folder, found, wanted)
         _check_shapes(folder, found, paths, wanted)
         restore = {
@@ -41,7 +41,11 @@ def restore_params(path: Path, dense: Params, params: Params, mesh: Mesh) -> Par
         args = ocp.args.PyTreeRestore(
             item=_nested({path: found[path] for path in restore}), restore_args=_nested(restore), partial_restore=True
         )
-        tree = checkpointer.restore(folder, args=args)
+        try:
+            tree = checkpointer.restore(folder, args=args)
+        except Exception as error:  # noqa: BLE001 - what Orbax raises is of no kind of its own
+            reason = str(error).strip().partition("\n")[0][:300]
+            raise ModelFormatError(f"{folder} is incomplete or damaged: {reason}. Save it again") from error
     arrays = dict(_leaves(tree))
     by_name = {name: arrays[paths[name]] for name in wanted}
     return place_params(_nested({tuple(name.split(".")): array for name, array in by_name.items()}), params, mesh)
@@ -55,8 +59,10 @@ def _orbax() -> Any:
     return ocp
 
 
-def _stored(metadata: Any) -> dict[Keys, Any]:
+def _stored(folder: Path, metadata: Any) -> dict[Keys, Any]:
     """Each array's description by the keys that lead to it."""
+    if metadata.item_metadata is None:
+        raise ModelFormatError(f"{folder} is incomplete or damaged: Orbax finds no arrays there. Save it again")
     return dict(_leaves(metadata.item_metadata.tree))
 
 

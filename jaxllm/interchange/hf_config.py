@@ -8,6 +8,7 @@ from typing import Any
 
 from flax import nnx
 
+from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.config import read_spec
 from jaxllm.checkpoint.formats import Checkpoint, GivenConfig, open_checkpoint
 from jaxllm.models import gemma2, gemma3, llama, mistral, qwen2, qwen3, registry
@@ -27,13 +28,15 @@ _ROPES: Mapping[type[Rope], tuple[str, Mapping[str, str]]] = {  # name of the ki
 _QUANTISED = ("quantization_config", "compression_config", "quantization")
 
 
-def family_of(model: nnx.Module) -> tuple[ModuleType, Any]:
+def family_of(model: Any) -> tuple[ModuleType, Any]:
     """The architecture's file that `model` is of, and the configuration. ValueError for a class of somebody else's that
-    is not registered."""
+    is not registered, TypeError for what is no module."""
     kind, cfg = type(model), getattr(model, "cfg", None)
     for module in registry.modules():
         if kind is module.Model and type(cfg) is module.Config:
             return module, cfg
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model is {a_type(model)}; give a module, as LLM.module is of an LLM")
     raise ValueError(
         f"{kind.__module__}.{kind.__qualname__} is no architecture's Model in jaxllm.models: how its parameters are "
         "called in a checkpoint is not known. jaxllm.models.registry.register makes an architecture known, with its "

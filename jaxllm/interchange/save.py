@@ -17,11 +17,12 @@ from jaxllm.argument_checks import some_of
 from jaxllm.checkpoint.config import DTYPES, ModelSpec
 from jaxllm.checkpoint.files import CONFIG, local
 from jaxllm.checkpoint.fill import WeightPart
-from jaxllm.checkpoint.placement import named
+from jaxllm.checkpoint.placement import canonical_params, expansion_of, named
 from jaxllm.checkpoint.weights_table import weights_table
 from jaxllm.checkpoint.writing import FileShards, check_is_new, whole_directory
 from jaxllm.from_vllm.dtypes import dtype_name
 from jaxllm.interchange.hf_config import checked_config, family_of
+from jaxllm.models.transformer import Params
 from jaxllm.models.weights import Weight
 
 _FILES = (  # that a tokenizer has, and what else goes with the weights
@@ -59,12 +60,13 @@ def save_hf(
     Raises `ValueError` for a model whose parameters no family's table names, or whose configuration those keys do not
     describe, for parameters that other processes hold, and for a `path` that is there.
     """
-    out, params = local(path), named(nnx.state(model, nnx.Param))
+    out = local(path)
     check_is_new(out)
     name = None if dtype is None else dtype_name(dtype)
     if name is not None and name not in DTYPES:
         raise ValueError(f"dtype={name!r} is unknown; choose one of {list(DTYPES)}")
     family, cfg = family_of(model)
+    params = named(_canonical(nnx.state(model, nnx.Param)))
     source = like if like is not None else getattr(model, "source", None)
     folder = None if source is None else local(source)
     config = checked_config(cfg, folder)
@@ -80,6 +82,12 @@ def save_hf(
             for file in filter(Path.is_file, (folder / name for name in _FILES)):
                 shutil.copyfile(file, made / file.name)
     return out
+
+
+def _canonical(state: Params) -> Params:
+    """With the shapes that the configuration gives, also of what an engine's mesh has made of them."""
+    expanded = [var for var in named(state).values() if expansion_of(var) is not None]
+    return canonical_params(state, expanded[0].get_value().sharding.mesh) if expanded else state
 
 
 def _plan(spec: ModelSpec, params: Mapping[str, nnx.Variable]) -> dict[str, list[tuple[Weight, WeightPart]]]:

@@ -142,6 +142,17 @@ def test_other_parameters_than_the_models_are_named(saved, tmp_path):
         restored(tmp_path / "two", tiny.cfg)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves the other reads behind
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_damaged_directory_is_told(tmp_path):
+    tiny = Tiny()
+    save(tmp_path / "x", state_of(tiny))
+    for file in (tmp_path / "x" / "ocdbt.process_0").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(ModelFormatError, match="x is incomplete or damaged: .* Save it again"):
+        restored(tmp_path / "x", tiny.cfg)
+
+
 def test_config_is_asked_for_and_is_for_nothing_else(saved, tmp_path):
     tiny, path = saved
     with pytest.raises(ModelFormatError, match=r"Orbax checkpoint: arrays without .*LLM\(path, config=...\)"):

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import LLM, models
 from jaxllm.checkpoint.config import read_config
 from jaxllm.errors import MeshError
+from jaxllm.interchange.hf_config import family_of
 from jaxllm.models import gemma2, gemma3, llama, mistral, qwen2, qwen3
 from jaxllm.models.context import StepContext
 from jaxllm.models.layers import LayerSpec
@@ -158,6 +159,17 @@ def test_importing_the_package_of_models_is_cheap():
     assert {"load", "save_hf"} <= set(dir(models))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         models.nothing  # noqa: B018
+
+
+def test_what_an_engine_serves_is_saved_as_it_was(tmp_path):
+    """On a mesh that repeats KV heads and pads the vocabulary."""
+    tiny = Tiny(vocab=94)
+    with make_llm(tiny.model, mesh="tensor=4") as llm:
+        models.save_hf(llm.module, tmp_path / "out")
+        with pytest.raises(TypeError, match="give a module, as LLM.module is of an LLM"):
+            family_of(llm)
+    read = models.load(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, *map(nnx.to_pure_dict, map(nnx.state, (read, tiny.model))))
 
 
 class Mine(qwen3.Model):
