@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float32
 
 from jaxllm.models.cache import Dense
 from jaxllm.models.context import StepContext
@@ -24,19 +24,22 @@ class Arithmetic:
     max_len: int  # which some ropes depend on
 
 
-def token_logprobs(
-    model: Any, tokens: Int[Array, "batch len"], *, arithmetic: Arithmetic | None = None
-) -> Float32[Array, "batch len_less_one"]:
-    """The log-probability, in nats, of each token after the first of its row, given those before it. `model` is a
-    module of `jaxllm.models`; rows are texts from their first token on, with any ids behind their ends. JAX
-    differentiates it.
+def token_logprobs(model: Any, tokens: Any, *, arithmetic: Any = None) -> Float32[Array, "batch len_less_one"]:
+    """The log-probability, in nats, of each token after the first of its row, given those before it: of `tokens`,
+    integers `[batch, len]`, rows of texts from their first token on, with any ids behind their ends. `model` is a
+    module of `jaxllm.models`. JAX differentiates it.
 
         new = token_logprobs(model, tokens, arithmetic=llm.arithmetic)
 
     With the `arithmetic` of an `LLM(batch_invariant=True)` the forward pass takes the engine's kernels and its orders
     of additions: the results are the raw log-probabilities of that engine with the same parameters, whatever it
-    computed them with. The backward pass is XLA's.
+    computed them with. The backward pass is XLA's. Raises `ValueError`.
     """
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens has the shape {tokens.shape}; rows of texts are [batch, len]")
+    if not isinstance(arithmetic, Arithmetic | None):
+        raise ValueError(f"arithmetic is of {type(arithmetic).__name__}; give an LLM's `arithmetic`")
     placement, cache = UNPLACED, Dense()
     if arithmetic is not None:
         placement = arithmetic.placement

@@ -79,9 +79,13 @@ def test_of_sinks_and_experts_by_xla():
     assert found.shape == (2, 5) and np.isfinite(found).all()
 
 
-def test_another_engine_has_none(llm):
+def test_what_is_refused(llm, tiny):
     with pytest.raises(ValueError, match="batch_invariant=True"):
         _ = llm.arithmetic
+    with pytest.raises(ValueError, match=r"shape \(4,\); rows of texts are"):
+        token_logprobs(tiny.model, jnp.zeros(4, jnp.int32))
+    with pytest.raises(ValueError, match="arithmetic is of LLM; give an LLM's `arithmetic`"):
+        token_logprobs(tiny.model, jnp.zeros((1, 4), jnp.int32), arithmetic=llm)
 
 
 def test_rows_in_blocks_are_whole_texts():
