@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_experts(commands)
     _add_rollouts(commands)
     _add_checkpoints(commands)
+    _add_harness(commands)
     return parser
 
 
@@ -123,6 +124,16 @@ def _add_checkpoints(commands: Any) -> None:
     add("--layers", type=int, default=16, metavar="N", help="12.6 million parameters each (default: 16)")
     add("--repeats", type=int, default=5, metavar="N", help="of each (default: 5)")
     add("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def _add_harness(commands: Any) -> None:
+    text = "multiple choice of lm-evaluation-harness, beside its Hugging Face back end (extras: lm-eval, test)"
+    parser = commands.add_parser("harness", help=text, description=text, allow_abbrev=False)
+    parser.add_argument("--model", metavar="DIR", help="of both (default: the embedded one)")
+    numbers = ("--questions", 48, "with four choices"), ("--batch", 16, "of Hugging Face"), ("--threads", 1, "of torch")
+    for name, default, what in (*numbers, ("--repeats", 3, "of each")):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def _add_experts(commands: Any) -> None:
@@ -249,6 +260,16 @@ def _checkpoints(arguments: argparse.Namespace) -> int:
     return _print(checkpoints.run(**options), checkpoints.table, arguments)
 
 
+def _harness(arguments: argparse.Namespace) -> int:
+    names = ("questions", "batch", "threads", "repeats")
+    options = {name: getattr(arguments, name) for name in names}
+    check_at_least(1, **options)
+    setup_compilation_cache()
+    from benchmarks import harness
+
+    return _print(harness.run(model=arguments.model, **options), harness.table, arguments)
+
+
 def _experts(arguments: argparse.Namespace) -> int:
     names = ("batches", "layers", "output_len", "repeats", "seed", "dtype", "vllm")
     options = {name: getattr(arguments, name) for name in names}
@@ -273,6 +294,7 @@ _COMMANDS = {
     "tokenizers": _tokenizers,
     "compiling": _compiling,
     "embeddings": _embeddings,
+    "harness": _harness,
     "experts": _experts,
     "rollouts": _rollouts,
     "checkpoints": _checkpoints,

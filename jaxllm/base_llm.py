@@ -25,6 +25,8 @@ from jaxllm.from_vllm.missing import MissingMethods
 from jaxllm.from_vllm.typed import VllmEngineArguments
 from jaxllm.function_model import FunctionShape, as_model
 from jaxllm.hub.locate import locate
+from jaxllm.models.served import Arithmetic
+from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.sharding.mesh import map_axes
 
@@ -165,6 +167,19 @@ class BaseLLM(MissingMethods):
     def model_config(self) -> ModelConfig:
         """What the engine knows of the model, under vLLM's names."""
         return self.vllm_config.model_config
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """The kernels and the orders of additions of an engine with `batch_invariant`, for
+        `jaxllm.models.token_logprobs`. ValueError for other engines, whose sums have no fixed order."""
+        config = self._engine.config
+        if not config.batch_invariant or config.kv_cache_dtype != "auto":
+            raise ValueError(
+                "only an engine with batch_invariant=True, and keys and values in the model's dtype, computes a token "
+                "in one way, which another program can repeat; build the LLM so"
+            )
+        placement = Placement(self._engine.runner.executor.mesh, batch_invariant=True)
+        return Arithmetic(placement=placement, block_size=config.block_size, max_len=config.max_model_len)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from jaxllm.argument_checks import a_type, check_int
 from jaxllm.engine.caller import Inbox
 from jaxllm.engine.failure import check_any
 from jaxllm.engine.prepare import PreparedRequest
@@ -42,6 +43,7 @@ class LLMRollout(LLMPooling):
         other tokens' log-probabilities. A prompt whose steps fail has the finish `ERROR` and an entry in `errors`;
         `EngineError` if all do.
         """
+        check_int("pad_id", pad_id, -(2**31), 2**31 - 1)
         parsed = rollout_prompts(prompts, lengths, self.tokenizer)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = rollout_params(given, parsed)
@@ -66,6 +68,13 @@ class LLMRollout(LLMPooling):
         index and `Rollout`, whose B is 1, when its samples are over. What the iterator yields late comes under the
         parameters of then. Closing it aborts what is left; so does a prompt that can't be served, by `ValueError`."""
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        check_int("pad_id", pad_id, -(2**31), 2**31 - 1)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling_params is {a_type(params)}; rollout_iter takes one SamplingParams for all prompts"
+            )
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            raise ValueError(f"prompts is {a_type(prompts)}; rollout_iter takes an iterable of prompts")
         check_rollout_params(params)
         return self._rollouts(prompts, params, pad_id)
 

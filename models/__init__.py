@@ -8,14 +8,16 @@ if TYPE_CHECKING:
     from jaxllm.interchange.save import save_hf
     from jaxllm.models.comparison import check
     from jaxllm.models.conversions import convert
+    from jaxllm.models.served import token_logprobs
 
-__all__ = ["check", "convert", "load", "save_hf"]
+__all__ = ["check", "convert", "load", "save_hf", "token_logprobs"]
 
 _HOMES = {
     "check": "jaxllm.models.comparison",
     "convert": "jaxllm.models.conversions",
     "load": "jaxllm.interchange.load",
     "save_hf": "jaxllm.interchange.save",
+    "token_logprobs": "jaxllm.models.served",
 }
 
 

@@ -5,6 +5,7 @@ does both. What these mean is what `pallas_kernels.paged_attention.reference` sa
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
+from jaxllm.pallas_kernels.gradients import with_gradient_of
 from jaxllm.pallas_kernels.paged_attention import (
     KV_AXES,
     PagedBatch,
     cap,
+    kv_shape,
     ragged_paged_attention,
     rounded,
     write_blocks,
@@ -91,12 +94,17 @@ class Dense:
 
     Rows that are packed with several texts have `segment_ids`, as `StepContext.of` takes them: a token sees those of
     its own segment alone. `mask` says which keys a query may see, of those that it would see without. `kv_scales` are
-    those of a pool of `kv_dtype`: keys and values are what such a pool would hold of them."""
+    those of a pool of `kv_dtype`: keys and values are what such a pool would hold of them.
+
+    With `block_size` the kernel of `placement` attends, as an engine's over blocks of so many tokens, and XLA computes
+    the gradient: rows are then whole texts, without `segment_ids`, `mask` and `kv_scales`."""
 
     kv_scales: Float32[Array, "2 kv_heads"] | None = None
     kv_dtype: Any = field(default=None, metadata={"static": True})
     segment_ids: Int[Array, "batch len"] | None = None
     mask: Bool[Array, "batch queries keys"] | None = None
+    block_size: int | None = field(default=None, metadata={"static": True})
+    placement: Placement = field(default=UNPLACED, metadata={"static": True})
 
     def attend(
         self,
@@ -111,6 +119,9 @@ class Dense:
         sinks: Float[Array, " heads"] | None = None,
     ):
         """Attends `q` `[batch, len, heads, head_dim]` to `k`, `v` `[batch, len, kv_heads, head_dim]`."""
+        if self.block_size is not None:
+            options = {"scale": scale, "causal": causal, "sliding_window": sliding_window, "soft_cap": soft_cap}
+            return self._attend_in_blocks(q, k, v, sinks, options), self
         if self.kv_scales is not None:
             k, v = (
                 rounded(x, scales[:, None], self.kv_dtype) for x, scales in zip((k, v), self.kv_scales, strict=True)
@@ -122,6 +133,20 @@ class Dense:
         mask = None if mask is None else mask[:, None]
         out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal, local_window_size=window)
         return out, self
+
+    def _attend_in_blocks(self, q: Array, k: Array, v: Array, sinks: Array | None, options: dict[str, Any]) -> Array:
+        given = {"segment_ids": self.segment_ids, "mask": self.mask, "kv_scales": self.kv_scales}
+        if unused := [name for name, value in given.items() if value is not None]:
+            raise ValueError(
+                f"Dense(block_size={self.block_size}) has {unused}: with a block_size rows are whole texts, as the "
+                "engine's kernel takes them; leave one or the other out"
+            )
+
+        def by_xla(q: Array, k: Array, v: Array, *sinks: Array) -> Array:
+            return Dense().attend(q, k, v, sinks=sinks[0] if sinks else None, **options)[0]
+
+        kernel = partial(_block_attention, block_size=self.block_size, placement=self.placement, options=options)
+        return with_gradient_of(by_xla, kernel)(q, k, v, *([] if sinks is None else [sinks]))
 
     def _visible(self, batch: int, length: int) -> Bool[Array, "batch queries keys"] | None:
         """What a query may see of keys, beside what `causal` and windows say; None: all. Raises `ValueError`."""
@@ -138,6 +163,25 @@ class Dense:
             return self.mask
         same = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]
         return same if self.mask is None else same & self.mask
+
+
+def _block_attention(
+    q: Array, k: Array, v: Array, *sinks: Array, block_size: int, placement: Placement, options: dict[str, Any]
+) -> Array:
+    """By the kernel of `placement`, over a pool that has blocks for these rows and is gone afterwards."""
+    (batch, length), (kv_heads, head_dim) = q.shape[:2], k.shape[2:]
+    blocks = jnp.arange(batch * -(-length // block_size), dtype=jnp.int32)
+    shape = kv_shape(len(blocks), block_size, kv_heads, head_dim, platform=placement.platform or "")
+    rows = PagedBatch(
+        block_tables=blocks.reshape(batch, -1),
+        cu_q_lens=length * jnp.arange(batch + 1, dtype=jnp.int32),
+        kv_lens=jnp.full(batch, length, jnp.int32),
+        distribution=jnp.array([0, batch], jnp.int32),
+    )
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    more = {"sinks": sinks[0]} if sinks else {}
+    out, _ = ragged_paged_attention(*flat, jnp.zeros(shape, k.dtype), rows, placement=placement, **options, **more)
+    return out.reshape(q.shape)
 
 
 def _plain_attention(

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxllm.models.cache import Dense
 from jaxllm.models.context import StepContext
-from jaxllm.models.state_cache import DenseState
+from jaxllm.models.state_cache import dense_caches
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _outputs(module: nnx.Module, ids: np.ndarray) -> tuple[list[np.ndarray], dic
         layer.__class__ = _recording(type(layer), calls)
     tokens = jnp.asarray(ids)[None]
     ctx = StepContext.of(tokens)
-    hidden, _ = recorded(tokens, ctx, _caches(recorded))
+    hidden, _ = recorded(tokens, ctx, dense_caches(recorded))
     found = {f"layers.{i}": output for i, (_, output) in enumerate(calls)}
     if calls:
         found = {"embed": calls[0][0]} | found
@@ -125,14 +124,6 @@ def _recording(layer: type, calls: list[tuple[np.ndarray, np.ndarray]]) -> type:
         return result
 
     return type(layer.__name__, (layer,), {"__call__": call})
-
-
-def _caches(module: Any) -> list[Any]:
-    """That keep nothing, for each layer."""
-    if not hasattr(module, "cache_specs"):
-        return [Dense()] * len(module.layers)
-    each = [[DenseState() if spec.is_state else Dense() for spec in of_layer] for of_layer in module.cache_specs()]
-    return [caches[0] if len(caches) == 1 else caches for caches in each]
 
 
 def _outputs_of_torch(model: Any, ids: np.ndarray, num_layers: int) -> dict[str, np.ndarray]:

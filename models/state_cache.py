@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
+from jaxllm.models.cache import Dense
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.paged_attention import PagedBatch
@@ -135,3 +136,12 @@ class DenseState:
     def scan(self, step: Step, start: Shaped[Array, "..."], inputs: Any) -> tuple[Any, "DenseState"]:
         """Runs `step` over `inputs` `[batch, len, ...]`. Returns the outputs of all tokens."""
         return jax.vmap(lambda row: jax.lax.scan(step, start, row)[1])(inputs), self
+
+
+def dense_caches(module: Any, dense: Dense | None = None) -> list[Any]:
+    """That keep nothing, for each layer of a model: `dense` where it attends (None: `Dense()`)."""
+    dense = dense or Dense()
+    if not hasattr(module, "cache_specs"):
+        return [dense] * len(module.layers)
+    each = [[DenseState() if spec.is_state else dense for spec in of_layer] for of_layer in module.cache_specs()]
+    return [caches[0] if len(caches) == 1 else caches for caches in each]

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 from jaxllm import LLM, FunctionShape, SamplingParams
+from jaxllm.engine import batch_invariance
 from jaxllm.models import gemma2, opt
 from jaxllm.models.layers import RMSNorm
 from jaxllm.pallas_kernels import native
@@ -86,6 +87,13 @@ def test_the_callers_module_stays_as_it_is():
         assert llm.engine.config.batch_invariant
     norms = [node for _, node in nnx.iter_graph(model) if isinstance(node, RMSNorm)]
     assert norms and not any(norm.fixed_order for norm in norms)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_it_is_refused_on_accelerators(tiny, monkeypatch, platform):
+    monkeypatch.setattr(batch_invariance, "platform_of", lambda mesh: platform)
+    with pytest.raises(ValueError, match=f"on a {platform.upper()} yet, whose products add up by the number of rows"):
+        LLM(tiny.model, **SIZES)
 
 
 def test_what_it_is_refused_for(tiny):

@@ -10,15 +10,19 @@ import importlib
 import io
 import re
 import shlex
+import sys
 import textwrap
 import tomllib
+import types
 
 import jax
 import pytest
 
 from jaxllm.cli.main import COMMANDS
 from jaxllm.cli.main import main as jaxllm
+from jaxllm.models import registry
 from jaxllm.models.registry import ARCHITECTURES
+from tests.stand_ins import make_models, served
 from tests.test_packaging import FOLDERS, ROOT, sources
 
 DOCUMENTS = sorted(
@@ -32,7 +36,6 @@ INDENTED = re.compile(r"(?<=\n\n)((?:    .*\n)+)")
 INLINE = re.compile(r"(?<!\[)`([^`\n]+)`")  # the text of a link is not asked: its target is
 LINK = re.compile(r"\]\(([^)#\s]+)")
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
-MOST_NOT_RUN = 7  # blocks of Python
 
 
 def text_of(document: str) -> str:
@@ -239,25 +242,22 @@ class Block:
 
     line: int
     text: str
-    why_not: str | None  # it can't be run by a test: the comment before it says `<!-- not run: the reason -->`
 
 
 def python_blocks(document: str) -> list[Block]:
-    text, found = text_of(document), []
-    for match in FENCE.finditer(text):
-        if match[2] == "python":
-            before = text[: match.start()]
-            why_not = re.search(r"<!-- not run: ([^\n]+) -->\n+$", before)
-            found.append(Block(before.count("\n") + 1, match[3], why_not and why_not[1]))
-    return found
+    text = text_of(document)
+    return [
+        Block(text[: match.start()].count("\n") + 1, match[3]) for match in FENCE.finditer(text) if match[2] == "python"
+    ]
 
 
 def run_block(document: str, block: Block, names: dict) -> None:
     """With the document's lines in tracebacks."""
-    source = "\n" * block.line + textwrap.dedent(block.text)
-    awaited = eval(compile(source, document, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
-    if awaited is not None:
-        asyncio.run(awaited)
+    with served(textwrap.dedent(block.text)) as text:
+        source = "\n" * block.line + text
+        awaited = eval(compile(source, document, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+        if awaited is not None:
+            asyncio.run(awaited)
 
 
 NEEDS = {
@@ -274,27 +274,22 @@ SLOW = {"README.md", "docs/evaluation.md", "docs/recipes.md", "docs/training.md"
     [
         pytest.param(document, marks=[pytest.mark.slow] if document in SLOW else [])
         for document in DOCUMENTS
-        if any(block.why_not is None for block in python_blocks(document))
+        if python_blocks(document)
     ],
 )
 def test_python_in_documents_runs(document, tmp_path, monkeypatch):
-    """With JAX's defaults, in an empty directory, one block after the other."""
+    """All of it, with JAX's defaults, in an empty directory but for the models that it names, one block after the
+    other, as in a module."""
     for package in NEEDS.get(document, ()):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
+    make_models(tmp_path, text_of(document))
+    module = types.ModuleType("of_the_document")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(registry, "ARCHITECTURES", ARCHITECTURES.copy())
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in python_blocks(document):
-            if block.why_not is None:
-                run_block(document, block, names)
-
-
-def test_few_blocks_are_not_run():
-    """Which they are, and why, is printed."""
-    blocks = [(document, block) for document in DOCUMENTS for block in python_blocks(document)]
-    not_run = [f"{document}:{block.line + 1}: {block.why_not}" for document, block in blocks if block.why_not]
-    print(f"{len(not_run)} of {len(blocks)} blocks are not run", *not_run, sep="\n")
-    assert len(not_run) <= MOST_NOT_RUN
+            run_block(document, block, vars(module))
 
 
 def test_the_table_of_models_is_that_of_the_registry():

@@ -109,6 +109,14 @@ def test_arguments(llm):
         llm.rollout(np.zeros(4, np.int32), DRAWN, lengths=[1])
     with pytest.raises(ValueError, match="token id"):
         llm.rollout([[1, 999]], DRAWN)
+    with pytest.raises(ValueError, match=r"shape \(2, 3, 4\); expected token ids"):
+        llm.rollout(np.ones((2, 3, 4), np.int32), DRAWN)
+    with pytest.raises(ValueError, match="an empty list; give it at least one"):
+        llm.rollout([[1], []], DRAWN)
+    with pytest.raises(ValueError, match="pad_id=1099511627776 must be an integer"):
+        llm.rollout(PROMPTS, DRAWN, pad_id=2**40)
+    with pytest.raises(ValueError, match="prompts is a str; rollout_iter takes an iterable"):
+        llm.rollout_iter("def f(", DRAWN)
 
 
 def test_to_device_in_a_jitted_step(llm):

@@ -9,19 +9,12 @@ from flax import nnx
 
 from jaxllm import LLM, SamplingParams
 from jaxllm.models import qwen3
-from jaxllm.models.cache import Dense
 from jaxllm.models.context import StepContext
 from jaxllm.models.layers import LayerSpec, Rope
-from jaxllm.models.state_cache import DenseState
+from jaxllm.models.state_cache import dense_caches as dense_caches
 
 MAX_LEN = 96
 TIE = 1e-4  # two logits closer than this share of the largest may come out in either order
-
-
-def dense_caches(model) -> list:
-    """That keep nothing, for each layer of the model."""
-    each = [[DenseState() if s.is_state else Dense() for s in of_layer] for of_layer in model.cache_specs()]
-    return [caches if len(caches) > 1 else caches[0] for caches in each]
 
 
 class Tiny:

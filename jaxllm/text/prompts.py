@@ -35,6 +35,10 @@ def parse_prompts(prompts: Any, tokenizer: Any) -> list[Prompt]:
     """One prompt, or a list of them. ValueError for anything else."""
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         prompts = [prompts]
+    if getattr(prompts, "ndim", 0) > 2:
+        raise ValueError(
+            f"prompts is an array of the shape {prompts.shape}; expected token ids, [len] or [prompts, len]"
+        )
     if getattr(prompts, "ndim", 0) == 2:
         prompts = list(prompts)
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
@@ -59,6 +63,8 @@ def parse_prompt(prompt: Any, tokenizer: Any) -> Prompt:
                 raise ValueError(f"prompt_token_ids is {_kind(ids)}; expected a list of integers")
             return Prompt(text, _as_list(ids), salt)
         prompt = text
+    if isinstance(prompt, list | tuple) and not prompt:
+        raise ValueError("a prompt is an empty list; give it at least one token id")
     if not isinstance(prompt, str):
         raise ValueError(f"a prompt is {_kind(prompt)}; expected a string or a dict")
     if tokenizer is None:

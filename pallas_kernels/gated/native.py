@@ -1,20 +1,31 @@
 """Gated activations for CPUs in C++: in float32, rounded once."""
 
+from functools import partial
+
 import jax
 from jaxtyping import Array, Float
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.gated import reference
+from jaxllm.pallas_kernels.gradients import with_gradient_of
 
 DTYPES = ("float32", "bfloat16")
 KINDS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 def supports(both: Array, activation: str) -> bool:
-    """Whether the kernel is built and has this activation of flat tokens."""
-    return both.dtype.name in DTYPES and both.ndim == 3 and activation in KINDS and native.is_built()
+    """Whether the kernel is built and has this activation."""
+    return both.dtype.name in DTYPES and activation in KINDS and native.is_built()
 
 
-def gated(both: Float[Array, "t 2 width"], activation: str) -> Float[Array, "t width"]:
+def gated(both: Float[Array, "*t 2 width"], activation: str) -> Float[Array, "*t width"]:
     """See `reference.gated`."""
-    result = jax.ShapeDtypeStruct((both.shape[0], both.shape[2]), both.dtype)
-    return native.ffi_call("jaxllm_gated", result)(both, is_gelu=KINDS[activation] == "gelu_tanh")
+    kernel = partial(_gated, is_gelu=KINDS[activation] == "gelu_tanh")
+    return with_gradient_of(partial(reference.gated, activation=activation), kernel)(both)
+
+
+def _gated(both: Array, *, is_gelu: bool) -> Array:
+    flat = both.reshape(-1, *both.shape[-2:])
+    result = jax.ShapeDtypeStruct((flat.shape[0], flat.shape[2]), both.dtype)
+    made = native.ffi_call("jaxllm_gated", result)(flat, is_gelu=is_gelu)
+    return made.reshape(*both.shape[:-2], both.shape[-1])

@@ -1,6 +1,7 @@
 """Products of few rows with a weight, in C++: all cores read the weight once, in place."""
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.gradients import with_gradient_of
+from jaxllm.pallas_kernels.matmul import reference
 from jaxllm.pallas_kernels.matmul.reference import split
 
 DTYPES = ("float32", "bfloat16")
@@ -27,6 +30,11 @@ def einsum(
     batch_invariant: bool = False,
 ) -> Float[Array, "..."]:
     """See `reference.einsum`. Accumulates in float32; with `batch_invariant` in one order for any number of rows."""
+    kernel = partial(_einsum, equation, out_dtype=out_dtype, batch_invariant=batch_invariant)
+    return with_gradient_of(partial(reference.einsum, equation, out_dtype=out_dtype), kernel)(x, weight)
+
+
+def _einsum(equation: str, x: Array, weight: Array, *, out_dtype: Any, batch_invariant: bool) -> Array:
     contracted, outputs, transposed = split(equation)
     rows, depth = x.shape[: x.ndim - len(contracted)], math.prod(x.shape[x.ndim - len(contracted) :])
     columns = weight.shape[: len(outputs)] if transposed else weight.shape[len(contracted) :]

@@ -1,25 +1,35 @@
 """Rotary position embeddings for CPUs in C++: each head is read and written once."""
 
+from functools import partial
+
 import jax
 from jaxtyping import Array, Float, Float32
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.gradients import with_gradient_of
+from jaxllm.pallas_kernels.rotary import reference
 
 DTYPES = ("float32", "bfloat16")
 
 
 def supports(x: Array, sin: Array, cos: Array) -> bool:
-    """Whether the kernel is built and supports these operands: flat tokens."""
-    return x.dtype.name in DTYPES and x.ndim == 3 and sin.shape == (len(x), 1, sin.shape[-1]) and native.is_built()
+    """Whether the kernel is built and supports these operands."""
+    return x.dtype.name in DTYPES and sin.shape[:-1] == (*x.shape[:-2], 1) and native.is_built()
 
 
 def rotate(
-    x: Float[Array, "t heads head_dim"],
-    sin: Float32[Array, "t 1 pairs"],
-    cos: Float32[Array, "t 1 pairs"],
+    x: Float[Array, "*t heads head_dim"],
+    sin: Float32[Array, "*t 1 pairs"],
+    cos: Float32[Array, "*t 1 pairs"],
     *,
     interleaved: bool = False,
-) -> Float[Array, "t heads head_dim"]:
+) -> Float[Array, "*t heads head_dim"]:
     """See `reference.rotate`."""
-    call = native.ffi_call("jaxllm_rotate", jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return call(x, sin[:, 0], cos[:, 0], interleaved=interleaved)
+    options = {"interleaved": interleaved}
+    return with_gradient_of(partial(reference.rotate, **options), partial(_rotate, **options))(x, sin, cos)
+
+
+def _rotate(x: Array, sin: Array, cos: Array, *, interleaved: bool) -> Array:
+    flat, pairs = x.reshape(-1, *x.shape[-2:]), sin.shape[-1]
+    call = native.ffi_call("jaxllm_rotate", jax.ShapeDtypeStruct(flat.shape, x.dtype))
+    return call(flat, sin.reshape(-1, pairs), cos.reshape(-1, pairs), interleaved=interleaved).reshape(x.shape)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.gradients import with_gradient_of
+from jaxllm.pallas_kernels.sampling import reference
 from jaxllm.pallas_kernels.sampling.reference import Best, Draws, Rows, log_min_p
 
 
@@ -16,6 +18,10 @@ def supports(logits: Array, *others: Any, **options: Any) -> bool:
 
 def normalize(logits: Float[Array, "rows vocab"]) -> Rows:
     """See `reference.normalize`."""
+    return with_gradient_of(reference.normalize, _normalize)(logits)
+
+
+def _normalize(logits: Array) -> Rows:
     column = jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32)
     return Rows(*native.ffi_call("jaxllm_normalize", [column, column])(logits))
 

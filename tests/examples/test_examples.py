@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.pallas_kernels import native
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slow
 
@@ -43,6 +45,12 @@ def rise(rewards):
 def test_grpo(run):
     history = run("grpo", "--steps", 40)
     assert rise(history[:, 0]) > 0.3 and history[:, 1].max() < 1e-4
+
+
+@pytest.mark.skipif(not native.is_built(), reason="the C++ kernels are not built")
+def test_grpo_whose_trainer_computes_as_the_engine_does(run):
+    history = run("grpo", "--steps", 40, "--exact")
+    assert rise(history[:, 0]) > 0.3 and not history[:, 1].any()
 
 
 def test_async_rl(run):
