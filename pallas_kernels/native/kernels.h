@@ -180,6 +180,6 @@ extern const Kernels kPortable;
 extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
 #endif
 
-const Kernels& kernels();  // of the best instruction set that this CPU has
+const Kernels& kernels();  // of the best instruction set that this CPU has, or the one that a test has chosen
 
 }  // namespace jaxllm

@@ -1,5 +1,6 @@
 // The custom calls: they check shapes, divide the work among threads, and pick the instruction set at run time.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -18,19 +19,31 @@ using Floats1D = ffi::Buffer<ffi::F32, 1>;
 
 namespace jaxllm {
 
-const Kernels& kernels() {
+namespace {
+
+// Those that this CPU runs, the best first.
+std::vector<const Kernels*> all_kernels() {
+  std::vector<const Kernels*> all;
 #if defined(__x86_64__)
-  static const Kernels& best = [&]() -> const Kernels& {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-      return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? kAvx512Bf16 : kAvx512;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kAvx2 : kPortable;
-  }();
-  return best;
-#else
-  return kPortable;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) all.push_back(&kAvx512Bf16);
+    all.push_back(&kAvx512);
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) all.push_back(&kAvx2);
 #endif
+  all.push_back(&kPortable);
+  return all;
 }
+
+std::atomic<const Kernels*>& chosen() {
+  static std::atomic<const Kernels*> kernels{all_kernels().front()};
+  return kernels;
+}
+
+}  // namespace
+
+const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
 
 namespace {
 
@@ -155,6 +168,16 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffe
 }  // namespace jaxllm
 
 extern "C" const char* jaxllm_instruction_set() { return jaxllm::kernels().name; }
+
+// From now on, for tests of what other CPUs run. False, and nothing else, if this CPU doesn't run it.
+extern "C" bool jaxllm_choose_instruction_set(const char* name) {
+  for (const jaxllm::Kernels* kernels : jaxllm::all_kernels())
+    if (!std::strcmp(kernels->name, name)) {
+      jaxllm::chosen() = kernels;
+      return true;
+    }
+  return false;
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_matmul, jaxllm::matmul,
                               ffi::Ffi::Bind()

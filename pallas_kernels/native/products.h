@@ -111,6 +111,7 @@ inline int64_t num_parts(const xla::ffi::ThreadPool& pool, int64_t size, int64_t
 // Calls work(begin, end) for all columns of w, which has `bytes`.
 template <class Work>
 void each_part(xla::ffi::ThreadPool& pool, const Gemm& gemm, int64_t bytes, const Work& work) {
+  if (gemm.rows == 0 || gemm.n == 0) return;
   const int64_t step = kernels().columns, parts = num_parts(pool, gemm.n, bytes);
   const int64_t columns = ((gemm.n + parts - 1) / parts + step - 1) / step * step;
   parallel(pool, (gemm.n + columns - 1) / columns,

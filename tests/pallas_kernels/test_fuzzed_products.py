@@ -1,0 +1,210 @@
+"""Native products of any shapes, in memory that ends where the arrays do, by every instruction set that this CPU has,
+against numpy in float64. What is NaN stays in its own row or column.
+"""
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.quantized_matmul.panels import panels_shape
+from tests.pallas_kernels.guarded import call, fuzzed, using, with_each_set
+from tests.pallas_kernels.test_quantized_matmul import CODES, codes_of, rounded_by_group
+
+pytestmark = pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
+
+BF16 = ml_dtypes.bfloat16
+TOLERANCE = {"float32": 3e-6, "bfloat16": 5e-3}  # of the sum of products' magnitudes; bfloat16 rounds the result
+NOTHING = np.zeros(0, np.float32)
+DTYPES = [(np.float32, np.float32), (BF16, BF16), (BF16, np.float32)]  # of what is multiplied, and of the result
+SCALES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu")
+
+rows_of_x = st.integers(0, 30) | st.integers(31, 300)
+sizes = st.integers(1, 80) | st.sampled_from([127, 128, 129, 255, 256, 257, 511, 512, 513, 600])
+wide = st.just(0) | sizes | st.sampled_from([1023, 1024, 1025, 1100])
+dtypes, threads, seeds = st.sampled_from(DTYPES), st.integers(1, 3), st.integers(0, 2**16)
+
+
+def check(got, x, dense, sizes=None, tolerance=None):
+    """That `got` is `x @ dense`; `sizes` are the magnitudes that `dense` is a sum of."""
+    x, dense = x.astype(np.float64), dense.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        want, scale = x @ dense, np.abs(x) @ (np.abs(dense) if sizes is None else sizes)
+    np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), np.isnan(want))
+    error, limit = np.abs(got.astype(np.float64) - want), (tolerance or TOLERANCE[got.dtype.name]) * scale + 1e-30
+    assert (error <= limit)[~np.isnan(want)].all(), (error / limit)[~np.isnan(want)].max()
+
+
+def poisoned(x, axis, rng):
+    """With NaN at one index of the axis, if there are several."""
+    if x.shape[axis] > 1:
+        np.moveaxis(x, axis, 0)[rng.integers(x.shape[axis])] = np.nan
+    return x
+
+
+@fuzzed
+@given(rows_of_x, sizes, wide, st.booleans(), dtypes, st.booleans(), threads, seeds)
+def test_products(rows, depth, columns, transposed, dtypes, batch_invariant, threads, seed):
+    rng, (dtype, out_dtype) = np.random.default_rng(seed), dtypes
+    x = poisoned(rng.normal(size=(rows, depth)), 0, rng).astype(dtype)
+    weight = poisoned(rng.normal(size=(depth, columns)), 1, rng).astype(dtype)
+    held = np.ascontiguousarray(weight.T) if transposed else weight
+
+    def multiply(x):
+        options = {"transposed": transposed, "batch_invariant": batch_invariant, "threads": threads}
+        return call("jaxllm_matmul", [x, held], [((len(x), columns), out_dtype)], **options)[0]
+
+    def of_one_set():
+        got = multiply(x)
+        check(got, x, weight)
+        if batch_invariant and rows:
+            row = rng.integers(rows)
+            alone = multiply(x[row : row + 1])[0]
+            np.testing.assert_array_equal(alone.astype(np.float32), got[row].astype(np.float32))
+
+    with_each_set(of_one_set)
+
+
+class Weight(NamedTuple):
+    """As the custom calls take it (see kernels.h), its numbers, and the magnitudes that they are sums of."""
+
+    arrays: list[np.ndarray]  # codes, scales, offsets, outer
+    dense: np.ndarray
+    sizes: np.ndarray
+
+
+def weight_of(rng, codes, scales, inputs, outputs, group, has_offsets, has_outer):
+    by_output = group is None
+    shape = (outputs, inputs) if by_output else (inputs, outputs)
+    scale_shape = (outputs,) if by_output else (inputs // group, outputs)
+    held = codes_of(codes, shape, rng)
+    values = (
+        2.0 ** rng.integers(-9, 4, scale_shape) if scales == "float8_e8m0fnu" else rng.uniform(0.01, 1, scale_shape)
+    )
+    scale = poisoned(values, -1, rng).astype(np.dtype(scales))
+    offsets = rng.normal(size=scale_shape).astype(np.float32) if has_offsets and not by_output else NOTHING
+    outer = rng.uniform(0.5, 2, outputs).astype(np.float32) if has_outer else NOTHING
+    wide, wide_scale = held.astype(np.float32).astype(np.float64), scale.astype(np.float64)
+    dense = wide.T * wide_scale if by_output else wide * wide_scale.repeat(group, axis=0)
+    added = offsets.astype(np.float64).repeat(group, axis=0) if offsets.size else np.zeros(1)
+    factor = outer.astype(np.float64) if has_outer else 1
+    return Weight([held, scale, offsets, outer], (dense + added) * factor, (np.abs(dense) + np.abs(added)) * factor)
+
+
+weights = {
+    "codes": st.sampled_from(CODES),
+    "scales": st.sampled_from(SCALES),
+    "group": st.sampled_from([None, None, 1, 3, 16, 32, 64, 128]),
+    "groups": st.integers(1, 30),
+    "has_offsets": st.booleans(),
+    "has_outer": st.booleans(),
+}
+
+
+@fuzzed
+@given(rows=rows_of_x, outputs=wide, dtypes=dtypes, threads=threads, seed=seeds, **weights)
+def test_quantised_products(rows, outputs, dtypes, threads, seed, codes, scales, group, groups, has_offsets, has_outer):
+    rng, (dtype, out_dtype) = np.random.default_rng(seed), dtypes
+    inputs = groups * min(group or 17, 600 // groups) if group is None else groups * group
+    rows = min(rows, 2**22 // max(inputs * outputs, 1))  # the portable code is slow
+    weight = weight_of(rng, codes, scales, inputs, outputs, group, has_offsets, has_outer)
+    x = poisoned(rng.normal(size=(rows, inputs)), 0, rng).astype(dtype)
+
+    def of_one_set():
+        options = {"by_output": group is None, "threads": threads}
+        (got,) = call("jaxllm_quantized_matmul", [x, *weight.arrays], [((rows, outputs), out_dtype)], **options)
+        check(got, x, weight.dense, weight.sizes)
+
+    with_each_set(of_one_set)
+
+
+@fuzzed
+@given(
+    rows=st.integers(1, 40),
+    codes=st.sampled_from(["int8", "int4", "uint4"]),
+    scales=st.sampled_from(["float16", "float32"]),
+    group=st.sampled_from([8, 16, 24, 32, 128]),
+    groups=st.integers(1, 8),
+    outputs=sizes,
+    has_offsets=st.booleans(),
+    dtypes=dtypes,
+    threads=threads,
+    seed=seeds,
+)
+def test_products_in_panels(rows, codes, scales, group, groups, outputs, has_offsets, dtypes, threads, seed):
+    """Every instruction set reads the panels that another one has made."""
+    rng, (dtype, out_dtype) = np.random.default_rng(seed), dtypes
+    inputs, is_half = groups * group, scales == "float16"
+    weight = weight_of(rng, codes, "float32", inputs, outputs, group, has_offsets, False)
+    held, scale, offsets, _ = weight.arrays
+    scale, offsets = np.nan_to_num(scale, nan=0.5).astype(scales), offsets.astype(scales)
+    shape = panels_shape(inputs, outputs, codes=codes, group=group, scales=scales, has_offsets=has_offsets)
+    with using("portable"):
+        (panels,) = call("jaxllm_make_panels", [held, scale, offsets], [(shape, np.uint8)], threads=threads)
+    x = (rng.normal(size=(rows, inputs)) * 10.0 ** rng.integers(-3, 4, (rows, 1))).astype(dtype)
+    x[rng.integers(rows), :group] = 0
+    scaled = held.astype(np.float64) * scale.astype(np.float64).repeat(group, axis=0)
+    added = offsets.astype(np.float64).repeat(group, axis=0) if has_offsets else np.zeros(1)
+    options = {"bits": np.int64(8 if codes == "int8" else 4), "is_half": is_half, "has_offsets": has_offsets}
+    options["zero"] = np.int64({"int8": 128, "int4": 8, "uint4": 0}[codes])
+
+    def of_one_set():
+        (got,) = call("jaxllm_panel_matmul", [x, panels], [((rows, outputs), out_dtype)], threads=threads, **options)
+        known = [rounded_by_group(x, group, kind) for kind in (np.float32, np.float64)]
+        limit = 1e-6 if out_dtype == np.float32 else 5e-3
+        size = np.abs(scaled) + np.abs(added)
+        errors = [np.abs(got.astype(np.float64) - each @ (scaled + added)) for each in known]
+        assert any((error <= limit * (np.abs(x) @ size)).all() for x, error in zip(known, errors, strict=True))
+
+    with_each_set(of_one_set)
+
+
+@fuzzed
+@given(
+    lengths=st.lists(st.integers(0, 5) | st.sampled_from([12, 13, 100, 241]), min_size=1, max_size=5),
+    around=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    outputs=sizes,
+    is_dense=st.booleans(),
+    dtypes=dtypes,
+    threads=threads,
+    seed=seeds,
+    **weights,
+)
+def test_products_of_experts(
+    lengths, around, outputs, is_dense, dtypes, threads, seed, codes, scales, group, groups, has_offsets, has_outer
+):
+    """Rows of nobody are NaN, and so are weights of experts without rows, where their dtype has one."""
+    rng, (dtype, out_dtype), experts = np.random.default_rng(seed), dtypes, len(lengths)
+    inputs = groups * (group or 1)
+    if inputs % 2:
+        outputs += outputs % 2  # no expert begins within a byte
+    offsets = around[0] + np.cumsum([0, *lengths], dtype=np.int32)
+    x = rng.normal(size=(offsets[-1] + around[1], inputs)).astype(dtype)
+    x[: offsets[0]] = x[offsets[-1] :] = np.nan
+    if is_dense:
+        kind = np.float32 if dtype == np.float32 or seed % 2 else BF16
+        each = [rng.normal(size=(inputs, outputs)).astype(kind) for _ in lengths]
+        each = [Weight([w, *[NOTHING] * 3], w.astype(np.float64), np.abs(w.astype(np.float64))) for w in each]
+        poison = 0
+    else:
+        parts = codes, scales, inputs, outputs, group, has_offsets, has_outer
+        each, poison = [weight_of(rng, *parts) for _ in lengths], 1
+    arrays = [
+        np.stack(stacked) if stacked[0].size else NOTHING for stacked in zip(*(w.arrays for w in each), strict=True)
+    ]
+    arrays[poison][np.array(lengths) == 0] = np.nan
+
+    def of_one_set():
+        options = {"by_output": not is_dense and group is None, "threads": threads}
+        result = (len(x), outputs), out_dtype
+        (got,) = call("jaxllm_grouped_matmul", [x, offsets, *arrays], [result], **options)
+        assert (got[: offsets[0]] == 0).all() and (got[offsets[-1] :] == 0).all()
+        for i in range(experts):
+            some = slice(offsets[i], offsets[i + 1])
+            check(got[some], x[some], each[i].dense, each[i].sizes)
+
+    with_each_set(of_one_set)

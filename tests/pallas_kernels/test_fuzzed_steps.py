@@ -1,0 +1,152 @@
+"""What lies between products, natively: attention, rotations, gates, copies of blocks, zeros. Any shapes, in memory
+that ends where the arrays do, by every instruction set that this CPU has, against numpy in float64.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.attention_cases import Batch, Case
+from jaxllm.pallas_kernels import native
+from tests.pallas_kernels.guarded import call, fuzzed, with_each_set
+from tests.pallas_kernels.test_paged_attention import batches
+
+pytestmark = pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
+
+BF16 = ml_dtypes.bfloat16
+TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2}
+dtypes, threads, seeds = st.sampled_from([np.float32, BF16]), st.integers(1, 3), st.integers(0, 2**16)
+
+
+@st.composite
+def attention_cases(draw):
+    kv_heads, seqs = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    group, more = draw(st.tuples(st.integers(1, 9), st.integers(0, 12)) | st.sampled_from([(71, 3), (2, 150)]))
+    return Case(
+        seqs + more,
+        seqs,
+        kv_heads * group,
+        kv_heads,
+        head_dim=draw(st.integers(1, 70) | st.sampled_from([80, 96, 127, 128, 256])),
+        block_size=draw(st.integers(1, 40) | st.sampled_from([64, 128, 200])),
+        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+        pool_dtype=draw(st.sampled_from(["", "int8", "float8_e4m3fn"])),
+        sliding_window=draw(st.none() | st.integers(1, 70)),
+        soft_cap=draw(st.none() | st.sampled_from([0.5, 5.0])),
+        sinks=draw(st.booleans()),
+        causal=draw(st.booleans()),
+    )
+
+
+def attention(q, k, v, pool, batch, *, sinks=None, kv_scales=None, case, batch_invariant, threads):
+    nothing = np.zeros(0, np.float32)
+    floats = (nothing if x is None else np.asarray(x, np.float32).reshape(-1) for x in (sinks, kv_scales))
+    arguments = [np.asarray(x) for x in (q, k, v, pool, *batch, *floats)]
+    return call(
+        "jaxllm_paged_attention",
+        arguments,
+        [(x.shape, x.dtype) for x in (arguments[0], arguments[3])],
+        aliases={3: 1},
+        threads=threads,
+        scale=np.float32(case.options["scale"]),
+        causal=case.causal,
+        window=np.int64(case.sliding_window or 0),
+        soft_cap=np.float32(case.soft_cap or 0),
+        batch_invariant=batch_invariant,
+    )
+
+
+@fuzzed
+@given(data=st.data(), case=attention_cases(), batch_invariant=st.booleans(), threads=threads)
+def test_attention(data, case, batch_invariant, threads):
+    """A pool of NaN but for the cells of earlier tokens; padding comes out 0."""
+    batch = Batch(case, data.draw(batches(case)))
+    want = batch.expected()
+    batch.expected = lambda: want  # of all instruction sets
+
+    def op(*arrays, **options):
+        out, pool = attention(*arrays, **options, case=case, batch_invariant=batch_invariant, threads=threads)
+        assert (out[sum(batch.q_lens) :] == 0).all()
+        return out, pool
+
+    with_each_set(lambda: batch.check(op))
+
+
+@fuzzed
+@given(
+    st.integers(0, 300),
+    st.integers(1, 4),
+    st.integers(1, 70),
+    st.integers(0, 30),
+    st.booleans(),
+    dtypes,
+    threads,
+    seeds,
+)
+def test_rotations(tokens, heads, pairs, rest, interleaved, dtype, threads, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(tokens, heads, 2 * pairs + rest)).astype(dtype)
+    angle = rng.normal(size=(tokens, pairs))
+    sin, cos = np.sin(angle).astype(np.float32), np.cos(angle).astype(np.float32)
+    want = x.astype(np.float64)
+    places = np.arange(2 * pairs).reshape(pairs, 2) if interleaved else np.arange(2 * pairs).reshape(2, pairs).T
+    first, second = (want[..., part].copy() for part in places.T)
+    want[..., places[:, 0]] = first * cos[:, None] - second * sin[:, None]
+    want[..., places[:, 1]] = second * cos[:, None] + first * sin[:, None]
+
+    def of_one_set():
+        options = {"interleaved": interleaved, "threads": threads}
+        (got,) = call("jaxllm_rotate", [x, sin, cos], [(x.shape, dtype)], **options)
+        limit = TOLERANCE[got.dtype.name]
+        np.testing.assert_allclose(got.astype(np.float64), want, rtol=limit, atol=4 * limit)
+        np.testing.assert_array_equal(got[..., 2 * pairs :], x[..., 2 * pairs :])
+
+    with_each_set(of_one_set)
+
+
+@fuzzed
+@given(st.integers(0, 200), st.integers(1, 300), st.booleans(), dtypes, threads, seeds)
+def test_gated_activations(tokens, width, is_gelu, dtype, threads, seed):
+    rng = np.random.default_rng(seed)
+    both = (rng.normal(size=(tokens, 2, width)) * 10.0 ** rng.integers(-3, 3, (tokens, 2, 1))).astype(dtype)
+    gate, up = np.moveaxis(both.astype(np.float64), 1, 0)
+    slope = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3) if is_gelu else gate
+    with np.errstate(over="ignore"):
+        want = gate / (1 + np.exp(-slope)) * up
+
+    def of_one_set():
+        (got,) = call("jaxllm_gated", [both], [((tokens, width), dtype)], is_gelu=is_gelu, threads=threads)
+        limit = TOLERANCE[got.dtype.name] * (1e-6 + np.abs(gate * up))
+        assert (np.abs(got.astype(np.float64) - want) <= limit).all()
+
+    with_each_set(of_one_set)
+
+
+@fuzzed
+@given(
+    moves=st.lists(st.tuples(st.integers(-2, 10), st.integers(-2, 10)), max_size=8, unique_by=lambda move: move[1]),
+    num_blocks=st.integers(1, 9),
+    size=st.integers(1, 70) | st.sampled_from([16 << 10, (16 << 10) + 1, 40_001]),
+    threads=threads,
+    seed=seeds,
+)
+def test_copies_of_blocks(moves, num_blocks, size, threads, seed):
+    """What is outside of the pool is padding."""
+    pool = np.random.default_rng(seed).integers(-128, 128, (num_blocks, size)).astype(np.int8)
+    want = pool.copy()
+    for source, target in moves:
+        if 0 <= source < num_blocks and 0 <= target < num_blocks:
+            want[target] = pool[source]
+    arguments = [pool, np.array(moves, np.int32).reshape(-1, 2).T.copy()]
+    (got,) = call("jaxllm_copy_blocks", arguments, [(pool.shape, np.int8)], aliases={0: 0}, threads=threads)
+    np.testing.assert_array_equal(got, want)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 100) | st.integers(4 << 20, 9 << 20))
+def test_zeros(size):
+    """From 4 MB on, whole huge pages are given back to the system rather than written."""
+    (got,) = call("jaxllm_zeros", [], [((size,), np.uint8)])
+    assert got.shape == (size,) and not got.any()
