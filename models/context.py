@@ -16,13 +16,15 @@ class StepContext:
 
     `rows` and `positions` are each token's sequence and place in it. `adapters` are the ids of the rows' adapters
     (None: nobody has one), which mean something to the adapters alone. `is_token` is False for padding, on which
-    nothing need be spent (None: there is none). `placement` says where the arrays lie.
+    nothing need be spent (None: there is none); it comes last, from the token `num_tokens` on, if that is known.
+    `placement` says where the arrays lie.
     """
 
     positions: Int[Array, "*t"]
     rows: Int[Array, "*t"]
     adapters: Int[Array, " rows"] | None = None
     is_token: Bool[Array, "*t"] | None = None
+    num_tokens: Int[Array, ""] | None = None
     placement: Placement = field(default=UNPLACED, metadata={"static": True})
 
     @classmethod
@@ -47,7 +49,7 @@ class StepContext:
         rows = jnp.zeros(tokens.shape, jnp.int32)
         if tokens.ndim == 2:
             rows = jnp.broadcast_to(jnp.arange(len(tokens), dtype=jnp.int32)[:, None], tokens.shape)
-        return cls(positions, rows, adapters, is_token, placement)
+        return cls(positions, rows, adapters, is_token, placement=placement)
 
     @property
     def token_adapters(self) -> Int[Array, "*t"] | None:
@@ -57,4 +59,4 @@ class StepContext:
     def at(self, index: Int[Array, " n"]) -> "StepContext":
         """Of the tokens at `index` among flat ones."""
         is_token = None if self.is_token is None else self.is_token[index]
-        return replace(self, positions=self.positions[index], rows=self.rows[index], is_token=is_token)
+        return replace(self, positions=self.positions[index], rows=self.rows[index], is_token=is_token, num_tokens=None)

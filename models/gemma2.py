@@ -47,9 +47,9 @@ class DecoderLayer(transformer.DecoderLayer):
         self.mlp_out_norm = make_norm(cfg, cfg.embed)
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
-        h, cache = self.attn(self.attn_norm(x), ctx, sin_cos, cache)
-        x = x + self.attn_out_norm(h)
-        return x + self.mlp_out_norm(self.mlp(self.mlp_norm(x), ctx)), cache
+        h, cache = self.attn(self.attn_norm(x, ctx), ctx, sin_cos, cache)
+        x, h = self.mlp_norm.add(x, self.attn_out_norm(h, ctx), ctx)
+        return x + self.mlp_out_norm(self.mlp(h, ctx), ctx), cache
 
 
 class Model(transformer.Decoder):

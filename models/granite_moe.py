@@ -42,9 +42,9 @@ class DecoderLayer(transformer.DecoderLayer):
         self.multiplier = cfg.residual_multiplier
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
-        h, cache = self.attn(self.attn_norm(x), ctx, sin_cos, cache)
+        h, cache = self.attn(self.attn_norm(x, ctx), ctx, sin_cos, cache)
         x = x + h * self.multiplier
-        return x + self.mlp(self.mlp_norm(x), ctx) * self.multiplier, cache
+        return x + self.mlp(self.mlp_norm(x, ctx), ctx) * self.multiplier, cache
 
 
 class Model(transformer.Decoder):

@@ -18,13 +18,25 @@ from jaxllm.models.rope import Rope as Rope
 from jaxllm.pallas_kernels.gated import ACTIVATIONS as ACTIVATIONS
 from jaxllm.pallas_kernels.gated import gated
 from jaxllm.pallas_kernels.order import ordered_sum
+from jaxllm.pallas_kernels.rms_norm import rms_norm
 from jaxllm.pallas_kernels.rotary import rotate
 
 
 class Norm(nnx.Module):
-    """A normalisation. With `fixed_order` its sums depend on no other token, to the bit."""
+    """A normalisation, called with features and, where it is known, the step's context. With `fixed_order` its sums
+    depend on no other token, to the bit."""
 
     fixed_order: bool = False
+
+    def add(
+        self, x: Float[Array, "*t d"], h: Float[Array, "*t d"], ctx: StepContext | None = None
+    ) -> tuple[Float[Array, "*t d"], Float[Array, "*t d"]]:
+        """`x + h`, and that normalised."""
+        x = x + h
+        return x, self(x, ctx)
+
+    def __call__(self, x: Float[Array, "*t d"], ctx: StepContext | None = None) -> Float[Array, "*t d"]:
+        raise NotImplementedError
 
     def mean(self, x: Float[Array, "*t d"]) -> Float[Array, "*t 1"]:
         return ordered_sum(x) / x.shape[-1] if self.fixed_order else jnp.mean(x, axis=-1, keepdims=True)
@@ -41,13 +53,18 @@ class RMSNorm(Norm):
         self.scale = nnx.Param(jnp.zeros(dim, dtype) if unit_offset else jnp.ones(dim, dtype), axes=(None,))
         self.eps, self.unit_offset, self.scales_first = eps, unit_offset, scales_first or unit_offset
 
-    def __call__(self, x: Float[Array, "*t d"]) -> Float[Array, "*t d"]:
-        x32 = x.astype(jnp.float32)
-        y = x32 * jax.lax.rsqrt(self.mean(jnp.square(x32)) + self.eps)
-        if self.scales_first:
-            scale = self.scale[...].astype(jnp.float32) + float(self.unit_offset)
-            return (y * jnp.broadcast_to(scale, y.shape)).astype(x.dtype)
-        return y.astype(x.dtype) * jnp.broadcast_to(self.scale[...].astype(x.dtype), y.shape)
+    def __call__(self, x: Float[Array, "*t d"], ctx: StepContext | None = None) -> Float[Array, "*t d"]:
+        return self._normalised(x, None, ctx)[1]
+
+    def add(
+        self, x: Float[Array, "*t d"], h: Float[Array, "*t d"], ctx: StepContext | None = None
+    ) -> tuple[Float[Array, "*t d"], Float[Array, "*t d"]]:
+        return self._normalised(x, h, ctx)
+
+    def _normalised(self, x: Array, h: Array | None, ctx: StepContext | None) -> tuple[Array, Array]:
+        known = {} if ctx is None else {"num_tokens": ctx.num_tokens, "placement": ctx.placement}
+        options = {"eps": self.eps, "unit_offset": self.unit_offset, "scales_first": self.scales_first}
+        return rms_norm(x, h, self.scale[...], fixed_order=self.fixed_order, **options, **known)
 
 
 class LayerNorm(Norm):
@@ -58,7 +75,7 @@ class LayerNorm(Norm):
         self.bias = nnx.Param(jnp.zeros(dim, dtype), axes=(None,)) if affine and bias else None
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "*t d"]) -> Float[Array, "*t d"]:
+    def __call__(self, x: Float[Array, "*t d"], ctx: StepContext | None = None) -> Float[Array, "*t d"]:
         x32 = x.astype(jnp.float32)
         y = x32 - self.mean(x32)
         y = y * jax.lax.rsqrt(self.mean(jnp.square(y)) + self.eps)
@@ -80,7 +97,7 @@ class HeadsNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(tuple(axes.values()), dtype), axes=tuple(axes))
         self.eps, self.num_queries = eps, math.prod(axes.values()) if "group" in axes else None
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    def __call__(self, x: Float[Array, "..."], ctx: StepContext | None = None) -> Float[Array, "..."]:
         scale, x32 = self.scale[...], x.astype(jnp.float32)
         dims = tuple(range(x.ndim - scale.ndim, x.ndim))
         var = jnp.sum(jnp.square(x32), axis=dims, keepdims=True) / (self.num_queries or scale.size)
@@ -137,7 +154,7 @@ class Attention(nnx.Module):
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         group_shape = q.shape
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, ctx), self.k_norm(k, ctx)
         if self.clip is not None:
             q, k, v = (jnp.clip(each, -self.clip, self.clip) for each in (q, k, v))
         q = q.reshape(*q.shape[:-3], -1, q.shape[-1])  # [*t, heads, head_dim]
@@ -158,7 +175,7 @@ class Attention(nnx.Module):
         """Queries and keys that tell their positions."""
         if sin_cos is None:
             return q, k
-        options = {"interleaved": self.interleaved, "placement": ctx.placement}
+        options = {"interleaved": self.interleaved, "num_tokens": ctx.num_tokens, "placement": ctx.placement}
         return rotate(q, *sin_cos, **options), rotate(k, *sin_cos, **options)
 
 
@@ -173,7 +190,8 @@ class MLP(nnx.Module):
         self.activation = cfg.activation
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t embed"]:
-        return self.down(gated(self.gate_up(x, ctx), self.activation, placement=ctx.placement), ctx)
+        options = {"num_tokens": ctx.num_tokens, "placement": ctx.placement}
+        return self.down(gated(self.gate_up(x, ctx), self.activation, **options), ctx)
 
 
 class PlainMLP(nnx.Module):

@@ -105,7 +105,9 @@ class LinearShape:
         """
         equation = self.equation
         if self.experts is None:
-            return matmul.einsum(equation, x, weight, out_dtype=out_dtype, placement=ctx.placement)
+            return matmul.einsum(
+                equation, x, weight, out_dtype=out_dtype, num_tokens=ctx.num_tokens, placement=ctx.placement
+            )
         axis = x.ndim - len(self.inputs) - 1
         shared = x.shape[axis] == 1
         each = jax.vmap(
@@ -274,7 +276,8 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*t width"], ctx: StepContext) -> Float[Array, "*t rows"]:
         """The product with each row, as float32 sums."""
-        return matmul.einsum("...d,vd->...v", hidden, self.weight[...], out_dtype=jnp.float32, placement=ctx.placement)
+        options = {"num_tokens": ctx.num_tokens, "placement": ctx.placement}
+        return matmul.einsum("...d,vd->...v", hidden, self.weight[...], out_dtype=jnp.float32, **options)
 
 
 def _rows_sharding(ids: Array) -> NamedSharding | None:

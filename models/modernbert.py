@@ -80,9 +80,9 @@ class EncoderLayer(transformer.DecoderLayer):
             self.attn_norm = None
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
-        h, cache = self.attn(x if self.attn_norm is None else self.attn_norm(x), ctx, sin_cos, cache)
+        h, cache = self.attn(x if self.attn_norm is None else self.attn_norm(x, ctx), ctx, sin_cos, cache)
         x = x + h
-        return x + self.mlp(self.mlp_norm(x), ctx), cache
+        return x + self.mlp(self.mlp_norm(x, ctx), ctx), cache
 
 
 class Model(transformer.Backbone):

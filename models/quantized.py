@@ -151,6 +151,7 @@ class QuantizedLinear(Linear):
                 scales=self.form.scales,
                 has_offsets=self.form.has_offsets,
                 out_dtype=out_dtype,
+                num_tokens=ctx.num_tokens,
             )
         if self.order is not None:
             rows, inputs = x.shape[: x.ndim - num_inputs], x.shape[x.ndim - num_inputs :]
@@ -195,6 +196,7 @@ class QuantizedLinear(Linear):
                 num_inputs=len(inputs),
                 out_dtype=jnp.float32 if summed else out_dtype,
                 activations=self.form.activations,
+                num_tokens=None if on_mesh else ctx.num_tokens,
                 placement=ctx.placement,
             )
             return jax.lax.psum(y, summed).astype(out_dtype or x.dtype) if summed else y

@@ -184,9 +184,9 @@ class DecoderLayer(nnx.Module):
         self.mlp = spec.feed_forward(cfg, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
-        h, cache = self.attn(self.attn_norm(x), ctx, sin_cos, cache)
-        x = x + h
-        return x + self.mlp(self.mlp_norm(x), ctx), cache
+        h, cache = self.attn(self.attn_norm(x, ctx), ctx, sin_cos, cache)
+        x, h = self.mlp_norm.add(x, h, ctx)
+        return x + self.mlp(h, ctx), cache
 
 
 class PostNormLayer(DecoderLayer):
@@ -194,8 +194,8 @@ class PostNormLayer(DecoderLayer):
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
         h, cache = self.attn(x, ctx, sin_cos, cache)
-        x = self.attn_norm(x + h)
-        return self.mlp_norm(x + self.mlp(x, ctx)), cache
+        _, x = self.attn_norm.add(x, h, ctx)
+        return self.mlp_norm.add(x, self.mlp(x, ctx), ctx)[1], cache
 
 
 class Backbone(nnx.Module):
@@ -232,7 +232,7 @@ class Backbone(nnx.Module):
         call = plain_call if ctx.placement.mesh is None else TracedOnce()  # in a step of the engine
         for i, layer in enumerate(self.layers):
             x, caches[i] = call(layer, x, ctx, sin_cos[ropes[i]], caches[i])
-        return x if self.norm is None else self.norm(x), caches
+        return x if self.norm is None else self.norm(x, ctx), caches
 
 
 class Decoder(Backbone):

@@ -1,6 +1,6 @@
 """Gated activations (arXiv 2002.05202)."""
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Op, Placement
 
@@ -10,7 +10,13 @@ OP = Op(
 
 
 def gated(
-    both: Float[Array, "*t 2 width"], activation: str, *, implementation: str = "auto", placement: Placement = UNPLACED
+    both: Float[Array, "*t 2 width"],
+    activation: str,
+    *,
+    num_tokens: Int[Array, ""] | None = None,
+    implementation: str = "auto",
+    placement: Placement = UNPLACED,
 ) -> Float[Array, "*t width"]:
-    """See `reference.gated`; `activation` is a key of `ACTIVATIONS`."""
-    return OP.choose(implementation, placement, both, activation)(both, activation)
+    """See `reference.gated`; `activation` is a key of `ACTIVATIONS`. Of flat tokens those from `num_tokens` on are
+    padding, whose results may be anything."""
+    return OP.choose(implementation, placement, both, activation)(both, activation, num_tokens=num_tokens)

@@ -3,7 +3,7 @@
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.gated import reference
@@ -18,14 +18,16 @@ def supports(both: Array, activation: str) -> bool:
     return both.dtype.name in DTYPES and activation in KINDS and native.is_built()
 
 
-def gated(both: Float[Array, "*t 2 width"], activation: str) -> Float[Array, "*t width"]:
+def gated(
+    both: Float[Array, "*t 2 width"], activation: str, *, num_tokens: Int[Array, ""] | None = None
+) -> Float[Array, "*t width"]:
     """See `reference.gated`."""
-    kernel = partial(_gated, is_gelu=KINDS[activation] == "gelu_tanh")
-    return with_gradient_of(partial(reference.gated, activation=activation), kernel)(both)
+    kernel = partial(_gated, is_gelu=KINDS[activation] == "gelu_tanh", num_tokens=num_tokens)
+    return with_gradient_of(partial(reference.gated, activation=activation), kernel, num_tokens)(both)
 
 
-def _gated(both: Array, *, is_gelu: bool) -> Array:
+def _gated(both: Array, *, is_gelu: bool, num_tokens: Array | None) -> Array:
     flat = both.reshape(-1, *both.shape[-2:])
     result = jax.ShapeDtypeStruct((flat.shape[0], flat.shape[2]), both.dtype)
-    made = native.ffi_call("jaxllm_gated", result)(flat, is_gelu=is_gelu)
+    made = native.ffi_call("jaxllm_gated", result)(flat, native.num_rows(num_tokens, both.shape[:-2]), is_gelu=is_gelu)
     return made.reshape(*both.shape[:-2], both.shape[-1])

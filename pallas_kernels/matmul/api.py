@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Op, Placement
 
@@ -17,10 +17,13 @@ def einsum(
     weight: Float[Array, "..."],
     *,
     out_dtype: Any = None,
+    num_tokens: Int[Array, ""] | None = None,
     implementation: str = "auto",
     placement: Placement = UNPLACED,
 ) -> Float[Array, "..."]:
-    """See `reference.einsum`."""
+    """See `reference.einsum`. Of flat tokens those from `num_tokens` on are padding, whose results may be anything."""
     if placement.batch_invariant:
-        return OP.choose("native", placement)(equation, x, weight, out_dtype, batch_invariant=True)
-    return OP.choose(implementation, placement, equation, x, weight)(equation, x, weight, out_dtype)
+        chosen = OP.choose("native", placement)
+        return chosen(equation, x, weight, out_dtype, num_tokens=num_tokens, batch_invariant=True)
+    chosen = OP.choose(implementation, placement, equation, x, weight)
+    return chosen(equation, x, weight, out_dtype, num_tokens=num_tokens)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.gradients import with_gradient_of
@@ -27,20 +27,25 @@ def einsum(
     weight: Float[Array, "..."],
     out_dtype: Any = None,
     *,
+    num_tokens: Int[Array, ""] | None = None,
     batch_invariant: bool = False,
 ) -> Float[Array, "..."]:
     """See `reference.einsum`. Accumulates in float32; with `batch_invariant` in one order for any number of rows."""
-    kernel = partial(_einsum, equation, out_dtype=out_dtype, batch_invariant=batch_invariant)
-    return with_gradient_of(partial(reference.einsum, equation, out_dtype=out_dtype), kernel)(x, weight)
+    options = {"out_dtype": out_dtype, "num_tokens": num_tokens}
+    kernel = partial(_einsum, equation, batch_invariant=batch_invariant, **options)
+    by_xla = partial(reference.einsum, equation, out_dtype=out_dtype)
+    return with_gradient_of(by_xla, kernel, num_tokens)(x, weight)
 
 
-def _einsum(equation: str, x: Array, weight: Array, *, out_dtype: Any, batch_invariant: bool) -> Array:
+def _einsum(
+    equation: str, x: Array, weight: Array, *, out_dtype: Any, num_tokens: Array | None, batch_invariant: bool
+) -> Array:
     contracted, outputs, transposed = split(equation)
     rows, depth = x.shape[: x.ndim - len(contracted)], math.prod(x.shape[x.ndim - len(contracted) :])
     columns = weight.shape[: len(outputs)] if transposed else weight.shape[len(contracted) :]
     size = math.prod(columns)
     call = native.ffi_call("jaxllm_matmul", jax.ShapeDtypeStruct((math.prod(rows), size), out_dtype or x.dtype))
     matrix = jnp.reshape(weight, (size, depth) if transposed else (depth, size))
-    return call(jnp.reshape(x, (-1, depth)), matrix, transposed=transposed, batch_invariant=batch_invariant).reshape(
-        *rows, *columns
-    )
+    used = native.num_rows(num_tokens, rows)
+    y = call(jnp.reshape(x, (-1, depth)), matrix, used, transposed=transposed, batch_invariant=batch_invariant)
+    return y.reshape(*rows, *columns)

@@ -7,12 +7,13 @@ from jaxtyping import Array, Float
 
 
 def einsum(
-    equation: str, x: Float[Array, "..."], weight: Float[Array, "..."], out_dtype: Any = None
+    equation: str, x: Float[Array, "..."], weight: Float[Array, "..."], out_dtype: Any = None, *, num_tokens: Any = None
 ) -> Float[Array, "..."]:
     """`jnp.einsum`, of equations "...C,CO->...O" or "...C,OC->...O": C and O stand for some letters each.
 
     The result is rounded to the arguments' dtype; with `out_dtype` float32 it is the float32 sums as they are.
     """
+    del num_tokens  # XLA multiplies padding, too
     contracted, outputs, transposed = split(equation)
     # One axis to sum over: XLA transposes, for a GPU and at each call, a weight that has several. (The others stay: a
     # mesh may split any of them.)

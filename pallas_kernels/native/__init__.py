@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ TARGETS = (
     "jaxllm_normalize",
     "jaxllm_rotate",
     "jaxllm_gated",
+    "jaxllm_rms_norm",
     "jaxllm_draw",
     "jaxllm_best",
     "jaxllm_zeros",
@@ -74,6 +76,15 @@ def ffi_call(target: str, results: Any, **options: Any) -> Any:
 
     instruction_set()
     return jax.ffi.ffi_call(target, results, **options)
+
+
+def num_rows(num_tokens: Any, axes: tuple[int, ...]) -> Any:
+    """How many rows of `axes`, tokens first, belong to the first `num_tokens`, as custom calls take it; None: all."""
+    import jax.numpy as jnp
+
+    if num_tokens is None:
+        return jnp.zeros(0, jnp.int32)
+    return jnp.reshape(num_tokens * jnp.int32(math.prod(axes[1:])), 1)
 
 
 def _library() -> Path:

@@ -264,6 +264,8 @@ static void paired_scores(const Attention& a, const Running& run, const Bf16* ke
   for (; i + kKeysAtOnce <= count; i += kKeysAtOnce)
     paired_scores_of<kKeysAtOnce, kVectors>(keys + i * a.head_dim, run.q, a.scale, run.weights + i * kTileRows,
                                             a.head_dim);
+  for (; i + 2 <= count; i += 2)
+    paired_scores_of<2, kVectors>(keys + i * a.head_dim, run.q, a.scale, run.weights + i * kTileRows, a.head_dim);
   for (; i < count; i++)
     paired_scores_of<1, kVectors>(keys + i * a.head_dim, run.q, a.scale, run.weights + i * kTileRows, a.head_dim);
 }
@@ -357,6 +359,8 @@ static void wide_scores(const Attention& a, const Running& run, const T* in_plac
   int64_t i = 0;
   for (; i + kKeysAtOnce <= count; i += kKeysAtOnce)
     scores_of<kKeysAtOnce, kVectors>(keys + i * a.head_dim, run.q, run.weights + i * kTileRows, a.head_dim);
+  for (; i + 2 <= count; i += 2)
+    scores_of<2, kVectors>(keys + i * a.head_dim, run.q, run.weights + i * kTileRows, a.head_dim);
   for (; i < count; i++)
     scores_of<1, kVectors>(keys + i * a.head_dim, run.q, run.weights + i * kTileRows, a.head_dim);
 }

@@ -1,6 +1,9 @@
 // What layers do to each number between their products.
 #pragma once
 
+#include <cmath>
+#include <type_traits>
+
 #include "vectors.h"
 
 namespace jaxllm::JAXLLM_ISA {
@@ -75,6 +78,55 @@ static void gate_token(const Gated& g, int64_t token) {
 
 static void gate(const Gated& g, int64_t token) {
   (g.dtype == DType::kF32 ? gate_token<float> : gate_token<Bf16>)(g, token);
+}
+
+// As it is once it has been stored as T.
+template <class T>
+static inline Floats rounded(Floats v) {
+  if constexpr (std::is_same_v<T, float>) return v;
+  Bf16 some[kWidth];
+  save(some, v);
+  return load(some);
+}
+
+template <class T, class S>
+static void rms_norm_row(const RmsNorm& r, int64_t row) {
+  const int64_t first = row * r.width;
+  const T* x = static_cast<const T*>(r.x) + first;
+  if (r.added) {
+    T* const sum = static_cast<T*>(r.sum) + first;
+    each_vector(r.width, sum, [](Floats a, Floats b) { return a + b; }, x, static_cast<const T*>(r.added) + first);
+    x = sum;
+  }
+  constexpr int kSums = 4;  // side by side, as one has to wait for each addition
+  Floats squares[kSums] = {};
+  int64_t i = 0;
+  for (; i + kSums * kWidth <= r.width; i += kSums * kWidth)
+    for (int j = 0; j < kSums; j++) {
+      const Floats v = load(x + i + j * kWidth);
+      squares[j] += v * v;
+    }
+  for (; i + kWidth <= r.width; i += kWidth) {
+    const Floats v = load(x + i);
+    squares[0] += v * v;
+  }
+  float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  for (; i < r.width; i++) total += value(x + i) * value(x + i);
+  const float factor = 1.0f / std::sqrt(total / (float)r.width + r.eps), offset = r.unit_offset ? 1.0f : 0.0f;
+  T* const y = static_cast<T*>(r.y) + first;
+  const S* const scale = static_cast<const S*>(r.scale);
+  if (r.scales_first)
+    each_vector(r.width, y, [=](Floats v, Floats s) { return v * factor * (s + offset); }, x, scale);
+  else
+    each_vector(r.width, y, [=](Floats v, Floats s) { return rounded<T>(v * factor) * rounded<T>(s); }, x, scale);
+}
+
+static void rms_norm(const RmsNorm& r, int64_t row) {
+  const bool is_f32 = r.scale_dtype == DType::kF32;
+  if (r.dtype == DType::kF32)
+    (is_f32 ? rms_norm_row<float, float> : rms_norm_row<float, Bf16>)(r, row);
+  else
+    (is_f32 ? rms_norm_row<Bf16, float> : rms_norm_row<Bf16, Bf16>)(r, row);
 }
 
 }  // namespace jaxllm::JAXLLM_ISA

@@ -25,8 +25,8 @@ void each_token(ffi::ThreadPool& pool, int64_t tokens, int64_t numbers, const Wo
   });
 }
 
-ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats2D sin, Floats2D cos, ffi::Result<ffi::AnyBuffer> y,
-                  bool interleaved) {
+ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats2D sin, Floats2D cos, NumRows num_rows,
+                  ffi::Result<ffi::AnyBuffer> y, bool interleaved) {
   const auto xs = x.dimensions(), ss = sin.dimensions();
   Rotation r{x.untyped_data(), y->untyped_data(), sin.typed_data(), cos.typed_data()};
   if (xs.size() != 3 || ss[0] != xs[0] || 2 * ss[1] > xs[2] || cos.element_count() != sin.element_count() ||
@@ -34,18 +34,41 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats2D sin, Floats2D
       !find(x.element_type(), r.dtype))
     return ffi::Error::InvalidArgument("jaxllm_rotate: shapes or dtypes don't go together");
   r.heads = xs[1], r.head_dim = xs[2], r.pairs = ss[1], r.interleaved = interleaved;
-  each_token(pool, xs[0], xs[1] * xs[2], [&](int64_t token) { kernels().rotate(r, token); });
+  const int64_t tokens = used_rows(num_rows, xs[0]);
+  each_token(pool, tokens, xs[1] * xs[2], [&](int64_t token) { kernels().rotate(r, token); });
   return ffi::Error::Success();
 }
 
-ffi::Error gated(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, bool is_gelu) {
+ffi::Error gated(ffi::ThreadPool pool, ffi::AnyBuffer x, NumRows num_rows, ffi::Result<ffi::AnyBuffer> y,
+                 bool is_gelu) {
   const auto xs = x.dimensions();
   Gated g{x.untyped_data(), y->untyped_data()};
   if (xs.size() != 3 || xs[1] != 2 || 2 * y->element_count() != x.element_count() ||
       y->element_type() != x.element_type() || !find(x.element_type(), g.dtype))
     return ffi::Error::InvalidArgument("jaxllm_gated: shapes or dtypes don't go together");
   g.width = xs[2], g.is_gelu = is_gelu;
-  each_token(pool, xs[0], xs[2], [&](int64_t token) { kernels().gate(g, token); });
+  const int64_t tokens = used_rows(num_rows, xs[0]);
+  each_token(pool, tokens, xs[2], [&](int64_t token) { kernels().gate(g, token); });
+  return ffi::Error::Success();
+}
+
+// Without `added`, which is empty then, `sum` is, too.
+ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added, ffi::AnyBuffer scale, NumRows num_rows,
+                    ffi::Result<ffi::AnyBuffer> sum, ffi::Result<ffi::AnyBuffer> y, float eps, bool unit_offset,
+                    bool scales_first) {
+  const auto xs = x.dimensions();
+  const size_t size = added.element_count();
+  RmsNorm r{x.untyped_data(), size ? added.untyped_data() : nullptr, scale.untyped_data(), y->untyped_data(),
+            size ? sum->untyped_data() : nullptr};
+  if (xs.size() != 2 || (size && size != x.element_count()) || sum->element_count() != size ||
+      y->element_count() != x.element_count() || static_cast<int64_t>(scale.element_count()) != xs[1] ||
+      added.element_type() != x.element_type() || sum->element_type() != x.element_type() ||
+      y->element_type() != x.element_type() || !find(x.element_type(), r.dtype) ||
+      !find(scale.element_type(), r.scale_dtype))
+    return ffi::Error::InvalidArgument("jaxllm_rms_norm: shapes or dtypes don't go together");
+  r.width = xs[1], r.eps = eps, r.unit_offset = unit_offset, r.scales_first = scales_first;
+  const int64_t rows = used_rows(num_rows, xs[0]);
+  each_token(pool, rows, xs[1], [&](int64_t row) { kernels().rms_norm(r, row); });
   return ffi::Error::Success();
 }
 
@@ -58,6 +81,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_rotate, jaxllm::rotate,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Floats2D>()
                                   .Arg<Floats2D>()
+                                  .Arg<jaxllm::NumRows>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("interleaved"));
 
@@ -65,5 +89,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_gated, jaxllm::gated,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<jaxllm::NumRows>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("is_gelu"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_rms_norm, jaxllm::rms_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<jaxllm::NumRows>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("unit_offset")
+                                  .Attr<bool>("scales_first"));

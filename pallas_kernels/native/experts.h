@@ -38,9 +38,9 @@ inline std::vector<ExpertTile> tiles_of(const Weight& weight, const int32_t* off
   return tiles;
 }
 
-// Copies the rows of the tiles of several groups, to which row(0), row(1), ... point, to where they are read, from x on.
-template <class Row>
-void pack_rows(xla::ffi::ThreadPool& pool, const std::vector<ExpertTile>& tiles, const Row& row, float* x) {
+// Copies those rows of `from` that are of tiles of several groups to where they are read, from x on.
+template <class T>
+void pack_rows(xla::ffi::ThreadPool& pool, const std::vector<ExpertTile>& tiles, const T* from, float* x) {
   struct Group {
     const ExpertTile* tile;
     int64_t index;
@@ -54,7 +54,8 @@ void pack_rows(xla::ffi::ThreadPool& pool, const std::vector<ExpertTile>& tiles,
   }
   const auto work = [&](int64_t i) {
     const ExpertTile& tile = *groups[i].tile;
-    pack(tile.q.gemm, [&](int64_t r) { return row(tile.first + r); }, x + tile.first * tile.q.gemm.units(), groups[i].index);
+    const Gemm& gemm = tile.q.gemm;
+    pack(gemm, from + tile.first * gemm.k, x + tile.first * gemm.units(), groups[i].index);
   };
   if (size < kAlonePacked)
     for (size_t i = 0; i < groups.size(); i++) work(i);
@@ -62,15 +63,15 @@ void pack_rows(xla::ffi::ThreadPool& pool, const std::vector<ExpertTile>& tiles,
     parallel(pool, groups.size(), work);
 }
 
-// The product of a tile, whose rows are copied now if they are a group.
-template <class Row>
-void multiply(const Weight& weight, const ExpertTile& tile, const Row& row, int64_t begin, int64_t end) {
+// The product of a tile, whose rows, some of `from`, are copied now if they are a group.
+template <class T>
+void multiply(const Weight& weight, const ExpertTile& tile, const T* from, int64_t begin, int64_t end) {
   if (tile.q.gemm.groups > 1) return weight.multiply(tile.q, begin, end);
   thread_local std::vector<float> copy;
   const size_t size = tile.rows() * tile.q.gemm.units();
   if (copy.size() < size) copy.resize(size);
   QuantizedGemm q = tile.q;
-  pack(q.gemm, [&](int64_t r) { return row(tile.first + r); }, copy.data(), 0);
+  pack(q.gemm, from + tile.first * q.gemm.k, copy.data(), 0);
   q.gemm.x = copy.data();
   weight.multiply(q, begin, end);
 }

@@ -32,10 +32,9 @@ void multiply_all(ffi::ThreadPool& pool, Weight weight, const int32_t* offsets, 
   float* to = rounds ? sums.get() : static_cast<float*>(y.untyped_data());
   const Sums done{to, rounds ? static_cast<Bf16*>(y.untyped_data()) : nullptr, n};
   const std::vector<ExpertTile> tiles = tiles_of(weight, offsets, packed.get(), to);
-  const auto row = [&](int64_t i) { return x + i * k; };
-  pack_rows(pool, tiles, row, packed.get());
+  pack_rows(pool, tiles, x, packed.get());
   each_part(pool, weight, tiles, n, [&](const ExpertTile& tile, int64_t begin, int64_t end) {
-    multiply(weight, tile, row, begin, end);
+    multiply(weight, tile, x, begin, end);
     done.round(tile.first, tile.rows(), begin, end);
   });
 }

@@ -18,6 +18,13 @@ constexpr int kStripsAhead = 2;                         // that are brought in b
 constexpr int64_t kPiece = 1024;                        // columns of a strip, at most
 constexpr int64_t kSums = kPiece + kLine / 4;           // floats from a row's sums to the next one's, not all in one set
 
+// The bits at p, as they are.
+static inline Floats read_bits(const void* p) {
+  Floats v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
 // What one multiplication takes: a row of w and a number of x, or two of both.
 template <class T>
 struct Single {
@@ -40,11 +47,7 @@ struct Pair {
   }
   static inline Floats read(const Bf16* w, int64_t ldw) { return (Floats)(widened(w) | widened(w + ldw) << 16); }
   static inline Floats read_last(const Bf16* w) { return (Floats)widened(w); }  // x has a zero for the second
-  static inline Floats read_along(const Bf16* w) {
-    Floats v;
-    std::memcpy(&v, w, sizeof v);
-    return v;
-  }
+  static inline Floats read_along(const Bf16* w) { return read_bits(w); }
   static inline Floats add(Floats sum, Floats x, Floats w) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)x, (__m512bh)(__m512)w);
   }
@@ -367,6 +370,48 @@ static void gemm_by_dots(const Gemm& g, int64_t begin, int64_t end) {
   int64_t n = begin;
   for (; n + kColumns <= end; n += kColumns) dot_rows<kColumns, U>(g, n);
   for (; n < end; n++) dot_rows<1, U>(g, n);
+}
+
+// Rows [height, k] to [units, height], a square of both at a time.
+template <class U, class T>
+static void pack_as(const T* rows, int64_t height, int64_t k, float* to) {
+  const int64_t units = (k + U::kRows - 1) / U::kRows, whole = k / U::kRows / kWidth * kWidth, size = units * height;
+  for (int64_t u = 0; u < units; u += kWidth)
+    for (int64_t first = 0; first < height; first += kWidth) {
+      const int64_t count = std::min<int64_t>(kWidth, height - first), last = std::min<int64_t>(kWidth, units - u);
+      Floats square[kWidth] = {};
+      for (int64_t r = 0; r < count; r++) {
+        const T* at = rows + (first + r) * k + u * U::kRows;
+        if (u < whole) {
+          square[r] = U::read_along(at);
+        } else {
+          T padded[kWidth * U::kRows] = {};
+          std::copy_n(at, k - u * U::kRows, padded);
+          square[r] = U::read_along(padded);
+        }
+      }
+      transpose(square);
+      for (int64_t i = 0; i < last; i++) {
+        float* const at = to + (u + i) * height + first;
+        // A whole vector reaches into the next unit, which is written later, if it has no other rows.
+        if (count == kWidth || (height < kWidth && at + kWidth <= to + size)) {
+          store(at, square[i]);
+        } else {
+          float some[kWidth];
+          store(some, square[i]);
+          std::copy_n(some, count, at);
+        }
+      }
+    }
+}
+
+static void pack(const void* rows, DType dtype, bool pairs, int64_t height, int64_t k, float* to) {
+  if (dtype == DType::kF32)
+    pack_as<Single<float>>(static_cast<const float*>(rows), height, k, to);
+  else if (pairs)
+    pack_as<Pair>(static_cast<const Bf16*>(rows), height, k, to);
+  else
+    pack_as<Single<Bf16>>(static_cast<const Bf16*>(rows), height, k, to);
 }
 
 template <class U>

@@ -145,6 +145,18 @@ struct Gated {
   DType dtype;   // of x and y
 };
 
+// y[rows, width]: rows of x, or of x + added, over their root mean square, times scale; and `sum` the rows of x + added.
+struct RmsNorm {
+  const void *x, *added;  // [rows, width]; added may be null
+  const void* scale;      // [width]
+  void *y, *sum;          // sum is null if added is
+  int64_t width;
+  float eps;
+  bool unit_offset;   // whether scale is stored as its difference from one,
+  bool scales_first;  // and applied before the result is rounded, rather than to what is rounded
+  DType dtype, scale_dtype;
+};
+
 struct Kernels {
   const char* name;
   bool pairs;  // whether products of bfloat16 take a Gemm's x in pairs
@@ -153,6 +165,8 @@ struct Kernels {
   int64_t tile_rows;  // query rows of a tile of attention, at most
   int64_t few_rows;   // likewise, of one whose rows are computed as if each were alone
   void (*round)(const float* from, Bf16* to, int64_t count);  // to the nearest, to even if there are two
+  // Rows [height, k] of a Gemm's x as it reads them: [units, height].
+  void (*pack)(const void* rows, DType dtype, bool pairs, int64_t height, int64_t k, float* to);
   // Columns begin to end of y.
   void (*gemm)(const Gemm&, int64_t begin, int64_t end);
   void (*quantized_gemm)(const QuantizedGemm&, int64_t begin, int64_t end);
@@ -173,6 +187,8 @@ struct Kernels {
   // Of one token.
   void (*rotate)(const Rotation&, int64_t token);
   void (*gate)(const Gated&, int64_t token);
+  // Of one row.
+  void (*rms_norm)(const RmsNorm&, int64_t row);
 };
 
 extern const Kernels kPortable;

@@ -47,6 +47,8 @@ const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
 
 namespace {
 
+constexpr int64_t kLeastAlone = 64;   // rows of a thread, at least, for which it reads all of a weight alone,
+constexpr int64_t kMostAtOnce = 144;  // and at most
 constexpr int64_t kRoundedFloats = 128 << 10;  // sums that the second cache holds until they are rounded
 
 // Columns begin to end of y, some at a time.
@@ -65,17 +67,47 @@ void multiply_rounding(const Gemm& gemm, Bf16* y, int64_t begin, int64_t end) {
   }
 }
 
-ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
-                  bool transposed, bool batch_invariant) {
+// Each thread's rows by themselves: it reads what it has written, and packs its rows where it multiplies them. `gemm` says
+// nothing of rows yet.
+template <class T>
+void multiply_by_rows(ffi::ThreadPool& pool, const Gemm& gemm, const T* x, int64_t rows, void* y, bool rounds) {
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1), parts = threads * ((rows - 1) / (threads * kMostAtOnce) + 1);
+  parallel(pool, parts, [&](int64_t part) {
+    const int64_t first = rows * part / parts;
+    Gemm own = gemm;
+    take_rows(own, rows * (part + 1) / parts - first, false);
+    thread_local std::vector<float> packed;
+    if (packed.size() < static_cast<size_t>(own.rows * own.units())) packed.resize(own.rows * own.units());
+    for (int64_t i = 0; i < own.groups; i++) pack(own, x + first * own.k, packed.data(), i);
+    own.x = packed.data();
+    if (rounds) {
+      multiply_rounding(own, static_cast<Bf16*>(y) + first * own.n, 0, own.n);
+    } else {
+      own.y = static_cast<float*>(y) + first * own.n;
+      kernels().gemm(own, 0, own.n);
+    }
+  });
+}
+
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, NumRows num_rows,
+                  ffi::Result<ffi::AnyBuffer> y, bool transposed, bool batch_invariant) {
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
   const bool is_f32 = x.element_type() == ffi::F32, rounds = y->element_type() != ffi::F32;
   if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || ws[transposed ? 1 : 0] != xs[1] || ys[0] != xs[0] ||
       ys[1] != ws[transposed ? 0 : 1] || (!is_f32 && x.element_type() != ffi::BF16) ||
       w.element_type() != x.element_type() || (rounds && y->element_type() != x.element_type()))
     return ffi::Error::InvalidArgument("jaxllm_matmul: shapes or dtypes don't go together");
-  const int64_t rows = xs[0], k = xs[1], n = ys[1];
+  const int64_t rows = used_rows(num_rows, xs[0]), k = xs[1], n = ys[1];
+  if (rows == 0) return ffi::Error::Success();
   Gemm gemm{nullptr, w.untyped_data(), static_cast<float*>(y->untyped_data()), rows, k, n, 0,
             is_f32 ? DType::kF32 : DType::kBf16, transposed, !is_f32 && kernels().pairs};
+  if (rows >= pool.num_threads() * kLeastAlone && !(transposed && batch_invariant)) {
+    if (is_f32)
+      multiply_by_rows(pool, gemm, static_cast<const float*>(x.untyped_data()), rows, y->untyped_data(), false);
+    else
+      multiply_by_rows(pool, gemm, static_cast<const Bf16*>(x.untyped_data()), rows, y->untyped_data(), rounds);
+    return ffi::Error::Success();
+  }
   take_rows(gemm, rows, transposed && (batch_invariant || rows <= kDotRows));
   const std::unique_ptr<float[]> copy = pack_rows(pool, gemm, x);
   each_part(pool, gemm, k * n * (is_f32 ? 4 : 2), [&](int64_t begin, int64_t end) {
@@ -184,6 +216,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_matmul, jaxllm::matmul,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<jaxllm::NumRows>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("transposed")
                                   .Attr<bool>("batch_invariant"));

@@ -99,18 +99,19 @@ struct RoundedRows {
   }
 };
 
-ffi::Error panel_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::Result<ffi::AnyBuffer> y,
-                        int64_t bits, int64_t zero, bool is_half, bool has_offsets) {
+ffi::Error panel_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, NumRows num_rows,
+                        ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t zero, bool is_half, bool has_offsets) {
   const auto xs = x.dimensions(), ys = y->dimensions(), ps = panels.dimensions();
   const bool rounds = y->element_type() != ffi::F32;
   if ((x.element_type() != ffi::F32 && x.element_type() != ffi::BF16) || (rounds && y->element_type() != ffi::BF16))
     return ffi::Error::InvalidArgument("jaxllm_panel_matmul: dtypes");
   if (xs.size() != 2 || ys.size() != 2 || ys[0] != xs[0] || ps.size() != 3 || ps[1] < 1 || (bits != 4 && bits != 8))
     return ffi::Error::InvalidArgument("jaxllm_panel_matmul: shapes don't go together");
-  const int64_t rows = xs[0], k = xs[1], n = ys[1];
+  const int64_t rows = used_rows(num_rows, xs[0]), k = xs[1], n = ys[1];
   PanelGemm g{{}, static_cast<const uint8_t*>(panels.untyped_data()), static_cast<float*>(y->untyped_data()), rows, k, n,
               k / ps[1], static_cast<int32_t>(bits), static_cast<int32_t>(zero), is_half, has_offsets};
   if (!fits(g, panels)) return ffi::Error::InvalidArgument("jaxllm_panel_matmul: the shape of the panels");
+  if (rows == 0) return ffi::Error::Success();
   Gemm plain{nullptr, nullptr, nullptr, rows, k, n, 0, DType::kF32, false};  // whose rows are read one by one
   const std::unique_ptr<float[]> copy = pack_rows(pool, plain, x);
   RoundedRows rounded;
@@ -146,6 +147,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_panel_matmul, jaxllm::panel_matmul,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<jaxllm::NumRows>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("zero")

@@ -8,6 +8,7 @@
 #include <unistd.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -227,6 +228,14 @@ class Team {
   Sleepers caller_, sleeping_;
   Processors processors_;
 };
+
+// How many of an array's rows belong to tokens of a step. What comes behind is padding, of which results are left as they
+// were. Empty: all do.
+using NumRows = xla::ffi::Buffer<xla::ffi::S32, 1>;
+
+inline int64_t used_rows(const NumRows& num_rows, int64_t rows) {
+  return num_rows.element_count() == 0 ? rows : std::clamp<int64_t>(num_rows.typed_data()[0], 0, rows);
+}
 
 // Calls work(0) to work(parts - 1), in any order and from several threads, and returns when all have returned.
 template <class Work>

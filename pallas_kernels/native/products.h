@@ -16,58 +16,29 @@ constexpr int64_t kPartBytes = 64 << 10;  // of w in a part of a GEMM, at least:
 constexpr int64_t kAlonePacked = 64 << 10;  // elements of x that one thread packs before another would have begun
 constexpr int64_t kWidePart = 512;        // columns that a part has at least if there are more parts than threads
 
-inline float widen(Bf16 b) {
-  const uint32_t word = (uint32_t)b.bits << 16;
-  float f;
-  std::memcpy(&f, &word, sizeof f);
-  return f;
-}
-
-inline float widen(float f) { return f; }
-
 // Says how `rows` rows of x are read: each by itself, or by groups.
 inline void take_rows(Gemm& gemm, int64_t rows, bool each) {
   gemm.rows = rows;
   gemm.groups = each ? 0 : (rows + kernels().group_rows - 1) / kernels().group_rows;
 }
 
-// Units `first` to `first + count` of a row of x, `step` apart.
+// Group `i` of the rows of x as the kernel reads it (see Gemm). Without groups all of the rows.
 template <class T>
-inline void copy_units(const Gemm& gemm, const T* row, int64_t first, int64_t count, float* to, int64_t step) {
-  if constexpr (std::is_same_v<T, Bf16>) {
-    if (gemm.pairs) {
-      for (int64_t i = 0; i < count; i++) {
-        const Bf16* at = row + 2 * (first + i);
-        const uint32_t second = 2 * (first + i) + 1 < gemm.k ? at[1].bits : 0, pair = at[0].bits | second << 16;
-        std::memcpy(to + i * step, &pair, sizeof pair);
-      }
-      return;
-    }
-  }
-  for (int64_t i = 0; i < count; i++) to[i * step] = widen(row[first + i]);
-}
-
-// Group `i` of the rows of x, which row(0), row(1), ... point to, as the kernel reads it (see Gemm): transposed by 8
-// units, so that what is written stays in the cache until it is whole. Without groups all of the rows.
-template <class Row>
-void pack(const Gemm& gemm, const Row& row, float* to, int64_t i) {
-  constexpr int64_t kUnits = 8;
+void pack(const Gemm& gemm, const T* x, float* to, int64_t i) {
+  const DType dtype = std::is_same_v<T, Bf16> ? DType::kBf16 : DType::kF32;
   const int64_t units = gemm.units();
   if (gemm.groups == 0) {
-    for (int64_t r = 0; r < gemm.rows; r++) copy_units(gemm, row(r), 0, units, to + r * units, 1);
+    for (int64_t r = 0; r < gemm.rows; r++) kernels().pack(x + r * gemm.k, dtype, gemm.pairs, 1, gemm.k, to + r * units);
     return;
   }
   const int64_t first = gemm.first_row(i), height = gemm.first_row(i + 1) - first;
-  to += first * units;
-  for (int64_t unit = 0; unit < units; unit += kUnits)
-    for (int64_t r = 0; r < height; r++)
-      copy_units(gemm, row(first + r), unit, std::min(kUnits, units - unit), to + unit * height + r, height);
+  kernels().pack(x + first * gemm.k, dtype, gemm.pairs, height, gemm.k, to + first * units);
 }
 
 // All of x as the kernel reads it.
 template <class T>
 void prepare(xla::ffi::ThreadPool& pool, const Gemm& gemm, const T* x, float* to) {
-  const auto pack_group = [&](int64_t i) { pack(gemm, [&](int64_t row) { return x + row * gemm.k; }, to, i); };
+  const auto pack_group = [&](int64_t i) { pack(gemm, x, to, i); };
   if (gemm.groups == 0 || gemm.rows * gemm.k < kAlonePacked)
     for (int64_t i = 0; i < std::max<int64_t>(gemm.groups, 1); i++) pack_group(i);
   else

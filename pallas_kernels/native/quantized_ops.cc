@@ -14,8 +14,8 @@ namespace jaxllm {
 namespace {
 
 ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes, ffi::AnyBuffer scales,
-                            ffi::AnyBuffer offsets, ffi::AnyBuffer outer, ffi::Result<ffi::AnyBuffer> y,
-                            bool by_output) {
+                            ffi::AnyBuffer offsets, ffi::AnyBuffer outer, NumRows num_rows,
+                            ffi::Result<ffi::AnyBuffer> y, bool by_output) {
   const auto xs = x.dimensions(), ys = y->dimensions();
   const bool is_f32 = x.element_type() == ffi::F32, rounds = y->element_type() != ffi::F32;
   Weight weight;
@@ -25,7 +25,8 @@ ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     return ffi::Error::InvalidArgument("jaxllm_quantized_matmul: dtypes");
   if (xs.size() != 2 || ys.size() != 2 || weight.k() != xs[1] || ys[0] != xs[0] || ys[1] != weight.n())
     return ffi::Error::InvalidArgument("jaxllm_quantized_matmul: shapes don't go together");
-  const int64_t rows = xs[0], n = ys[1];
+  const int64_t rows = used_rows(num_rows, xs[0]), n = ys[1];
+  if (rows == 0) return ffi::Error::Success();
   QuantizedGemm q = weight.first;
   take_rows(q.gemm, rows, weight.takes_each(rows));
   q.gemm.y = static_cast<float*>(y->untyped_data());
@@ -54,5 +55,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_quantized_matmul, jaxllm::quantized_matmul,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<jaxllm::NumRows>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("by_output"));

@@ -34,9 +34,11 @@ def product(
     num_inputs: int,
     out_dtype: Any = None,
     activations: str | None = None,
+    num_tokens: Any = None,
     interpret: bool = False,
 ) -> Float[Array, "..."]:
     """See `reference.product`; `interpret` is that of `pl.pallas_call`."""
+    del num_tokens  # padding is multiplied, too
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     rows = math.prod(x.shape[: x.ndim - num_inputs])
     rounds = eight_bits.supports(weight, activations)

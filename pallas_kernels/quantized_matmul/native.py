@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.quantized_matmul.weight import QuantizedWeight
@@ -26,6 +26,7 @@ def product(
     num_inputs: int,
     out_dtype: Any = None,
     activations: str | None = None,
+    num_tokens: Int[Array, ""] | None = None,
 ) -> Float[Array, "..."]:
     """See `reference.product`. Rows are not rounded."""
     del activations
@@ -33,7 +34,8 @@ def product(
     arrays, columns = operands(weight, num_inputs)
     result = jax.ShapeDtypeStruct((math.prod(rows), math.prod(columns)), out_dtype or x.dtype)
     call = native.ffi_call("jaxllm_quantized_matmul", result)
-    return call(x.reshape(-1, depth), *arrays, by_output=not weight.is_grouped).reshape(*rows, *columns)
+    used = native.num_rows(num_tokens, rows)
+    return call(x.reshape(-1, depth), *arrays, used, by_output=not weight.is_grouped).reshape(*rows, *columns)
 
 
 def operands(weight: QuantizedWeight, num_inputs: int, lead: int = 0) -> tuple[list[Array], tuple[int, ...]]:

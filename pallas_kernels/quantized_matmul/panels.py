@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.quantized_matmul.native import DTYPES, operands
@@ -51,10 +51,12 @@ def panel_product(
     scales: Any,
     has_offsets: bool,
     out_dtype: Any = None,
+    num_tokens: Int[Array, ""] | None = None,
 ) -> Float[Array, "..."]:
     """`x[..., *inputs]`, summed over its last `num_inputs` axes with a weight in panels: `[..., *outputs]`.
 
     In the dtype of x or, not rounded to it, in `out_dtype`. Each group of a row's inputs counts as int8 times a scale.
+    Of flat tokens those from `num_tokens` on are padding, whose results may be anything.
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     assert x.dtype.name in DTYPES and out_dtype.name in DTYPES
@@ -62,5 +64,6 @@ def panel_product(
     bits, zero = CODES[jnp.dtype(codes).name]
     result = jax.ShapeDtypeStruct((math.prod(rows), math.prod(outputs)), out_dtype)
     options = {"bits": bits, "zero": zero, "is_half": jnp.dtype(scales) == jnp.float16, "has_offsets": has_offsets}
-    y = native.ffi_call("jaxllm_panel_matmul", result)(x.reshape(-1, depth), panels, **options)
+    used = native.num_rows(num_tokens, rows)
+    y = native.ffi_call("jaxllm_panel_matmul", result)(x.reshape(-1, depth), panels, used, **options)
     return y.reshape(*rows, *outputs)

@@ -19,6 +19,7 @@ def product(
     num_inputs: int,
     out_dtype: Any = None,
     activations: str | None = None,
+    num_tokens: Any = None,
 ) -> Float[Array, "..."]:
     """`x[..., *inputs]`, summed over its last `num_inputs` axes with `weight`: `[..., *outputs]`.
 

@@ -26,8 +26,10 @@ def product(
     num_inputs: int,
     out_dtype: Any = None,
     activations: str | None = None,
+    num_tokens: Any = None,
 ) -> Float[Array, "..."]:
     """See `reference.product`."""
+    del num_tokens  # padding is multiplied, too
     dtype, least = EIGHT_BITS.get(device_kind() or "", (None, 0))
     rows = math.prod(x.shape[: x.ndim - num_inputs])
     if rows >= least and activations == dtype and eight_bits.supports(weight, activations):

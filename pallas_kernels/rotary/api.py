@@ -1,6 +1,6 @@
 """Rotary position embeddings of heads (arXiv 2104.09864)."""
 
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Op, Placement
 
@@ -15,8 +15,10 @@ def rotate(
     cos: Float32[Array, "*t 1 pairs"],
     *,
     interleaved: bool = False,
+    num_tokens: Int[Array, ""] | None = None,
     implementation: str = "auto",
     placement: Placement = UNPLACED,
 ) -> Float[Array, "*t heads head_dim"]:
-    """See `reference.rotate`."""
-    return OP.choose(implementation, placement, x, sin, cos)(x, sin, cos, interleaved=interleaved)
+    """See `reference.rotate`. Of flat tokens those from `num_tokens` on are padding, whose results may be anything."""
+    chosen = OP.choose(implementation, placement, x, sin, cos)
+    return chosen(x, sin, cos, interleaved=interleaved, num_tokens=num_tokens)

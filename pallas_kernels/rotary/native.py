@@ -3,7 +3,7 @@
 from functools import partial
 
 import jax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.gradients import with_gradient_of
@@ -23,13 +23,16 @@ def rotate(
     cos: Float32[Array, "*t 1 pairs"],
     *,
     interleaved: bool = False,
+    num_tokens: Int[Array, ""] | None = None,
 ) -> Float[Array, "*t heads head_dim"]:
     """See `reference.rotate`."""
     options = {"interleaved": interleaved}
-    return with_gradient_of(partial(reference.rotate, **options), partial(_rotate, **options))(x, sin, cos)
+    kernel = partial(_rotate, num_tokens=num_tokens, **options)
+    return with_gradient_of(partial(reference.rotate, **options), kernel, num_tokens)(x, sin, cos)
 
 
-def _rotate(x: Array, sin: Array, cos: Array, *, interleaved: bool) -> Array:
+def _rotate(x: Array, sin: Array, cos: Array, *, interleaved: bool, num_tokens: Array | None) -> Array:
     flat, pairs = x.reshape(-1, *x.shape[-2:]), sin.shape[-1]
     call = native.ffi_call("jaxllm_rotate", jax.ShapeDtypeStruct(flat.shape, x.dtype))
-    return call(flat, sin.reshape(-1, pairs), cos.reshape(-1, pairs), interleaved=interleaved).reshape(x.shape)
+    used = native.num_rows(num_tokens, x.shape[:-2])
+    return call(flat, sin.reshape(-1, pairs), cos.reshape(-1, pairs), used, interleaved=interleaved).reshape(x.shape)

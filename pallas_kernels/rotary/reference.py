@@ -1,13 +1,16 @@
 """Defines rotary position embeddings of heads, in jnp."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
 def rotate(
-    x: Float[Array, "*t heads head_dim"], sin: Array, cos: Array, *, interleaved: bool = False
+    x: Float[Array, "*t heads head_dim"], sin: Array, cos: Array, *, interleaved: bool = False, num_tokens: Any = None
 ) -> Float[Array, "*t heads head_dim"]:
     """Turns the first `2 * sin.shape[-1]` features of each head, in float32; see `jaxllm.models.rope.Rope`."""
+    del num_tokens  # padding costs no kernel of its own
     turned = 2 * sin.shape[-1]
     x32 = x[..., :turned].astype(jnp.float32)
     if interleaved:  # neighbours change places by rolls: an axis of two would waste a TPU's lanes

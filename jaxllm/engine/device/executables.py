@@ -63,7 +63,7 @@ def step(
         history = history.at[shared.blocks].set(gathered(tokens)[shared.tokens], mode="drop", unique_indices=True)
 
     model = model_shape.model(leaves)
-    ctx = StepContext(positions, row, is_token=is_token, placement=placement)
+    ctx = StepContext(positions, row, is_token=is_token, num_tokens=given.counts[2], placement=placement)
     views = [
         view_table(batch, *each, rows.length, layout.block_size) for each in zip(rows.block_tables, tables, strict=True)
     ]
@@ -73,6 +73,7 @@ def step(
     if shared is not None:
         lengths = lengths.at[given.shared[0]].set(given.shared[3], mode="drop")
     slots = slots._replace(length=lengths)
+    hidden = jnp.where(is_token[:, None], hidden, jnp.zeros((), hidden.dtype))  # kernels leave padding as it was
     last_hidden = jax.lax.dynamic_update_slice_in_dim(last_hidden, hidden, 0, 0)
     return pools_of(written, caches), history, slots, last_hidden, given.counts
 
