@@ -31,7 +31,7 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats2D sin, Floats2D
   Rotation r{x.untyped_data(), y->untyped_data(), sin.typed_data(), cos.typed_data()};
   if (xs.size() != 3 || ss[0] != xs[0] || 2 * ss[1] > xs[2] || cos.element_count() != sin.element_count() ||
       y->element_count() != x.element_count() || y->element_type() != x.element_type() ||
-      !find(x.element_type(), r.dtype))
+      !find(x.element_type(), r.dtype) || !is_one_or_none(num_rows))
     return ffi::Error::InvalidArgument("jaxllm_rotate: shapes or dtypes don't go together");
   r.heads = xs[1], r.head_dim = xs[2], r.pairs = ss[1], r.interleaved = interleaved;
   const int64_t tokens = used_rows(num_rows, xs[0]);
@@ -44,7 +44,7 @@ ffi::Error gated(ffi::ThreadPool pool, ffi::AnyBuffer x, NumRows num_rows, ffi::
   const auto xs = x.dimensions();
   Gated g{x.untyped_data(), y->untyped_data()};
   if (xs.size() != 3 || xs[1] != 2 || 2 * y->element_count() != x.element_count() ||
-      y->element_type() != x.element_type() || !find(x.element_type(), g.dtype))
+      y->element_type() != x.element_type() || !find(x.element_type(), g.dtype) || !is_one_or_none(num_rows))
     return ffi::Error::InvalidArgument("jaxllm_gated: shapes or dtypes don't go together");
   g.width = xs[2], g.is_gelu = is_gelu;
   const int64_t tokens = used_rows(num_rows, xs[0]);
@@ -64,7 +64,7 @@ ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added
       y->element_count() != x.element_count() || static_cast<int64_t>(scale.element_count()) != xs[1] ||
       added.element_type() != x.element_type() || sum->element_type() != x.element_type() ||
       y->element_type() != x.element_type() || !find(x.element_type(), r.dtype) ||
-      !find(scale.element_type(), r.scale_dtype))
+      !find(scale.element_type(), r.scale_dtype) || !is_one_or_none(num_rows))
     return ffi::Error::InvalidArgument("jaxllm_rms_norm: shapes or dtypes don't go together");
   r.width = xs[1], r.eps = eps, r.unit_offset = unit_offset, r.scales_first = scales_first;
   const int64_t rows = used_rows(num_rows, xs[0]);

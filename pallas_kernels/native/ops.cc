@@ -94,7 +94,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, NumR
   const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
   const bool is_f32 = x.element_type() == ffi::F32, rounds = y->element_type() != ffi::F32;
   if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || ws[transposed ? 1 : 0] != xs[1] || ys[0] != xs[0] ||
-      ys[1] != ws[transposed ? 0 : 1] || (!is_f32 && x.element_type() != ffi::BF16) ||
+      ys[1] != ws[transposed ? 0 : 1] || !is_one_or_none(num_rows) || (!is_f32 && x.element_type() != ffi::BF16) ||
       w.element_type() != x.element_type() || (rounds && y->element_type() != x.element_type()))
     return ffi::Error::InvalidArgument("jaxllm_matmul: shapes or dtypes don't go together");
   const int64_t rows = used_rows(num_rows, xs[0]), k = xs[1], n = ys[1];

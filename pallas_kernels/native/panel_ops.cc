@@ -105,7 +105,8 @@ ffi::Error panel_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer p
   const bool rounds = y->element_type() != ffi::F32;
   if ((x.element_type() != ffi::F32 && x.element_type() != ffi::BF16) || (rounds && y->element_type() != ffi::BF16))
     return ffi::Error::InvalidArgument("jaxllm_panel_matmul: dtypes");
-  if (xs.size() != 2 || ys.size() != 2 || ys[0] != xs[0] || ps.size() != 3 || ps[1] < 1 || (bits != 4 && bits != 8))
+  if (xs.size() != 2 || ys.size() != 2 || ys[0] != xs[0] || ps.size() != 3 || ps[1] < 1 || (bits != 4 && bits != 8) ||
+      !is_one_or_none(num_rows))
     return ffi::Error::InvalidArgument("jaxllm_panel_matmul: shapes don't go together");
   const int64_t rows = used_rows(num_rows, xs[0]), k = xs[1], n = ys[1];
   PanelGemm g{{}, static_cast<const uint8_t*>(panels.untyped_data()), static_cast<float*>(y->untyped_data()), rows, k, n,

@@ -233,6 +233,8 @@ class Team {
 // were. Empty: all do.
 using NumRows = xla::ffi::Buffer<xla::ffi::S32, 1>;
 
+inline bool is_one_or_none(const NumRows& num_rows) { return num_rows.element_count() <= 1; }
+
 inline int64_t used_rows(const NumRows& num_rows, int64_t rows) {
   return num_rows.element_count() == 0 ? rows : std::clamp<int64_t>(num_rows.typed_data()[0], 0, rows);
 }

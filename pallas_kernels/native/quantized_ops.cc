@@ -23,7 +23,8 @@ ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     return ffi::Error::InvalidArgument(std::string("jaxllm_quantized_matmul: ") + fault);
   if ((!is_f32 && x.element_type() != ffi::BF16) || (rounds && y->element_type() != ffi::BF16) || weight.is_dense)
     return ffi::Error::InvalidArgument("jaxllm_quantized_matmul: dtypes");
-  if (xs.size() != 2 || ys.size() != 2 || weight.k() != xs[1] || ys[0] != xs[0] || ys[1] != weight.n())
+  if (xs.size() != 2 || ys.size() != 2 || weight.k() != xs[1] || ys[0] != xs[0] || ys[1] != weight.n() ||
+      !is_one_or_none(num_rows))
     return ffi::Error::InvalidArgument("jaxllm_quantized_matmul: shapes don't go together");
   const int64_t rows = used_rows(num_rows, xs[0]), n = ys[1];
   if (rows == 0) return ffi::Error::Success();

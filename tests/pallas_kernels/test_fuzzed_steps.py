@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.attention_cases import Batch, Case
 from jaxllm.pallas_kernels import native
 from tests.pallas_kernels.guarded import call, fuzzed, with_each_set
+from tests.pallas_kernels.test_fuzzed_products import some_rows
 from tests.pallas_kernels.test_paged_attention import batches
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
@@ -95,13 +96,14 @@ def test_rotations(tokens, heads, pairs, rest, interleaved, dtype, threads, seed
     first, second = (want[..., part].copy() for part in places.T)
     want[..., places[:, 0]] = first * cos[:, None] - second * sin[:, None]
     want[..., places[:, 1]] = second * cos[:, None] + first * sin[:, None]
+    used, count = some_rows(x, rng)
 
     def of_one_set():
         options = {"interleaved": interleaved, "threads": threads}
-        (got,) = call("jaxllm_rotate", [x, sin, cos], [(x.shape, dtype)], **options)
+        got = call("jaxllm_rotate", [x, sin, cos, count], [(x.shape, dtype)], **options)[0][:used]
         limit = TOLERANCE[got.dtype.name]
-        np.testing.assert_allclose(got.astype(np.float64), want, rtol=limit, atol=4 * limit)
-        np.testing.assert_array_equal(got[..., 2 * pairs :], x[..., 2 * pairs :])
+        np.testing.assert_allclose(got.astype(np.float64), want[:used], rtol=limit, atol=4 * limit)
+        np.testing.assert_array_equal(got[..., 2 * pairs :], x[:used, ..., 2 * pairs :])
 
     with_each_set(of_one_set)
 
@@ -115,11 +117,48 @@ def test_gated_activations(tokens, width, is_gelu, dtype, threads, seed):
     slope = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3) if is_gelu else gate
     with np.errstate(over="ignore"):
         want = gate / (1 + np.exp(-slope)) * up
+    used, count = some_rows(both, rng)
 
     def of_one_set():
-        (got,) = call("jaxllm_gated", [both], [((tokens, width), dtype)], is_gelu=is_gelu, threads=threads)
+        results = [((tokens, width), dtype)]
+        (got,) = call("jaxllm_gated", [both, count], results, is_gelu=is_gelu, threads=threads)
         limit = TOLERANCE[got.dtype.name] * (1e-6 + np.abs(gate * up))
-        assert (np.abs(got.astype(np.float64) - want) <= limit).all()
+        assert (np.abs(got.astype(np.float64) - want) <= limit)[:used].all()
+
+    with_each_set(of_one_set)
+
+
+@fuzzed
+@given(
+    st.integers(0, 200),
+    st.integers(1, 300),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    dtypes,
+    dtypes,
+    threads,
+    seeds,
+)
+def test_rms_norms(rows, width, has_added, unit_offset, scales_first, dtype, scale_dtype, threads, seed):
+    rng = np.random.default_rng(seed)
+    x, added = (rng.normal(size=(rows, width)).astype(dtype) for _ in range(2))
+    scale = rng.normal(size=width).astype(scale_dtype)
+    used, count = some_rows(x, rng)
+    more = added if has_added else added[:0]
+    total = (x.astype(np.float32) + added.astype(np.float32)).astype(dtype) if has_added else x
+    wide = total.astype(np.float64)
+    factor = 1 / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-5)
+    want = wide * factor * (scale.astype(np.float64) + (unit_offset and scales_first))
+    options = {"eps": np.float32(1e-5), "unit_offset": unit_offset and scales_first, "scales_first": scales_first}
+
+    def of_one_set():
+        results = [(more.shape, dtype), (x.shape, dtype)]
+        got_total, got = call("jaxllm_rms_norm", [x, more, scale, count], results, threads=threads, **options)
+        if has_added:
+            np.testing.assert_array_equal(*(each[:used].astype(np.float32) for each in (got_total, total)))
+        limit = 2 * TOLERANCE[got.dtype.name]
+        np.testing.assert_allclose(got[:used].astype(np.float64), want[:used], rtol=limit, atol=1e-30)
 
     with_each_set(of_one_set)
 
