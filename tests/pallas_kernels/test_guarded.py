@@ -101,7 +101,7 @@ CALLS = {  # arguments, results, options, and aliases if there are some
 }
 # What may have another size: argument and axis.
 FREE = {
-    "jaxllm_panel_matmul": {(2, 1)},  # the last panel has room
+    "jaxllm_panel_matmul": {(3, 1)},  # the last panel has room
     "jaxllm_paged_attention": {(3, 0), (3, 3), (4, 1)},  # blocks, their size, and how many of them a sequence has
     "jaxllm_copy_blocks": {(0, 0), (0, 1), (1, 1)},
     "jaxllm_normalize": {(0, 1)},
