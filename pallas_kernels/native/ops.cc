@@ -48,7 +48,7 @@ const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
 namespace {
 
 constexpr int64_t kLeastAlone = 64;   // rows of a thread, at least, for which it reads all of a weight alone,
-constexpr int64_t kMostAtOnce = 144;  // and at most
+constexpr int64_t kMostAtOnce = 256;  // and at most
 constexpr int64_t kRoundedFloats = 128 << 10;  // sums that the second cache holds until they are rounded
 
 // Columns begin to end of y, some at a time.
