@@ -20,6 +20,7 @@ from jaxllm.engine.device.model_shape import ModelShape, model_shape, with_confi
 from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.host_memory import give_back
 from jaxllm.engine.kv_cache import fixed_scales, scale_command, with_scales
 from jaxllm.engine.model_source import ModelSource, Reading, model_source
 from jaxllm.engine.pooling import Pooler
@@ -131,6 +132,7 @@ def build_engine(
             executor = recording.record(executor, source, config, record)
         runner = Runner(executor, config, shape.vocab, scale_command(source, config, scales))
         runner.set_params(state if loading is None else source.place(state, mesh), source.name)
+        give_back()  # what loading took
     except BaseException as error:
         if group is not None:
             group.fail(error)

@@ -20,6 +20,7 @@ from jaxllm.checkpoint.config import DTYPES, ModelSpec, read_spec, resolve_dtype
 from jaxllm.checkpoint.formats import Checkpoint, GivenConfig, open_checkpoint
 from jaxllm.checkpoint.forms import give_forms
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
+from jaxllm.checkpoint.in_panels import load_in_panels
 from jaxllm.checkpoint.loader import load_params, load_quantized, stored_kv_scales
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.orbax_files import is_orbax
@@ -101,6 +102,8 @@ class ModelSource(NamedTuple):
             return self
 
         def load(_: Params, mesh: Mesh) -> Params:
+            if isinstance(self.params, partial) and self.params.func is load_params:
+                return load_in_panels(self.params, graph, abstract, mesh)
             model = nnx.merge(graph, self.params(abstract, mesh))
             put_in_panels(model)
             return nnx.split(model)[1]
