@@ -16,8 +16,8 @@ LEAVES = ("codes", "scales", "offsets")
 
 
 def load_in_panels(load: Callable[..., Any], graph: Any, abstract: Params, mesh: Mesh) -> Params:
-    """What `load` reads, which is `load_params` of a checkpoint, for the model of `graph` and `abstract`, whose products
-    are not in panels. The parameters are those of the model after `put_in_panels`."""
+    """What `load` reads, which is `load_params` of a checkpoint, for the model of `graph` and `abstract`, whose
+    products are not in panels. The parameters are those of the model after `put_in_panels`."""
     model = nnx.merge(graph, jax.tree.map(lambda leaf: leaf, abstract))  # the caller's variables stay abstract
     left: dict[str, dict[str, nnx.Variable]] = {}  # of each product that has not all of its arrays yet
     nodes: dict[str, QuantizedLinear] = {}
