@@ -59,8 +59,10 @@ class LLM(LLMRollout):
       revision, download_dir: of a name of the hub, which is fetched into huggingface_hub's cache otherwise.
       tokenizer: in the place of the model's: a directory, a GGUF file, a `tokenizers` or `transformers` tokenizer, or
         any object with `encode` and `decode`. `skip_tokenizer_init=True` is for prompts and outputs of ids alone.
-      dtype: "auto" is float32 on a CPU and bfloat16 elsewhere. On a CPU a GGUF file's blocks are multiplied as they are
-        then, see `quantization`; with a dtype they are dequantised to it.
+      dtype: "auto" is bfloat16 on accelerators. On a CPU it is float32, or bfloat16 where the files hold 16-bit floats
+        and the processor multiplies pairs of them (AVX512-BF16); not on several hosts or devices, nor with `record` or
+        `batch_invariant`, nor for the model in the package. A GGUF file's blocks are multiplied as they are there, see
+        `quantization`; with a dtype they are dequantised to it.
       load_format: "dummy" for random weights; "auto", "safetensors" and "gguf" read them.
       quantization: "int8", "int4" or "fp8": dense weights of the layers' products become that while they load, one
         scale an output or, of int4, a group of 128 inputs. "gguf": the blocks of a GGUF file stay as they are, instead

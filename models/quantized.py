@@ -4,7 +4,6 @@ the `Linear` that has it."""
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight, panels
 from jaxllm.pallas_kernels.quantized_matmul.panels import panels_shape
 from jaxllm.sharding import rules
 
+_to_panels = jax.jit(panels.to_panels, static_argnames="num_inputs")
 _LEAST_GROUP = 8  # of inputs with a scale of their own
 GROUP_AXIS = "scale_group"  # of the inputs that share a scale
 
@@ -130,7 +130,7 @@ class QuantizedLinear(Linear):
         if isinstance(self.codes.get_value(), jax.ShapeDtypeStruct):
             leaves: dict[str, Any] = _shapes(self.shape, form)
         else:
-            leaves = {"panels": jax.jit(partial(panels.to_panels, num_inputs=num_inputs))(self._held)}
+            leaves = {"panels": _to_panels(self._held, num_inputs=num_inputs)}
         self.hold(form, leaves)
 
     def fit(self, inner: int) -> None:

@@ -79,7 +79,8 @@ class ModelSpec:
 
 
 def resolve_dtype(dtype: str, platform: str) -> Any:
-    """The dtype of parameters and activations; "auto" is float32 on "cpu", where bfloat16 is slow, else bfloat16.
+    """The dtype of parameters and activations; "auto" is float32 on "cpu", else bfloat16. (`auto_dtype.dtype_for_cpu`
+    says where an engine prefers bfloat16 on a CPU.)
 
     Raises `ValueError` for a name that is not "auto" or in `DTYPES`.
     """

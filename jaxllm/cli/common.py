@@ -86,7 +86,11 @@ def add_loading_arguments(group: Any) -> None:
     add("--revision", metavar="REV", help="branch, tag or commit of a model of the hub (default: main)")
     add("--download-dir", metavar="DIR", help="where models of the hub are kept (default: huggingface_hub's cache)")
     add("--tokenizer", metavar="DIR", help="a directory or .gguf file with another tokenizer (default: the model's)")
-    add("--dtype", help="of weights and computation: bfloat16, float16, float32 or auto (default: auto)")
+    add(
+        "--dtype",
+        help="of weights and computation: bfloat16, float16, float32 or auto (default: auto: bfloat16; on a CPU "
+        "float32, or bfloat16 for files of 16-bit floats where the processor multiplies pairs of them)",
+    )
     add("--mesh", metavar="SPEC", help="devices per axis, e.g. tensor=4, or data=2,tensor=4 (default: one device)")
     add("--tensor-parallel-size", type=int, metavar="N", help="same as --mesh tensor=N")
     add(

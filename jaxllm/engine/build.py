@@ -20,6 +20,7 @@ from jaxllm.engine.device.model_shape import ModelShape, model_shape, with_confi
 from jaxllm.engine.device.own_settings import with_own_settings
 from jaxllm.engine.device.runner import CommandExecutor, Runner
 from jaxllm.engine.engine import Engine
+from jaxllm.engine.host_memory import give_back
 from jaxllm.engine.kv_cache import fixed_scales, scale_command, with_scales
 from jaxllm.engine.model_source import ModelSource, Reading, model_source
 from jaxllm.engine.pooling import Pooler
@@ -79,10 +80,12 @@ def build_engine(
     """An engine with its parameters loaded, its executables still compiling. See `LLM` for the arguments; `group` are
     the hosts that it leads."""
     mesh = choose_mesh(mesh, tensor_parallel_size, spreads=group is not None)
-    # Where bits are to be those of other batches, replays or hosts, a GGUF file's weights are dense if nothing is said.
-    keeps_blocks = not batch_invariant and record is None and group is None and load_format != "dummy"
+    # Where bits are to be those of other batches, replays or hosts, weights are dense and float32 if nothing is said.
+    suits = not batch_invariant and record is None and group is None
     reading = Reading(
-        load_format, hf_overrides, skip_tokenizer_init, task, quantization, model_config, keeps_blocks=keeps_blocks
+        *(load_format, hf_overrides, skip_tokenizer_init, task, quantization, model_config),
+        keeps_blocks=suits and load_format != "dummy",
+        suits_processor=suits and mesh.size == 1,  # XLA's own products serve where a mesh divides them
     )
     if record is not None and (load_format == "dummy" or hf_overrides or task or quantization or model_config):
         raise ValueError(
@@ -129,6 +132,7 @@ def build_engine(
             executor = recording.record(executor, source, config, record)
         runner = Runner(executor, config, shape.vocab, scale_command(source, config, scales))
         runner.set_params(state if loading is None else source.place(state, mesh), source.name)
+        give_back()  # what loading took
     except BaseException as error:
         if group is not None:
             group.fail(error)

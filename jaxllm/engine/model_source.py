@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.argument_checks import a_type
-from jaxllm.checkpoint.config import ModelSpec, read_spec, resolve_dtype
+from jaxllm.checkpoint.auto_dtype import dtype_for_cpu
+from jaxllm.checkpoint.config import DTYPES, ModelSpec, read_spec, resolve_dtype
 from jaxllm.checkpoint.formats import Checkpoint, GivenConfig, open_checkpoint
 from jaxllm.checkpoint.forms import give_forms
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
+from jaxllm.checkpoint.in_panels import load_in_panels
 from jaxllm.checkpoint.loader import load_params, load_quantized, stored_kv_scales
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.orbax_files import is_orbax
@@ -99,6 +102,8 @@ class ModelSource(NamedTuple):
             return self
 
         def load(_: Params, mesh: Mesh) -> Params:
+            if isinstance(self.params, partial) and self.params.func is load_params:
+                return load_in_panels(self.params, graph, abstract, mesh)
             model = nnx.merge(graph, self.params(abstract, mesh))
             put_in_panels(model)
             return nnx.split(model)[1]
@@ -120,6 +125,7 @@ class Reading(NamedTuple):
     quantization: str | None = None
     config: Any = None
     keeps_blocks: bool = False  # of a GGUF file on a CPU where neither quantization nor a dtype is asked for
+    suits_processor: bool = False  # whether dtype "auto" may be what this CPU is fastest in
 
 
 AS_IT_IS = Reading()
@@ -177,8 +183,12 @@ def _of_checkpoint(
     checkpoint: Checkpoint, dtype: str, platform: str, tokenizer: Tokenizer | None, reading: Reading
 ) -> ModelSource:
     spec = read_spec(checkpoint, resolve_dtype(dtype, platform), reading.hf_overrides, reading.task)
-    scheme = scheme_of(checkpoint, checkpoint.config() | (reading.hf_overrides or {}))
+    hf = checkpoint.config() | (reading.hf_overrides or {})
+    scheme = scheme_of(checkpoint, hf)
     _check_load_format(checkpoint, reading.load_format, scheme)
+    if dtype == "auto" and platform == "cpu" and reading.suits_processor:
+        chosen = dtype_for_cpu(checkpoint, hf, has_files=reading.load_format != "dummy")
+        spec = replace(spec, cfg=replace(spec.cfg, dtype=DTYPES[chosen]))
     abstract = transformer.abstract(spec.module.Model, spec.cfg)
     if reading.keeps_blocks and dtype == "auto" and reading.quantization is None and _has_blocks(checkpoint, platform):
         reading = reading._replace(quantization="gguf")
@@ -211,7 +221,7 @@ def _of_orbax(path: Path, dtype: str, platform: str, tokenizer: Tokenizer | None
             "its config.json holds as a dict"
         )
     elif dtype != "auto":
-        cfg = dataclasses.replace(given, dtype=resolve_dtype(dtype, platform))
+        cfg = replace(given, dtype=resolve_dtype(dtype, platform))
     kind = registry.model_for(cfg)
     model = transformer.abstract(kind, cfg)
     if reading.quantization is not None:
@@ -294,5 +304,5 @@ def _of_pair(cfg: Any, params: Any) -> tuple[Any, nnx.Module, Params]:
     for name, variable in named(shapes).items():
         if name in given and jnp.issubdtype(given[name], jnp.floating):
             variable.set_value(jax.ShapeDtypeStruct(variable.get_value().shape, given[name]))
-    cfg = dataclasses.replace(cfg, dtype=kv_dtype(graph, shapes, cfg, type(model).__qualname__))
+    cfg = replace(cfg, dtype=kv_dtype(graph, shapes, cfg, type(model).__qualname__))
     return cfg, transformer.abstract(type(model), cfg), params

@@ -70,6 +70,11 @@ def instruction_set() -> str:
     return name
 
 
+def multiplies_pairs() -> bool:
+    """Whether products of bfloat16 take two numbers at once, twice as many a second as of float32."""
+    return is_built() and instruction_set() == "avx512_bf16"
+
+
 def ffi_call(target: str, results: Any, **options: Any) -> Any:
     """`jax.ffi.ffi_call` of one of `TARGETS`."""
     import jax

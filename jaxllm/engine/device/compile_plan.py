@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from jaxllm.engine.device.own_settings import own_settings
+from jaxllm.engine.host_memory import give_back
 from jaxllm.errors import EngineDeadError
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class CompilePlan:
         self._awaited: list[Collection[Hashable]] = [self._awaited_elsewhere]  # by those who wait
         self._wanted = dict.fromkeys(first)
         self._compiling: set[Hashable] = set()
+        self._is_trimmed = True  # whether what compiling took, and is free, went back to the system
         self._is_stepping, self._active_at = True, time.monotonic()  # until the parameters are there
         self._rest_at = 0.0  # time.monotonic() from which the rest may go on beside steps
         self._changed = threading.Condition()
@@ -210,6 +212,7 @@ class CompilePlan:
     def _run(self, take: Callable[[], Hashable | None], nice: int) -> None:
         _lower_priority(nice)
         while (name := self._take(take)) is not None:
+            self._is_trimmed = False
             start = time.perf_counter()
             compiled, error = None, None
             try:
@@ -221,6 +224,17 @@ class CompilePlan:
             with self._changed:
                 self._finish(name, compiled, error, time.perf_counter() - start)
                 self._changed.notify_all()
+            if not self._jobs or self._is_idle:
+                self._trim()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self._is_stepping and time.monotonic() >= self._active_at + _IDLE_S
+
+    def _trim(self) -> None:
+        if not self._is_trimmed:
+            self._is_trimmed = True
+            give_back()
 
     def _take(self, take: Callable[[], Hashable | None]) -> Hashable | None:
         """The next job of a thread, once there is one; None when all are done, or the plan is closed."""
@@ -241,9 +255,8 @@ class CompilePlan:
 
     def _next_of_rest(self) -> Hashable | None:
         """The first of the rest if now is the time for it; one that failed before comes last."""
-        now = time.monotonic()
-        is_idle = not self._is_stepping and now >= self._active_at + _IDLE_S
-        if self._compiling or self._next_wanted() is not None or not (is_idle or now >= self._rest_at):
+        is_time = self._is_idle or time.monotonic() >= self._rest_at
+        if self._compiling or self._next_wanted() is not None or not is_time:
             return None
         return next((name for name in self._jobs if name not in self._retries), next(iter(self._jobs)))
 
