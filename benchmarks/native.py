@@ -1,13 +1,17 @@
-"""Native CPU kernels against XLA's: milliseconds of each op and their ratio, both measured in turns in one run. What
-products with quantised weights are compared with is XLA's with a dense one.
+"""Native CPU kernels against XLA's: milliseconds of each op and their ratio, measured in turns in one run. Products
+stand beside those of torch too, if it is installed (oneDNN in bfloat16, MKL in float32), and a floor: what this machine
+takes to read their weights, or to multiply and add. What products with quantised weights are compared with is XLA's
+with a dense one.
 
 PYTHONPATH=. python benchmarks/native.py
 """
 
 import argparse
+import importlib.util
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +22,15 @@ from jaxllm.pallas_kernels.matmul import einsum
 from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape, ragged_paged_attention
 
 LAYERS, EMBED, MLP, VOCAB, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 8, 512, 1536, 8192, 8, 4, 64, 32
+SHAPES = [
+    (EMBED, (HEADS + 2 * KV_HEADS) * HEAD_DIM),
+    (HEADS * HEAD_DIM, EMBED),
+    (EMBED, 2 * MLP),
+    (MLP, EMBED),
+]  # a layer
+NUM_WEIGHTS = {"products": LAYERS * sum(k * n for k, n in SHAPES) + EMBED * VOCAB, "head": EMBED * VOCAB}
 DEPTH, COLUMNS = 2048, 8192
+IN_CACHE = (384, 512, 512)  # rows, inputs and outputs of the product that shows what the processor can do
 QUANTIZED = {  # dtype of codes, inputs of a group
     "int8 by output": ("int8", None),
     "int8 by group": ("int8", 128),
@@ -45,8 +57,7 @@ def products(dtype: jnp.dtype, rows: int, implementation: str) -> Callable[[], o
     def weight(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, dtype)
 
-    shapes = [(EMBED, (HEADS + 2 * KV_HEADS) * HEAD_DIM), (HEADS * HEAD_DIM, EMBED), (EMBED, 2 * MLP), (MLP, EMBED)]
-    layers, head = [[weight(*shape) for shape in shapes] for _ in range(LAYERS)], weight(EMBED, VOCAB)
+    layers, head = [[weight(*shape) for shape in SHAPES] for _ in range(LAYERS)], weight(EMBED, VOCAB)
     product = partial(einsum, "...d,dn->...n", implementation=implementation)
 
     @jax.jit
@@ -64,6 +75,56 @@ def head(dtype: jnp.dtype, rows: int, implementation: str) -> Callable[[], objec
     rng = np.random.default_rng(0)
     x, table = (jnp.asarray(rng.normal(size=(n, EMBED)), dtype) for n in (rows, VOCAB))
     return partial(jax.jit(partial(einsum, "...d,vd->...v", implementation=implementation)), x, table)
+
+
+def of_torch(name: str, dtype: str, rows: int) -> Callable[[], object]:
+    """The same products by torch."""
+    import torch
+
+    def random(*shape: int) -> Any:
+        return torch.randn(shape, dtype=getattr(torch, dtype))
+
+    if name == "head":
+        x, table = random(rows, EMBED), random(VOCAB, EMBED)
+        return lambda: x @ table.T
+    layers, last = [[random(*shape) for shape in SHAPES] for _ in range(LAYERS)], random(EMBED, VOCAB)
+    first = random(rows, EMBED)
+
+    def run() -> object:
+        x = first
+        for qkv, o, gate_up, down in layers:
+            x = torch.tanh(x + (x @ qkv)[:, : HEADS * HEAD_DIM] @ o)
+            x = torch.tanh(x + (x @ gate_up)[:, :MLP] @ down)
+        return x @ last
+
+    return run
+
+
+class Machine(NamedTuple):
+    """The most that it was seen to do a second."""
+
+    bytes: float  # read from memory
+    operations: float  # additions and multiplications of products in the cache
+
+    @classmethod
+    def measured(cls, dtype: str) -> "Machine":
+        rows, depth, columns = IN_CACHE
+        x, w, much = jnp.ones((rows, depth), dtype), jnp.ones((depth, columns), dtype), jnp.ones(2**26, jnp.float32)
+        multiply = jax.jit(partial(einsum, "...d,dn->...n", implementation="native"))
+        seconds = [
+            min(_seconds(run) for _ in range(30)) for run in (partial(jax.jit(jnp.sum), much), partial(multiply, x, w))
+        ]
+        return cls(much.nbytes / seconds[0], 2 * rows * depth * columns / seconds[1])
+
+    def floor_ms(self, name: str, rows: int, dtype: str) -> float:
+        numbers = NUM_WEIGHTS[name]
+        return max(numbers * jnp.dtype(dtype).itemsize / self.bytes, 2 * rows * numbers / self.operations) * 1e3
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
 
 
 def quantized(dtype: jnp.dtype, rows: int, form: str | None) -> Callable[[], object]:
@@ -103,16 +164,12 @@ def attention(dtype: jnp.dtype, case: str, implementation: str) -> Callable[[], 
     return run
 
 
-def compare(name: str, ours: Callable[[], object], theirs: Callable[[], object], repeats: int) -> None:
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(repeats + 1):
-        for times, run in zip(seconds, (ours, theirs), strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            times.append(time.perf_counter() - start)
-    native_ms, xla_ms = (np.median(times[1:]) * 1e3 for times in seconds)
-    best = min(seconds[1][1:]) / min(seconds[0][1:])
-    print(f"{name:45} {native_ms:8.3f} {xla_ms:8.3f} {xla_ms / native_ms:7.2f} {best:7.2f}", flush=True)
+def compare(name: str, runs: list[Callable[[], object]], repeats: int, *more: float) -> None:
+    """Ours, XLA's and others' in turns; `more` are columns behind."""
+    seconds = np.array([[_seconds(run) for run in runs] for _ in range(repeats + 1)])[1:]
+    medians, best = np.median(seconds, axis=0) * 1e3, np.min(seconds, axis=0)
+    numbers = [*medians[:2], medians[1] / medians[0], best[1] / best[0], *medians[2:], *more]
+    print(f"{name:45}" + "".join(f" {number:8.3f}" for number in numbers), flush=True)
 
 
 def main() -> None:
@@ -124,21 +181,28 @@ def main() -> None:
     if not native.is_built():
         raise SystemExit("the native kernels are not built: python -m jaxllm.pallas_kernels.native.build")
     print(f"JAX {jax.__version__}, {args.dtype}, {native.instruction_set()}")
-    print(f"{'median ms':45} {'native':>8} {'XLA':>8} {'ratio':>7} {'of best':>7}")
+    has_torch = importlib.util.find_spec("torch") is not None
+    more = ["torch"] * has_torch + ["floor"]
+    print(f"{'median ms':45}" + "".join(f" {name:>8}" for name in ("native", "XLA", "ratio", "of best", *more)))
     if "products" in args.only:
-        for rows in (1, 2, 4, 8, 16, 32, 64):
+        machine = Machine.measured(args.dtype)
+        print(f"this machine: {machine.bytes / 1e9:.0f} GB/s, {machine.operations / 1e9:.0f} GFLOP/s")
+        for rows in (1, 2, 4, 8, 16, 32, 64, 256, 512):
             for op in (products, head):
-                ours, theirs = (op(args.dtype, rows, name) for name in ("native", "reference"))
-                compare(f"{op.__name__}, {rows} rows", ours, theirs, args.repeats)
+                runs = [op(args.dtype, rows, name) for name in ("native", "reference")]
+                runs += [of_torch(op.__name__, args.dtype, rows)] * has_torch
+                compare(
+                    f"{op.__name__}, {rows} rows", runs, args.repeats, machine.floor_ms(op.__name__, rows, args.dtype)
+                )
     if "quantized" in args.only:
         for rows in (1, 4, 16, 64):
             for form in QUANTIZED:
                 ours, theirs = (quantized(args.dtype, rows, name) for name in (form, None))
-                compare(f"{form}, {rows} rows", ours, theirs, args.repeats)
+                compare(f"{form}, {rows} rows", [ours, theirs], args.repeats)
     if "attention" in args.only:
         for case in ATTENTION:
             ours, theirs = (attention(args.dtype, case, name) for name in ("native", "cpu"))
-            compare(f"attention of a layer, {case}", ours, theirs, args.repeats)
+            compare(f"attention of a layer, {case}", [ours, theirs], args.repeats)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ struct Running {
   float* weights;  // scores, then what they weigh; narrow: [rows, kKeys], wide: [keys, kTileRows]
   float* sums;    // [rows, head_dim]
   float* keys;    // [keys, head_dim], of keys that aren't float32
-  float* pairs;   // [keys / 2, kTileRows]: weights in bfloat16
+  float* pairs;   // [keys / 2, kTileRows]: two weights in bfloat16, in the place of `weights`
   bool paired;    // whether two numbers of bfloat16 are multiplied at once
   float *top, *total, *rescale;  // [kTileRows]
   int32_t* position;             // [kTileRows]
@@ -193,19 +193,16 @@ static void end_tile(const Attention& a, const AttentionTile& tile, const Runnin
 }
 
 #if defined(__AVX512BF16__)
-// As `add_values`, with two weights, which are rounded, and two values at once, for the dimensions that fill tiles; returns
-// how many these are.
+// Both numbers of each lane, rounded to bfloat16.
+static inline Floats pair_of(Floats first, Floats second) {
+  const __m256i halves[2] = {(__m256i)_mm512_cvtneps_pbh((__m512)first), (__m256i)_mm512_cvtneps_pbh((__m512)second)};
+  return (Floats)((Words)_mm512_cvtepu16_epi32(halves[0]) | (Words)_mm512_cvtepu16_epi32(halves[1]) << 16);
+}
+
+// As `add_values`, with two weights and two values at once, for the dimensions from `d` on that fill tiles; returns the
+// first one after these.
 template <int kVectors>
-static int64_t add_pairs(const Attention& a, const Running& run, const Bf16* values, int64_t count) {
-  for (int64_t i = 0; i < count; i += 2)
-    for (int64_t row = 0; row < run.rows; row += kWidth) {
-      const Floats first = load(run.weights + i * kTileRows + row);
-      const Floats second = i + 1 < count ? load(run.weights + (i + 1) * kTileRows + row) : Floats{};
-      const __m256i halves[2] = {(__m256i)_mm512_cvtneps_pbh((__m512)first), (__m256i)_mm512_cvtneps_pbh((__m512)second)};
-      const Words low = (Words)_mm512_cvtepu16_epi32(halves[0]), high = (Words)_mm512_cvtepu16_epi32(halves[1]);
-      store(run.pairs + i / 2 * kTileRows + row, (Floats)(low | high << 16));
-    }
-  int64_t d = 0;
+static int64_t add_pairs(const Attention& a, const Running& run, const Bf16* values, int64_t count, int64_t d) {
   for (; d + kVectors * kWidth <= a.head_dim; d += kVectors * kWidth)
     for (int64_t row = 0; row < run.rows; row += kMostRows) {
       const int64_t rows = run.rows - row < kMostRows ? run.rows - row : kMostRows;
@@ -222,7 +219,7 @@ static void add_values(const Attention& a, const Running& run, const T* values, 
   int64_t d = 0;
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, Bf16>)
-    if (run.paired) d = add_pairs<kVectors>(a, run, values, count);
+    if (run.paired) d = add_pairs<1>(a, run, values, count, add_pairs<kVectors>(a, run, values, count, 0));
 #endif
   const auto add = [&](auto vectors) {
     constexpr int kVectors = decltype(vectors)::value;
@@ -296,19 +293,31 @@ static void softmax(const Attention& a, const Running& run, int64_t key, int64_t
   for (int v = 0; v < kVectors; v++) {
     const Floats before = load(run.top + v * kWidth);
     Floats top = before, total{};
+    const bool as_they_are = all_seen && a.soft_cap == 0;
     for (int64_t i = 0; i < count; i++) {
       float* const at = run.weights + i * kTileRows + v * kWidth;
-      Floats scores = capped(a, load(at));
-      if (!all_seen) scores = masked(a, run, v, (int32_t)(key + i), scores);
-      store(at, scores);
+      Floats scores = load(at);
+      if (!as_they_are) {
+        scores = capped(a, scores);
+        if (!all_seen) scores = masked(a, run, v, (int32_t)(key + i), scores);
+        store(at, scores);
+      }
       top = max(top, scores);
     }
-    for (int64_t i = 0; i < count; i++) {
-      float* const at = run.weights + i * kTileRows + v * kWidth;
-      const Floats weights = exp(load(at) - top);
-      store(at, weights);
+    int64_t i = 0;
+    const auto weigh = [&](int64_t key) {
+      const Floats weights = exp(load(run.weights + key * kTileRows + v * kWidth) - top);
       total += weights;
-    }
+      return weights;
+    };
+#if defined(__AVX512BF16__)
+    if (run.paired)
+      for (; i < count; i += 2) {
+        const Floats first = weigh(i), second = i + 1 < count ? weigh(i + 1) : Floats{};
+        store(run.pairs + i / 2 * kTileRows + v * kWidth, pair_of(first, second));
+      }
+#endif
+    for (; i < count; i++) store(run.weights + i * kTileRows + v * kWidth, weigh(i));
     const Floats rescale = exp(before - top);
     store(run.rescale + v * kWidth, rescale);
     store(run.top + v * kWidth, top);
@@ -565,7 +574,7 @@ static void attend_as(const Attention& a, const AttentionTile& tile, float* scra
   run.position = position;
   run.rows = tile.end - tile.begin;
   run.paired = kHasPairs && std::is_same_v<T, Bf16> && std::is_same_v<Pool, Bf16> && run.rows > kFewRows &&
-               a.head_dim % 2 == 0;
+               a.head_dim % kWidth == 0;
   begin_tile<T>(a, tile, run);
   const int64_t last = run.position[run.rows - 1];
   int64_t oldest = a.window && run.position[0] >= a.window ? run.position[0] - a.window + 1 : 0;
