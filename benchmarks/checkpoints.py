@@ -30,7 +30,7 @@ def run(*, layers: int, meshes: list[str], dtype: str, repeats: int) -> dict[str
     from jaxllm.models.layers import LayerSpec, Rope
 
     layer = LayerSpec(rope=Rope(theta=1e4))
-    sizes = dict(vocab=32768, embed=1024, heads=16, kv_heads=8, head_dim=64, mlp=3072, max_len=2048)
+    sizes: dict[str, Any] = dict(vocab=32768, embed=1024, heads=16, kv_heads=8, head_dim=64, mlp=3072, max_len=2048)
     cfg = qwen3.Config(layers=(layer,) * layers, tie_embeddings=True, **sizes)
     model, rows = qwen3.Model(cfg, rngs=nnx.Rngs(0)), []
     state = jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(model, nnx.Param))

@@ -26,10 +26,11 @@ def run(*, model: str | None, questions: int, batch: int, threads: int, repeats:
 
     torch.set_num_threads(threads)
     path = str(model or DEFAULT_MODEL)
-    theirs: Any = HFLM(pretrained=path, dtype="float32", device="cpu", batch_size=batch, max_length=1024)
+    back_ends: Any = (HFLM, JaxLLM)  # decorators hide what they take
+    theirs = back_ends[0](pretrained=path, dtype="float32", device="cpu", batch_size=batch, max_length=1024)
     with LLM(path, dtype="float32", max_model_len=1024) as llm:
         llm.wait_compiled()
-        ours = JaxLLM(llm)
+        ours = back_ends[1](llm)
         asked = _requests(questions)
 
         def engine() -> list[tuple[float, bool]]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
@@ -206,7 +207,7 @@ def _addresses(array: Array) -> list[tuple[Any, int]]:
 
 def _check_leaf(name: str, leaf: Any, want: jax.ShapeDtypeStruct) -> None:
     value = _value(leaf)
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise ValueError(
             f"parameter {name} is traced: an engine takes parameters outside of jit, grad and the like; give it what "
             "the transformed function returns"

@@ -61,7 +61,8 @@ def load(
 
 def _over(array: jax.Array, mesh: Mesh, axes: Mapping[str, Any]) -> jax.Array:
     """`array`, which is split over the engine's axes, as one that is split alike over those of `mesh`."""
-    theirs = [[one for own in _names(each) for one in _names(axes.get(own, own))] for each in array.sharding.spec]
+    ours: Any = array.sharding
+    theirs = [[one for own in _names(each) for one in _names(axes.get(own, own))] for each in ours.spec]
     spec = PartitionSpec(*(names[0] if len(names) == 1 else tuple(names) or None for names in theirs))
     sharding = NamedSharding(mesh, spec)
     shards = [shard.data for shard in array.addressable_shards]
