@@ -190,5 +190,6 @@ class Intake:
             priority=priority,
             bad_words=prepared.bad_words,
             reports_tokens=request.stream or request.watches_text,
+            bare_logprobs=isinstance(request, RolloutRequest),
             matcher=None if grammar is None else grammar.matcher(),
         )

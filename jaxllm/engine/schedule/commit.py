@@ -30,7 +30,7 @@ class Committer:
         self,
         plan: Plan,
         sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
         *,
         finish: Finish,
@@ -78,7 +78,7 @@ class Committer:
         self,
         plan: Plan,
         sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | None] | None",
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None",
         updated: list[Sequence],
     ) -> abc.Sequence[int]:
         """Appends the tokens of the decode batch's rows to which nothing else happens, with little of Python for each.
@@ -110,7 +110,7 @@ class Committer:
         plan: Plan,
         start: int,
         sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | None] | None",
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None",
         finish: Finish,
     ) -> int:
         """Takes the samples of a sequence with drafts, which begin at `start`, as far as they were accepted and up to
@@ -127,7 +127,9 @@ class Committer:
                 break
         return stop
 
-    def _commit_token(self, sequence: Sequence, token: int, kept: "PackedLogprobs | None", finish: Finish) -> None:
+    def _commit_token(
+        self, sequence: Sequence, token: int, kept: "PackedLogprobs | float | None", finish: Finish
+    ) -> None:
         if token < 0:
             self.num_not_finite += token == NOT_FINITE
             finish(sequence, End("error", error=NO_TOKEN_ERRORS[token]))

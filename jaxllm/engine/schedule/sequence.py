@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from jaxllm.grammar.matcher import Matcher
 
 
+BARE_LOGPROBS = -1  # as `Sequence.num_logprobs`: the log-probability of its token alone, as a number
+
+
 class Status(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -81,7 +84,7 @@ class Sequence(HasEnd):
     request: Any = field(init=False, repr=False)  # of the layer above, which sets it: with a text, or pooled
 
     output_token_ids: list[int] = field(default_factory=list)
-    logprobs: "list[PackedLogprobs]" = field(default_factory=list)  # one an output token, if wanted
+    logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted: `PackedLogprobs`, or floats
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the parameters, each from an output token on
     version: int = -1  # the last of those
     pooled: "np.ndarray | None" = None  # float32, of its prompt's hidden states, if that is wanted
@@ -97,15 +100,17 @@ class Sequence(HasEnd):
     has_rules: bool = False  # its slot's row of the `LogitRules` is installed
     num_cached: int = -1  # prompt tokens found in the prefix cache at first admission; -1 before
     reports_tokens: bool = True  # whether the layer above looks at each token, or at its end only
+    bare_logprobs: bool = False  # whether of log-probabilities no more is looked at than the tokens' own
 
     batch: "DecodeBatch | None" = None  # that it has a row in
     computed_offset: int = 0  # `num_computed`, less the steps of its batch
-    num_logprobs: int = field(init=False)  # that are kept of each token
+    num_logprobs: int = field(init=False)  # that are kept of each token, or `BARE_LOGPROBS`
 
     def __post_init__(self) -> None:
         params = self.params
         of_others = len(params.logprob_token_ids or ()) or params.num_top_logprobs
-        self.num_logprobs = 1 + of_others if params.tracks_logprobs else 0
+        form = BARE_LOGPROBS if self.bare_logprobs else 1 + of_others
+        self.num_logprobs = form if params.tracks_logprobs else 0
 
     def leave_device(self) -> None:
         """Forgets its slot, and ends its epoch, so that results in flight are dropped."""

@@ -172,7 +172,7 @@ class Shards:
         self,
         plan: StepPlan,
         sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:
         """See `Committer.commit`."""
