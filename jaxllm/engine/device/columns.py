@@ -103,6 +103,13 @@ class RowLayout:
         return self.table(*fields)
 
 
+def join(table: Any) -> Int[Array, "rows size"]:
+    """A table's packed rows, of which `RowLayout.unpack` makes the table: one array in the place of many, where handing
+    them over costs more than reading them."""
+    each = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(x.shape[0], -1) for x in table]
+    return jnp.concatenate(each, axis=1)
+
+
 def install(table: Any, rows: Any, slots: Int[Array, " rows"]) -> Any:
     """Writes whole rows; padding has slots past the table, and is dropped."""
     return jax.tree.map(lambda column, values: column.at[slots].set(values, mode="drop"), table, rows)

@@ -67,8 +67,12 @@ class AdmitLayout:
         return self._ends[-1]
 
     def unpack(self, packed) -> SlotRow:
-        sampling = SAMPLING_LAYOUT.unpack(packed[:, 3 : self._ends[0]])
+        sampling = SAMPLING_LAYOUT.unpack(self.sampling_rows(packed))
         return SlotRow(packed[:, 0], packed[:, 1], packed[:, 2], sampling, self._tables(packed))
+
+    def sampling_rows(self, packed):
+        """Of the sampling table, packed."""
+        return packed[:, 3 : self._ends[0]]
 
     def _tables(self, packed) -> tuple:
         parts = [packed[:, start:stop] for start, stop in itertools.pairwise(self._ends)]
@@ -81,7 +85,7 @@ class AdmitLayout:
         if admitted:
             rows, sequences = packed[: len(admitted)], [sequence for sequence, _ in admitted]
             rows[:, :3] = [(sequence.slot, length, _last_token(sequence)) for sequence, length in admitted]
-            _pack_params(rows[:, 3 : self._ends[0]], sequences)
+            _pack_params(self.sampling_rows(rows), sequences)
             for index, table in enumerate(self._tables(rows)):
                 _pack_tables(table, [sequence.table for sequence in sequences], index)
         return packed
