@@ -59,6 +59,17 @@ def test_arrays_are_those_of_generate(llm, stops):
     assert made.mask.sum() == made.lengths.sum() and not made.errors
 
 
+def test_log_probabilities_where_some_want_none(llm):
+    """Of the rows of one step, some are kept and others are not."""
+    without = DRAWN.clone()
+    without.logprobs = None
+    want = llm.rollout(PROMPTS, DRAWN)
+    made = llm.rollout(PROMPTS, [DRAWN, without, DRAWN])
+    np.testing.assert_array_equal(made.tokens, want.tokens)
+    np.testing.assert_allclose(made.logprobs[[0, 2]], want.logprobs[[0, 2]], atol=3e-6)
+    assert not made.logprobs[1].any()
+
+
 def test_prompts_as_arrays(llm):
     padded = np.full((3, 9), 7, np.int64)
     for row, prompt in zip(padded, PROMPTS, strict=True):

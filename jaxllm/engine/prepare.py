@@ -3,7 +3,7 @@
 import itertools
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxllm.engine.beam.group import BeamSearchGroup
@@ -160,35 +160,42 @@ class Intake:
         """The samples or beams of `request`, which are told to the scheduler together."""
         params = prepared.params
         seed = params.seed if params.seed is not None else self._rng.getrandbits(64)
-        sequences = [
-            self._sequence(prepared, request, index, seed, priority)
-            for index in range(params.beam_width or params.num_samples)
-        ]
-        for sequence in sequences:
-            sequence.request = request
+        sequences = list(self._sequences(prepared, request, seed, priority))
         if params.beam_width is not None:
             return BeamSearchGroup(sequences, prepared.text)
         return Samples(sequences)
 
-    def _sequence(
-        self, prepared: PreparedRequest, request: Request | RolloutRequest, index: int, seed: int, priority: int
-    ) -> schedule.Sequence:
+    def _sequences(
+        self, prepared: PreparedRequest, request: Request | RolloutRequest, seed: int, priority: int
+    ) -> Iterator[schedule.Sequence]:
         params, grammar = prepared.params, prepared.grammar
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         limit = self.config.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prepared.token_ids) + params.max_tokens)
-        return schedule.Sequence(
-            prompt_token_ids=prepared.token_ids,
-            params=params,
-            arrival=next(self._arrivals),
-            seed=seed,
-            sample_index=index,
-            max_total_len=limit,
-            stop_ids=eos_ids.union(params.stop_token_ids or ()),
-            eos_ids=eos_ids,
-            priority=priority,
-            bad_words=prepared.bad_words,
-            reports_tokens=request.stream or request.watches_text,
-            matcher=None if grammar is None else grammar.matcher(),
+        stop_ids = eos_ids.union(params.stop_token_ids or ())
+        reports_tokens, is_bare, first = (
+            request.stream or request.watches_text,
+            isinstance(request, RolloutRequest),
+            None,
         )
+        for index in range(params.beam_width or params.num_samples):
+            sequence = schedule.Sequence(
+                prompt_token_ids=prepared.token_ids,
+                params=params,
+                arrival=next(self._arrivals),
+                seed=seed,
+                sample_index=index,
+                max_total_len=limit,
+                stop_ids=stop_ids,
+                eos_ids=eos_ids,
+                priority=priority,
+                bad_words=prepared.bad_words,
+                reports_tokens=reports_tokens,
+                bare_logprobs=is_bare,
+                matcher=None if grammar is None else grammar.matcher(),
+                like=first,
+            )
+            sequence.request = request
+            first = first or sequence
+            yield sequence

@@ -39,7 +39,7 @@ class RolloutRequest(PromptRequest):
         errors = [sequence.error for sequence in sequences if sequence.error is not None]
         logprobs = None
         if self.with_logprobs:
-            logprobs = [np.array([kept[0] for kept in sequence.logprobs], np.float32) for sequence in sequences]
+            logprobs = [np.array(sequence.logprobs, np.float32) for sequence in sequences]
         return RolloutOutput(
             request_id=self.request_id,
             tokens=[np.array(sequence.output_token_ids, np.int32) for sequence in sequences],

@@ -1,6 +1,7 @@
 """What becomes of a step's results: tokens, log-probabilities, pooled hidden states, ends."""
 
 import time
+from typing import Any
 
 import numpy as np
 
@@ -8,10 +9,10 @@ from jaxllm.engine.beam.candidates import BeamRow
 from jaxllm.engine.beam.group import read_rows
 from jaxllm.engine.device.encoder import PromptLogprobSpan
 from jaxllm.engine.device.runner import Result
-from jaxllm.engine.logprobs import PackedLogprobs, pack_logprobs, pack_own_logprobs
+from jaxllm.engine.logprobs import PackedLogprobs, own_logprobs, pack_logprobs, pack_own_logprobs
 from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_FINITE, NOT_FINITE_POOLED, PooledSpan, StepPlan
 from jaxllm.engine.schedule.scheduler import Scheduler
-from jaxllm.engine.schedule.sequence import End, Sequence
+from jaxllm.engine.schedule.sequence import BARE_LOGPROBS, End, Sequence
 from jaxllm.engine.schedule.shards import Shards
 from jaxllm.grammar.matcher import NO_TOKEN_ALLOWED
 
@@ -67,7 +68,7 @@ def _end_scored(scheduler: Scheduler | Shards, span: PromptLogprobSpan, rows: np
     return True
 
 
-def _read(plan: StepPlan, result: Result) -> tuple[list[PackedLogprobs | None] | None, list[BeamRow | None] | None]:
+def _read(plan: StepPlan, result: Result) -> tuple[list[Any] | None, list[BeamRow | None] | None]:
     """Gives requests the log-probabilities of their prompts; returns what is to be kept of each sample's token, and how
     each beam may go on."""
     for span, rows in result.prompt_logprobs:
@@ -83,11 +84,20 @@ def _read(plan: StepPlan, result: Result) -> tuple[list[PackedLogprobs | None] |
     return logprobs, read_rows(plan.samples, result.candidates, logprobs)
 
 
-def _read_logprobs(samples: list[Sequence], rows: np.ndarray) -> list[PackedLogprobs | None]:
-    num_kept = [sequence.num_logprobs for sequence in samples]
-    if max(num_kept) == min(num_kept) == 1:
-        return [*pack_own_logprobs(rows[: len(samples)])]
-    return [
-        pack_logprobs(row, sequence.params.num_top_logprobs, sequence.params.logprob_token_ids or ()) if num else None
-        for sequence, num, row in zip(samples, num_kept, rows, strict=False)
-    ]
+def _read_logprobs(samples: list[Sequence], rows: np.ndarray) -> list[Any]:
+    """What is kept of each sample's token: see `Sequence.logprobs`."""
+    rows, forms = rows[: len(samples)], {sequence.num_logprobs for sequence in samples}
+    if forms == {1}:
+        return pack_own_logprobs(rows)
+    bare = own_logprobs(rows) if BARE_LOGPROBS in forms else []
+    if forms == {BARE_LOGPROBS}:
+        return bare
+    return [_keep(sequence, rows, bare, i) for i, sequence in enumerate(samples)]
+
+
+def _keep(sequence: Sequence, rows: np.ndarray, bare: list[float], i: int) -> PackedLogprobs | float | None:
+    """Likewise, of the sample `i`."""
+    params, form = sequence.params, sequence.num_logprobs
+    if form == BARE_LOGPROBS:
+        return bare[i]
+    return pack_logprobs(rows[i], params.num_top_logprobs, params.logprob_token_ids or ()) if form else None

@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm.aot import thunks
 from jaxllm.engine.device import memory
+from jaxllm.engine.device.columns import join
 from jaxllm.engine.device.executables import alter_step, sample_full_step
 from jaxllm.engine.device.packing import SampleLayout
 from jaxllm.engine.device.sampler import sample
@@ -26,6 +27,12 @@ SORT = re.compile(r"\bsort\(")
 SORTS = re.compile(r"\bsort\(|\btopk\(|TopK")
 
 
+def joined(table, mesh):
+    """The packed table's shape."""
+    rows = jax.eval_shape(join, table)
+    return jax.ShapeDtypeStruct(rows.shape, rows.dtype, sharding=replicated(mesh))
+
+
 def lower(chip: str, *, full: bool, rows: int, vocab: int, devices: int = 1) -> jax.stages.Lowered:
     """The plain sampler, of logits that are there, or the full one."""
     mesh = mesh_of(chip, devices)
@@ -34,7 +41,7 @@ def lower(chip: str, *, full: bool, rows: int, vocab: int, devices: int = 1) -> 
         if not full:
             return jax.jit(partial(sample, placement=Placement(mesh))).lower(logits, slots.length, slots.length, table)
         fn = partial(sample_full_step, layout=SampleLayout(rows, rows), placement=Placement(mesh))
-        given = slots.last_token, slots.length, table, rules, logits, logits, packed
+        given = slots.last_token, slots.length, joined(table, mesh), rules, logits, logits, packed
         return jax.jit(fn, donate_argnums=0).lower(*given)
 
 
@@ -99,7 +106,7 @@ def test_samplers_take_no_more_than_the_pool_leaves_room_for(chip):
     masks, history = place((rows, mask_words(vocab))), place((4096, 32))
     fn = partial(alter_step, layout=SampleLayout(rows, rows), placement=Placement(mesh))
     with jax.set_mesh(mesh):
-        lowered = jax.jit(fn).lower(logits, masks, packed, slots, table, rules, history)
+        lowered = jax.jit(fn).lower(logits, masks, packed, slots, joined(table, mesh), rules, history)
     most = memory.logit_arrays(platform_of(mesh)) - 2  # beside the logits as they come, and altered
     for each in (lowered, lower(chip, full=True, rows=rows, vocab=vocab)):
         assert each.compile().memory_analysis().temp_size_in_bytes < most * rows * vocab * 4

@@ -1,6 +1,7 @@
 """Tables on the device with a row for each slot. A column is declared in one line: its type, and where a sequence's
 value comes from. How rows are packed, sent and installed follows from that."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,7 +50,12 @@ class RowLayout:
 
     def offset(self, name: str) -> int:
         """Where a column's words begin in a row."""
-        return sum(prod(c.shape) for c in self._columns[: self.table._fields.index(name)])
+        return self._offsets[name]
+
+    @cached_property
+    def _offsets(self) -> dict[str, int]:
+        ends = itertools.accumulate((prod(c.shape) for c in self._columns), initial=0)
+        return dict(zip(self.table._fields, ends, strict=False))
 
     def empty(self, num_slots: int) -> Any:
         """The table without sequences."""
@@ -57,17 +63,34 @@ class RowLayout:
 
     def pack(self, sequence: Sequence) -> np.ndarray:
         """A sequence's row, int32 `[size]`; floats by their bits. ValueError for a list that is too long."""
-        row, at = np.zeros(self.size, np.int32), 0
-        for dtype, of, shape, fill in self._columns:
-            cells = row[at : at + prod(shape)].view(dtype).reshape(shape)
-            at += prod(shape)
+        row = self._empty_row.copy()
+        for dtype, at, getters in self._numbers:  # at once, as each access to an array costs as much as many numbers
+            row.view(dtype)[at] = [of(sequence) for of in getters]
+        for at, (dtype, of, shape, _) in self._lists:
             value = of(sequence)
-            if shape:
-                cells[...] = fill
-                cells[: len(value)] = value
-            else:
-                cells[...] = value
+            if len(value):
+                row[at : at + prod(shape)].view(dtype).reshape(shape)[: len(value)] = value
         return row
+
+    @cached_property
+    def _lists(self) -> list[tuple[int, Column]]:
+        """Columns with several words, and where they begin."""
+        return [(at, c) for at, c in zip(self._offsets.values(), self._columns, strict=True) if c.shape]
+
+    @cached_property
+    def _numbers(self) -> list[tuple[Any, list[int], list[Callable[[Sequence], Any]]]]:
+        """Of each type the other columns: where they are, and where a sequence's values come from."""
+        found: dict[Any, tuple[list[int], list[Callable[[Sequence], Any]]]] = {}
+        for at, c in zip(self._offsets.values(), self._columns, strict=True):
+            if not c.shape:
+                places, getters = found.setdefault(c.dtype, ([], []))
+                places.append(at)
+                getters.append(c.of)
+        return [(dtype, *each) for dtype, each in found.items()]
+
+    @cached_property
+    def _empty_row(self) -> np.ndarray:
+        return np.concatenate([np.full(prod(c.shape), c.fill, c.dtype).view(np.int32) for c in self._columns])
 
     def unpack(self, packed: Int[Array | np.ndarray, "rows size"]) -> Any:
         """The table's fields of packed rows, a numpy array (as views) or a traced one: `[rows, ...]` each."""
@@ -78,6 +101,13 @@ class RowLayout:
             fields.append(cells.view(dtype) if is_on_host else jax.lax.bitcast_convert_type(cells, dtype))
             at += prod(shape)
         return self.table(*fields)
+
+
+def join(table: Any) -> Int[Array, "rows size"]:
+    """A table's packed rows, of which `RowLayout.unpack` makes the table: one array in the place of many, where handing
+    them over costs more than reading them."""
+    each = [jax.lax.bitcast_convert_type(x, jnp.int32).reshape(x.shape[0], -1) for x in table]
+    return jnp.concatenate(each, axis=1)
 
 
 def install(table: Any, rows: Any, slots: Int[Array, " rows"]) -> Any:

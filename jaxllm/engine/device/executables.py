@@ -15,7 +15,7 @@ from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.engine.device.packing import FROM_SLOT, PoolLayout, SampleLayout, StepLayout
 from jaxllm.engine.device.sampler import sample, sample_full
 from jaxllm.engine.device.slot_rows import AdmitLayout, TableShape
-from jaxllm.engine.device.state import LogitRules, SamplingTable, Slots
+from jaxllm.engine.device.state import SAMPLING_LAYOUT, LogitRules, Slots
 from jaxllm.engine.schedule.plan import SharedPart
 from jaxllm.models.cache import SharedTokens
 from jaxllm.models.context import StepContext
@@ -121,7 +121,7 @@ def alter_step(
     masks: Int[Array, "samples words"],
     packed: Int[Array, " size"],
     slots: Slots,
-    table: SamplingTable,
+    sampling: Int[Array, "slots _words"],
     rules: LogitRules,
     history: Int[Array, "pages block_size"],
     *,
@@ -129,7 +129,8 @@ def alter_step(
     placement: Placement = UNPLACED,
 ) -> Float[Array, "samples vocab"]:
     """See `alter`."""
-    return alter(logits, masks, layout.unpack(packed).slots, slots, table, rules, history, placement=placement)
+    given, table = layout.unpack(packed), SAMPLING_LAYOUT.unpack(sampling)
+    return alter(logits, masks, given.slots, slots, table, rules, history, placement=placement)
 
 
 def sample_step(
@@ -137,7 +138,7 @@ def sample_step(
     hidden: Float[Array, "max_tokens embed"],
     last_token: Int[Array, " slots"],
     lengths: Int[Array, " slots"],
-    table: SamplingTable,
+    sampling: Int[Array, "slots _words"],
     packed: Int[Array, " size"],
     *,
     model_shape: ModelShape,
@@ -147,14 +148,14 @@ def sample_step(
     """Samples every row, and writes the tokens of rows that are no padding into the slot table."""
     slots = layout.unpack(packed).slots
     logits = logits_step(head, hidden, packed, model_shape=model_shape, layout=layout, placement=placement)
-    tokens = sample(logits, slots, lengths, table, placement=placement)
+    tokens = sample(logits, slots, lengths, SAMPLING_LAYOUT.unpack(sampling), placement=placement)
     return last_token.at[slots].set(tokens, mode="drop"), tokens
 
 
 def sample_full_step(
     last_token: Int[Array, " slots"],
     lengths: Int[Array, " slots"],
-    table: SamplingTable,
+    sampling: Int[Array, "slots _words"],
     rules: LogitRules,
     logits: Float[Array, "samples vocab"],
     altered: Float[Array, "samples vocab"],
@@ -172,7 +173,7 @@ def sample_full_step(
         logits,
         given.slots,
         lengths,
-        table,
+        SAMPLING_LAYOUT.unpack(sampling),
         rules,
         altered=altered,
         is_altered=given.is_altered[0],
@@ -229,12 +230,12 @@ def prompt_logprobs(
 
 
 def admit(
-    slots: Slots, sampling: SamplingTable, packed: Int[Array, "rows size"], *, layout: AdmitLayout
-) -> tuple[Slots, SamplingTable]:
+    slots: Slots, sampling: Int[Array, "slots _words"], packed: Int[Array, "rows size"], *, layout: AdmitLayout
+) -> tuple[Slots, Array]:
     """Writes whole rows of the slot table."""
     row = layout.unpack(packed)
     slots = install(slots, Slots(row.block_tables, row.length, row.last_token), row.slot)
-    return slots, install(sampling, row.sampling, row.slot)
+    return slots, install(sampling, layout.sampling_rows(packed), row.slot)
 
 
 def install_rules(rules: LogitRules, packed: Int[Array, "rows size"], *, layout: RowLayout) -> LogitRules:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device import block_moves, executables, kv_scales
 from jaxllm.engine.device.cache_layout import CacheLayout
-from jaxllm.engine.device.columns import RowLayout
+from jaxllm.engine.device.columns import RowLayout, join
 from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.engine.device.packing import (
     ADMIT_SIZES,
@@ -25,15 +25,7 @@ from jaxllm.engine.device.packing import (
     token_ladder,
 )
 from jaxllm.engine.device.slot_rows import AdmitLayout, TableShape, table_shapes
-from jaxllm.engine.device.state import (
-    SAMPLING_LAYOUT,
-    DeviceState,
-    LogitRules,
-    SamplingTable,
-    Slots,
-    empty_slots,
-    rules_layout,
-)
+from jaxllm.engine.device.state import SAMPLING_LAYOUT, DeviceState, LogitRules, Slots, empty_slots, rules_layout
 from jaxllm.grammar.matcher import mask_words
 from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.zeros import zeros
@@ -168,7 +160,7 @@ class Lowering:
         history: Any = self._ints(num_pages, self.config.block_size)
         return DeviceState(pools, history, *self.small_state())
 
-    def small_state(self) -> tuple[Slots, SamplingTable, LogitRules, Any, Any]:
+    def small_state(self) -> tuple[Slots, Any, LogitRules, Any, Any]:
         """Shapes of the state that does not grow with the pool."""
         shape, config = self.model_shape, self.config
         tables = jax.eval_shape(self._empty_tables)
@@ -176,10 +168,10 @@ class Lowering:
         sums = self._like((config.max_num_seqs, *shape.hidden.shape), jnp.float32)
         return *jax.tree.map(lambda x: self._like(x.shape, x.dtype), tables), hidden, sums
 
-    def _empty_tables(self) -> tuple[Slots, SamplingTable, LogitRules]:
+    def _empty_tables(self) -> tuple[Slots, Any, LogitRules]:
         num_slots = self.config.max_num_seqs
         slots = empty_slots(num_slots, [table.shape for table in self._tables])
-        return slots, SAMPLING_LAYOUT.empty(num_slots), self._rules.empty(num_slots)
+        return slots, join(SAMPLING_LAYOUT.empty(num_slots)), self._rules.empty(num_slots)
 
     @property
     def _rules(self) -> RowLayout:

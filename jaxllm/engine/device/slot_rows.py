@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.state import SAMPLING_LAYOUT, SamplingTable
+from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.cache_groups import CacheGroup
 from jaxllm.engine.schedule.sequence import Sequence
 
@@ -66,8 +67,12 @@ class AdmitLayout:
         return self._ends[-1]
 
     def unpack(self, packed) -> SlotRow:
-        sampling = SAMPLING_LAYOUT.unpack(packed[:, 3 : self._ends[0]])
+        sampling = SAMPLING_LAYOUT.unpack(self.sampling_rows(packed))
         return SlotRow(packed[:, 0], packed[:, 1], packed[:, 2], sampling, self._tables(packed))
+
+    def sampling_rows(self, packed):
+        """Of the sampling table, packed."""
+        return packed[:, 3 : self._ends[0]]
 
     def _tables(self, packed) -> tuple:
         parts = [packed[:, start:stop] for start, stop in itertools.pairwise(self._ends)]
@@ -77,30 +82,58 @@ class AdmitLayout:
         """The packed rows of sequences, each with the number of its tokens that the pool holds already."""
         packed = np.zeros((self.rows, self.size), np.int32)
         packed[:, 0] = self.max_num_seqs
-        tables = self._tables(packed)
-        for i, (sequence, length) in enumerate(admitted):
-            if sequence.packed_params is None:
-                sequence.packed_params = _pack_params(sequence)
-            last_token = (sequence.output_token_ids or sequence.prompt_token_ids)[-1]
-            packed[i, :3] = sequence.slot, length, last_token
-            packed[i, 3 : self._ends[0]] = sequence.packed_params
-            for of_group, table in zip(sequence.table.groups, tables, strict=True):
-                if len(of_group.ids) > table.shape[2]:
-                    raise ValueError(f"{len(of_group.ids)} blocks do not fit a block table of {table.shape[2]}")
-                if of_group.ids:
-                    pages = np.array(sequence.table.pages_of(of_group), np.int32).T
-                    if of_group.start:
-                        table[i][:, np.arange(of_group.start, len(sequence.table)) % table.shape[2]] = pages
-                    else:
-                        table[i, :, : pages.shape[1]] = pages
+        if admitted:
+            rows, sequences = packed[: len(admitted)], [sequence for sequence, _ in admitted]
+            rows[:, :3] = [(sequence.slot, length, _last_token(sequence)) for sequence, length in admitted]
+            _pack_params(self.sampling_rows(rows), sequences)
+            for index, table in enumerate(self._tables(rows)):
+                _pack_tables(table, [sequence.table for sequence in sequences], index)
         return packed
 
 
-def _pack_params(sequence: Sequence) -> np.ndarray:
-    """As `SAMPLING_LAYOUT.pack`, which is done once for samples that differ in nothing but their number."""
+def _last_token(sequence: Sequence) -> int:
+    return (sequence.output_token_ids or sequence.prompt_token_ids)[-1]
+
+
+def _pack_params(rows: np.ndarray, sequences: abc.Sequence[Sequence]) -> None:
+    """Fills `rows` with what `SAMPLING_LAYOUT.pack` makes of each sequence: once for samples that come together, as
+    they differ in nothing but their number."""
+    start = 0
+    for stop in range(1, len(sequences) + 1):
+        first = sequences[start]
+        if stop == len(sequences) or not _are_alike(sequences[stop], first):
+            rows[start:stop] = _params_of(first)
+            start = stop
+    rows[:, SAMPLING_LAYOUT.offset("sample_index")] = [sequence.sample_index for sequence in sequences]
+
+
+def _are_alike(sequence: Sequence, other: Sequence) -> bool:
+    is_sibling = sequence.group is other.group and sequence.params is other.params
+    return is_sibling and sequence.seed == other.seed
+
+
+def _params_of(sequence: Sequence) -> np.ndarray:
+    """The packed parameters of a sequence, or of one that is alike."""
     sibling = sequence.group.sequences[0]
-    if sibling.packed_params is None or sibling.params is not sequence.params or sibling.seed != sequence.seed:
-        return SAMPLING_LAYOUT.pack(sequence)
-    packed = sibling.packed_params.copy()
-    packed[SAMPLING_LAYOUT.offset("sample_index")] = sequence.sample_index
-    return packed
+    owner = sibling if _are_alike(sibling, sequence) else sequence
+    if owner.packed_params is None:
+        owner.packed_params = SAMPLING_LAYOUT.pack(owner)
+    return owner.packed_params
+
+
+def _pack_tables(rows: np.ndarray, tables: abc.Sequence[BlockTable], index: int) -> None:
+    """Fills `rows`, `[rows, pages of a block, width]`, with the blocks of each table in the group `index`."""
+    each = [table.groups[index] for table in tables]
+    lengths, width = [len(of_group.ids) for of_group in each], rows.shape[2]
+    longest = max(lengths)
+    if longest > width:
+        raise ValueError(f"{longest} blocks do not fit a block table of {width}")
+    if rows.shape[1] == 1 and not any(of_group.start for of_group in each):
+        is_block = np.arange(longest) < np.array(lengths)[:, None]
+        ids = itertools.chain.from_iterable(of_group.ids for of_group in each)
+        rows[:, 0, :longest][is_block] = np.fromiter(ids, np.int32, sum(lengths))
+        return
+    for row, table, of_group in zip(rows, tables, each, strict=True):
+        if of_group.ids:
+            pages = np.array(table.pages_of(of_group), np.int32).T
+            row[:, np.arange(of_group.start, len(table)) % width] = pages

@@ -110,7 +110,7 @@ class DeviceState(NamedTuple):
     kv_pools: list[Shaped[Array, "pages ..."]]  # by `CacheLayout`
     history: Int[Array, "pages block_size"]  # the token of each position in the first group's blocks
     slots: Slots
-    sampling: SamplingTable
+    sampling: Int[Array, "slots _words"]  # packed rows of the `SamplingTable`
     rules: LogitRules
     hidden: Float[Array, "tokens embed"]  # of the last step: samplers and prompt log-probabilities read it
     sums: Float[Array, "slots embed"]  # of the hidden states so far, of sequences that are pooled

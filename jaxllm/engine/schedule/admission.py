@@ -261,7 +261,8 @@ class Admission:
     def _count_forks(self, plan: Plan, parent: Sequence, max_tokens: int) -> int:
         """How many of the parent's forks may start now. Each writes to a block of its own in the next step."""
         group = parent.group
-        if any(sequence in self.running_set.retries for sequence in (parent, *group.waiting)):
+        retries = self.running_set.retries
+        if retries and any(sequence in retries for sequence in (parent, *group.waiting)):
             return 0  # a retried sequence runs alone
         num = min(len(group.waiting), self._num_slots, max_tokens - plan.num_samples)
         while num > 0 and not self.room.has(num * self.pool.pages_per_block):

@@ -1,8 +1,10 @@
 """Takes what a step has drawn into its sequences: tokens are appended, ends found."""
 
-from collections import abc
+from collections import abc, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from itertools import compress
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_ACCEPTED, NOT_FINITE, Plan
 from jaxllm.engine.schedule.running import RunningSet
@@ -12,6 +14,8 @@ from jaxllm.engine.schedule.sequence_group import GroupRow
 if TYPE_CHECKING:
     from jaxllm.engine.logprobs import PackedLogprobs
 
+
+_output_of, _logprobs_of = attrgetter("output_token_ids"), attrgetter("logprobs")
 
 Finish = Callable[[Sequence, End], None]
 
@@ -30,7 +34,7 @@ class Committer:
         self,
         plan: Plan,
         sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
         *,
         finish: Finish,
@@ -78,7 +82,7 @@ class Committer:
         self,
         plan: Plan,
         sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | None] | None",
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None",
         updated: list[Sequence],
     ) -> abc.Sequence[int]:
         """Appends the tokens of the decode batch's rows to which nothing else happens, with little of Python for each.
@@ -89,17 +93,16 @@ class Committer:
         samples, tokens = plan.samples[:num], sampled[:num]
         others: set[int] = set()
         if left := batch.left_since(plan.batch_step):
-            others.update(i for i, sequence in enumerate(samples) if sequence in left)
+            others.update(compress(range(num), map(left.__contains__, samples)))
         if min(tokens) < 0 or not batch.stop_ids.isdisjoint(tokens):
             others.update(i for i, token in enumerate(tokens) if token < 0 or token in batch.stop_ids)
         at, rows = 0, sorted(others)
         for row in (*rows, num):  # between those that are left to the caller
-            for sequence, token in zip(samples[at:row], tokens[at:row], strict=True):
-                sequence.output_token_ids.append(token)
+            _append_each(map(_output_of, samples[at:row]), tokens[at:row])
             if logprobs is not None:
-                for sequence, kept in zip(samples[at:row], logprobs[at:row], strict=True):
-                    if kept is not None:
-                        sequence.logprobs.append(kept)
+                kept = logprobs[at:row]
+                keeping = [sequence for sequence, one in zip(samples[at:row], kept, strict=True) if one is not None]
+                _append_each(map(_logprobs_of, keeping), (one for one in kept if one is not None))
             if batch.num_reporting:
                 updated += [sequence for sequence in samples[at:row] if sequence.reports_tokens]
             at = row + 1
@@ -110,7 +113,7 @@ class Committer:
         plan: Plan,
         start: int,
         sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | None] | None",
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None",
         finish: Finish,
     ) -> int:
         """Takes the samples of a sequence with drafts, which begin at `start`, as far as they were accepted and up to
@@ -127,7 +130,9 @@ class Committer:
                 break
         return stop
 
-    def _commit_token(self, sequence: Sequence, token: int, kept: "PackedLogprobs | None", finish: Finish) -> None:
+    def _commit_token(
+        self, sequence: Sequence, token: int, kept: "PackedLogprobs | float | None", finish: Finish
+    ) -> None:
         if token < 0:
             self.num_not_finite += token == NOT_FINITE
             finish(sequence, End("error", error=NO_TOKEN_ERRORS[token]))
@@ -138,7 +143,8 @@ class Committer:
         num_computed = sequence.num_computed
         if (sequence.table.num_keyed + 1) * self._block_size <= num_computed:
             self.running_set.prefix_cache.offer(sequence, min(num_computed, sequence.num_tokens))
-        self.running_set.retries.forget_if_past(sequence, sequence.num_tokens)
+        if self.running_set.retries:
+            self.running_set.retries.forget_if_past(sequence, sequence.num_tokens)
         end = _end_after(sequence, token)
         if end is not None:
             finish(sequence, end)
@@ -153,6 +159,11 @@ class Committer:
             return [head]
         self.running_set.retries.forget_if_past(head, group.live[0].num_tokens)
         return []
+
+
+def _append_each(lists: abc.Iterable[list[Any]], values: abc.Iterable[Any]) -> None:
+    """Appends each value to a list of its own, without a turn of Python's for each."""
+    deque(map(list.append, lists, values), maxlen=0)
 
 
 def _end_after(sequence: Sequence, token: int) -> End | None:

@@ -106,7 +106,7 @@ class Plan:
     def install(self, sequence: Sequence) -> None:
         """Writes the sequence's whole row of the slot table before the step."""
         self.admitted.append((sequence, sequence.num_computed))
-        if sequence.params.has_rules and not sequence.has_rules:
+        if sequence.traits.has_rules and not sequence.has_rules:
             self.rules.append(sequence)
             sequence.has_rules = True
 
@@ -188,7 +188,8 @@ class Plan:
             self.samples += [chunk.sequence] * chunk.num_samples
             self.drafts.update(enumerate(chunk.drafts, start=len(self.samples) - len(chunk.drafts)))
         if self.forks:
-            token_of = dict(zip(self.samples, self.sample_tokens, strict=True))
+            first = self.num_steady  # who is one of the batch has no forks
+            token_of = dict(zip(self.samples[first:], self.sample_tokens[first:], strict=True))
             for parent, sequence in self.forks:
                 self.samples.append(sequence)
                 self.sample_tokens.append(token_of[parent])

@@ -70,8 +70,10 @@ class PrefixCache:
         table = sequence.table
         if not self.enabled or table.key_generation != self.pool.generation:
             return
-        self._extend(sequence, num_tokens)
         num_keyed, num_full = table.num_keyed, num_tokens // self.pool.block_size
+        if num_full == num_keyed:
+            return
+        self._extend(sequence, num_tokens)
         table.register(num_full)
         for i in range(num_keyed, num_full):
             self._forget(sequence, i)

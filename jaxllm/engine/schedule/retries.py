@@ -20,6 +20,9 @@ class Retries:
     def __init__(self):
         self._failures: dict[Sequence, _Failures] = {}
 
+    def __len__(self) -> int:
+        return len(self._failures)
+
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._failures
 

@@ -89,8 +89,8 @@ class RunningSet:
         sequence.leave_device()
 
     def _count(self, sequence: Sequence, by: int) -> None:
-        self.num_full += by * sequence.params.needs_full_sampler
-        self.num_altered += by * sequence.params.alters_logits
+        self.num_full += by * sequence.traits.needs_full_sampler
+        self.num_altered += by * sequence.traits.alters_logits
         self.num_chosen += by * sequence.group.chooses_tokens
 
     def release_behind(self, sequence: Sequence) -> None:

@@ -89,7 +89,7 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         """Queues a request's sequences. They must fit the pool alone: the engine has refused them otherwise."""
         for sequence in group.sequences:
-            sequence.table = BlockTable(self.pool, keeps_first=sequence.params.reads_history)
+            sequence.table = BlockTable(self.pool, keeps_first=sequence.traits.reads_history)
         self.num_unfinished_full += group.num_full
         self.waiting.add(group, group.live)
 
@@ -125,7 +125,7 @@ class Scheduler:
             self.preemption.forget(sequence)
             if not sequence.group.waiting:
                 self.running_set.drop_stem(sequence.group)
-        self.num_unfinished_full -= sequence.params.needs_full_sampler
+        self.num_unfinished_full -= sequence.traits.needs_full_sampler
         self.running_set.retries.forget(sequence)
         sequence.status, sequence.end = Status.FINISHED, end
 
@@ -197,18 +197,17 @@ class Scheduler:
         prefills, decodes = [], plan.decodes
         awaits_host, lent = self.running_set.awaits_host, self.admission.lent
         for sequence in self.running_set.individuals:
-            if sequence.status is not Status.RUNNING or not sequence.can_sample or sequence.group is lent:
+            if sequence.status is not Status.RUNNING or sequence.group is lent or not sequence.can_sample:
                 continue
-            num_computed = sequence.num_computed
-            num_left = max(sequence.num_tokens, num_computed + 1) - num_computed
-            if num_left > 1 or num_computed < sequence.fork_len or not sequence.generates:  # others wait for this row
+            num_computed, table = sequence.num_computed, sequence.table
+            has_more = sequence.num_tokens > num_computed + 1
+            if has_more or num_computed < sequence.fork_len or not sequence.generates:  # others wait for this row
                 prefills.append(sequence)
                 continue
-            if sequence.host_dependent and awaits_host:
+            if awaits_host and sequence.host_dependent:
                 continue
             if len(decodes) == max_tokens:
                 break
-            table = sequence.table
             may_draft = sequence.propose is not None and not table.shares_tail  # one new block a row beside its tokens'
             if num_computed == table.capacity:
                 if not self._grow(plan, sequence):
@@ -268,7 +267,7 @@ class Scheduler:
         self,
         plan: StepPlan,
         sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:
         """See `Committer.commit`."""

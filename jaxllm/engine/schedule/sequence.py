@@ -3,7 +3,7 @@
 import enum
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jaxllm.engine.schedule.block_table import BlockTable
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from jaxllm.engine.schedule.decode_batch import DecodeBatch
     from jaxllm.engine.schedule.sequence_group import SequenceGroup
     from jaxllm.grammar.matcher import Matcher
+
+
+BARE_LOGPROBS = -1  # as `Sequence.num_logprobs`: the log-probability of its token alone, as a number
 
 
 class Status(enum.Enum):
@@ -59,6 +62,27 @@ class HasEnd:
         return None if self.end is None else self.end.error
 
 
+class Traits(NamedTuple):
+    """What parameters ask for: properties of `SamplingParams`, worked out once for all of a request's sequences."""
+
+    needs_full_sampler: bool
+    alters_logits: bool
+    reads_history: bool
+    has_rules: bool
+    num_logprobs: int  # that are kept of each token
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "Traits":
+        num_logprobs = 1 + (len(params.logprob_token_ids or ()) or params.num_top_logprobs)
+        return cls(
+            params.needs_full_sampler,
+            params.alters_logits,
+            params.reads_history,
+            params.has_rules,
+            num_logprobs if params.tracks_logprobs else 0,
+        )
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence(HasEnd):
     """One sequence, a sample or a beam. The scheduler is its only writer; its `check` states the invariants."""
@@ -81,7 +105,7 @@ class Sequence(HasEnd):
     request: Any = field(init=False, repr=False)  # of the layer above, which sets it: with a text, or pooled
 
     output_token_ids: list[int] = field(default_factory=list)
-    logprobs: "list[PackedLogprobs]" = field(default_factory=list)  # one an output token, if wanted
+    logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted: `PackedLogprobs`, or floats
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the parameters, each from an output token on
     version: int = -1  # the last of those
     pooled: "np.ndarray | None" = None  # float32, of its prompt's hidden states, if that is wanted
@@ -97,15 +121,18 @@ class Sequence(HasEnd):
     has_rules: bool = False  # its slot's row of the `LogitRules` is installed
     num_cached: int = -1  # prompt tokens found in the prefix cache at first admission; -1 before
     reports_tokens: bool = True  # whether the layer above looks at each token, or at its end only
+    bare_logprobs: bool = False  # whether of log-probabilities no more is looked at than the tokens' own
 
     batch: "DecodeBatch | None" = None  # that it has a row in
     computed_offset: int = 0  # `num_computed`, less the steps of its batch
-    num_logprobs: int = field(init=False)  # that are kept of each token
+    traits: Traits = field(init=False)
+    num_logprobs: int = field(init=False)  # that are kept of each token, or `BARE_LOGPROBS`
+    like: InitVar["Sequence | None"] = None  # a sibling, of the same parameters
 
-    def __post_init__(self) -> None:
-        params = self.params
-        of_others = len(params.logprob_token_ids or ()) or params.num_top_logprobs
-        self.num_logprobs = 1 + of_others if params.tracks_logprobs else 0
+    def __post_init__(self, like: "Sequence | None") -> None:
+        self.traits = Traits.of(self.params) if like is None else like.traits
+        num_logprobs = self.traits.num_logprobs
+        self.num_logprobs = BARE_LOGPROBS if num_logprobs and self.bare_logprobs else num_logprobs
 
     def leave_device(self) -> None:
         """Forgets its slot, and ends its epoch, so that results in flight are dropped."""
@@ -147,8 +174,11 @@ class Sequence(HasEnd):
     @property
     def can_sample(self) -> bool:
         """Whether a running one may have a row that samples in the next step."""
-        num_in_flight = self.num_in_flight
-        return not num_in_flight or not self.host_dependent and self.num_tokens + num_in_flight < self.max_total_len
+        if self.status is Status.HELD:
+            return True
+        num_known = self.num_tokens
+        num_after = self.num_computed + 1  # its tokens when what is in flight is there
+        return num_after <= num_known or num_after < self.max_total_len and not self.host_dependent
 
     @property
     def is_steady(self) -> bool:

@@ -55,7 +55,7 @@ class SequenceGroup(ABC):
     def num_full(self) -> int:
         """Of the sequences that have not ended, those that need the full sampler."""
         ongoing = (sequence for sequence in self.sequences if sequence.status is not Status.FINISHED)
-        return sum(sequence.params.needs_full_sampler for sequence in ongoing)
+        return sum(sequence.traits.needs_full_sampler for sequence in ongoing)
 
     @property
     @abstractmethod

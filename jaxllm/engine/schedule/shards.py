@@ -81,7 +81,7 @@ class Shards:
     def add(self, group: SequenceGroup) -> None:
         """Queues a request's sequences. They must fit a shard's pool alone."""
         for sequence in group.sequences:
-            sequence.table = BlockTable(self.shards[0].pool, keeps_first=sequence.params.reads_history)
+            sequence.table = BlockTable(self.shards[0].pool, keeps_first=sequence.traits.reads_history)
         self._num_full_waiting += group.num_full
         self.waiting.add(group, group.live)
 
@@ -95,7 +95,7 @@ class Shards:
         for other in sequence.group.finish(sequence, end):
             if other in other.group.waiting:
                 self.waiting.take(other)
-            self._num_full_waiting -= other.params.needs_full_sampler
+            self._num_full_waiting -= other.traits.needs_full_sampler
             self.shards[0].running_set.retries.forget(other)
             other.status, other.end = Status.FINISHED, end
 
@@ -172,7 +172,7 @@ class Shards:
         self,
         plan: StepPlan,
         sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | None] | None" = None,
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:
         """See `Committer.commit`."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.engine.device.columns import RowLayout, column, install, of_slots
+from jaxllm.engine.device.columns import RowLayout, column, install, join, of_slots
 from jaxllm.engine.device.executables import admit
 from jaxllm.engine.device.packing import FROM_SLOT, SampleLayout, StepLayout, pick_bucket, sample_ladder, token_ladder
 from jaxllm.engine.device.slot_rows import AdmitLayout
@@ -236,12 +236,13 @@ def test_admit_round_trip(compiled_admit, given_rows):
     packed = layout.pack(rows)
     assert packed.dtype == np.int32 and packed.shape == (4, layout.size)
     assert layout.unpack(packed).slot[len(rows) :].tolist() == [MAX_NUM_SEQS] * (4 - len(rows))
-    before = empty_slots(MAX_NUM_SEQS, TABLES), SAMPLING_LAYOUT.empty(MAX_NUM_SEQS)
+    before = empty_slots(MAX_NUM_SEQS, TABLES), join(SAMPLING_LAYOUT.empty(MAX_NUM_SEQS))
     slots, sampling = jax.tree.map(np.asarray, compiled(*before, packed))
     untouched = np.arange(MAX_NUM_SEQS - len(rows))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves((slots, sampling)), strict=True):
         assert old.dtype == new.dtype
         np.testing.assert_array_equal(old[untouched], new[untouched])
+    sampling = SAMPLING_LAYOUT.unpack(sampling)
     for request, length in rows:
         at, params = request.slot, request.params
         assert slots.length[at] == length

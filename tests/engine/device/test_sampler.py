@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxllm.engine.device.columns import join
 from jaxllm.engine.device.executables import sample_full_step
 from jaxllm.engine.device.packing import SampleLayout
 from jaxllm.engine.device.sampler import sample, sample_full
@@ -266,7 +267,7 @@ def test_only_rows_that_sample_write_the_slot_table():
     packed = jnp.asarray([0, 1, 2, 3, 4, SLOTS, 1, SLOTS, 0], jnp.int32)
     logits, lengths, rules = jnp.asarray(NORMAL), jnp.zeros_like(last_token), rules_layout(VOCAB).empty(SLOTS)
     run = jax.jit(partial(sample_full_step, layout=layout))
-    slots, rows, _ = run(last_token, lengths, table, rules, logits, logits, packed)
+    slots, rows, _ = run(last_token, lengths, join(table), rules, logits, logits, packed)
     tokens = rows[:, 0]
     best = np.argmax(NORMAL, axis=1)
     assert tokens.tolist() == best.tolist()
