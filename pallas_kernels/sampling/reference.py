@@ -138,9 +138,11 @@ def threshold(
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
     total: Callable[[Array], Array] = lambda x: jnp.sum(x, axis=-1),
+    *,
+    has_loops: bool = True,
 ) -> Float[Array, " rows"]:
     """The smallest logit that min-p, top-k and top-p, one after the other, keep in each row. `total` sums rows of
-    probabilities."""
+    probabilities. Without loops it takes longer to compile, and is part of a GPU's graph."""
     top = jnp.max(logits, axis=-1)
     at_least = top + log_min_p(min_p)
     weights = jnp.exp(logits - top[:, None])
@@ -151,11 +153,12 @@ def threshold(
     # Top-k: the highest limit that keeps k tokens (or all that min-p left, if they are fewer).
     k = jnp.where(top_k > 0, top_k, logits.shape[1])
     k = jnp.minimum(k, jnp.sum(kept(at_least), axis=-1, dtype=jnp.int32))
-    at_least = jnp.maximum(at_least, highest_limit(lambda x: jnp.sum(kept(x), axis=-1, dtype=jnp.int32) >= k, top))
+    enough = lambda x: jnp.sum(kept(x), axis=-1, dtype=jnp.int32) >= k  # noqa: E731
+    at_least = jnp.maximum(at_least, highest_limit(enough, top, has_loops=has_loops))
 
     # Top-p: the highest limit that keeps a share p of what is left.
     share = jnp.where(top_p < 1, top_p, 0.0) * total(jnp.where(kept(at_least), weights, 0.0))
-    by_p = highest_limit(lambda x: total(jnp.where(kept(x), weights, 0.0)) >= share, top)
+    by_p = highest_limit(lambda x: total(jnp.where(kept(x), weights, 0.0)) >= share, top, has_loops=has_loops)
     return jnp.maximum(at_least, jnp.where(top_p < 1, by_p, -jnp.inf))
 
 
@@ -164,7 +167,7 @@ def log_min_p(min_p: Float[Array, " rows"]) -> Float[Array, " rows"]:
     return jnp.where(min_p > 0, jnp.log(jnp.maximum(min_p, 1e-38)), -jnp.inf)
 
 
-def highest_limit(enough, top: Float[Array, " rows"]) -> Float[Array, " rows"]:
+def highest_limit(enough, top: Float[Array, " rows"], *, has_loops: bool = True) -> Float[Array, " rows"]:
     """The highest float32 `x <= top` in each row with `enough(x)`, which holds at -inf and is monotone.
 
     Bisection over the bits of a float32, mapped to integers of the same order: 32 passes find it exactly.
@@ -184,5 +187,5 @@ def highest_limit(enough, top: Float[Array, " rows"]) -> Float[Array, " rows"]:
         ok = enough(to_float(middle))
         return jnp.where(ok, middle, low), jnp.where(ok, high, middle - 1)
 
-    low, _ = jax.lax.fori_loop(0, 32, halve, (low, high))
+    low, _ = jax.lax.fori_loop(0, 32, halve, (low, high), unroll=1 if has_loops else True)
     return to_float(low)

@@ -58,7 +58,7 @@ def step_bytes(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:
 def logit_arrays(platform: str) -> int:
     """As large as the logits, and there at the same time: as they come, altered, and what samplers lay out beside them,
     as tests/compile_only finds."""
-    return 8 if platform == "tpu" else 5
+    return {"tpu": 8, "gpu": 6}.get(platform, 5)
 
 
 def beside_pool(shape: ModelShape, config: EngineConfig, mesh: Mesh) -> int:

@@ -113,14 +113,20 @@ def _as_wanted(
 
     of_rows = {"total": lambda x: ordered_sum(x)[:, 0]} if placement.batch_invariant else {}
 
-    def filtered(x: Array) -> Array:
-        least = threshold(x, row.top_k, row.top_p, row.min_p, **of_rows)
-        return jnp.where(filters[:, None] & (x < least[:, None]), -jnp.inf, x)
+    def scaled(x: Array) -> Array:
+        top = jnp.max(x, axis=-1)
+        x = x - jnp.where(jnp.isfinite(top), top, 0.0)[:, None]  # so that dividing can't overflow
+        return x / jnp.where(is_random, row.temperature, 1.0)[:, None]
 
-    top = jnp.max(altered, axis=-1)
-    x = altered - jnp.where(jnp.isfinite(top), top, 0.0)[:, None]  # so that dividing can't overflow
-    x = x / jnp.where(is_random, row.temperature, 1.0)[:, None]
-    x = jax.lax.cond(jnp.any(filters), filtered, lambda x: x, x)
+    def least_kept(x: Array) -> Array:
+        options = of_rows | {"has_loops": placement.platform != "gpu"}
+        least = threshold(scaled(x), row.top_k, row.top_p, row.min_p, **options)
+        return jnp.where(filters, least, -jnp.inf)
+
+    # Only a number of each row leaves the branch: another array as wide as the logits would take memory.
+    least = jax.lax.cond(jnp.any(filters), least_kept, lambda x: jnp.full(x.shape[0], -jnp.inf), altered)
+    x = scaled(altered)
+    x = jnp.where(x < least[:, None], -jnp.inf, x)
     own = sampling.normalize(x, placement=placement).normalizer
     return jnp.where(is_raw[:, None], logits, x), jnp.where(is_raw, normalizer, own)
 
