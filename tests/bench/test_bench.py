@@ -372,7 +372,7 @@ def test_what_cannot_be_parsed_exits_2(capsys, arguments):
 
 
 def test_a_checkpoint_needs_its_weights_and_a_dummy_does_not(model_dir):
-    with pytest.raises(ModelFormatError, match="is missing; take the whole model directory"):
+    with pytest.raises(ModelFormatError, match="and no other weights: its download is incomplete"):
         options.open_llm(dummy_weights=False, model=str(model_dir), **ENGINE)
 
 
