@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,7 @@ def _as_wanted(
     filters = (row.top_k > 0) | (row.top_p < 1) | (row.min_p > 0)
     filters = filters & is_random & (row.logprobs_mode == LOGPROBS_MODES.index("sampled"))
 
-    of_rows = {"total": lambda x: ordered_sum(x)[:, 0]} if placement.batch_invariant else {}
+    of_rows: dict[str, Any] = {"total": lambda x: ordered_sum(x)[:, 0]} if placement.batch_invariant else {}
 
     def scaled(x: Array) -> Array:
         top = jnp.max(x, axis=-1)
@@ -119,8 +120,8 @@ def _as_wanted(
         return x / jnp.where(is_random, row.temperature, 1.0)[:, None]
 
     def least_kept(x: Array) -> Array:
-        options = of_rows | {"has_loops": placement.platform != "gpu"}
-        least = threshold(scaled(x), row.top_k, row.top_p, row.min_p, **options)
+        has_loops = placement.platform != "gpu"
+        least = threshold(scaled(x), row.top_k, row.top_p, row.min_p, has_loops=has_loops, **of_rows)
         return jnp.where(filters, least, -jnp.inf)
 
     # Only a number of each row leaves the branch: another array as wide as the logits would take memory.
