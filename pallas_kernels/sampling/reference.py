@@ -153,8 +153,8 @@ def threshold(
     # Top-k: the highest limit that keeps k tokens (or all that min-p left, if they are fewer).
     k = jnp.where(top_k > 0, top_k, logits.shape[1])
     k = jnp.minimum(k, jnp.sum(kept(at_least), axis=-1, dtype=jnp.int32))
-    enough = lambda x: jnp.sum(kept(x), axis=-1, dtype=jnp.int32) >= k  # noqa: E731
-    at_least = jnp.maximum(at_least, highest_limit(enough, top, has_loops=has_loops))
+    by_k = highest_limit(lambda x: jnp.sum(kept(x), axis=-1, dtype=jnp.int32) >= k, top, has_loops=has_loops)
+    at_least = jnp.maximum(at_least, by_k)
 
     # Top-p: the highest limit that keeps a share p of what is left.
     share = jnp.where(top_p < 1, top_p, 0.0) * total(jnp.where(kept(at_least), weights, 0.0))
