@@ -116,7 +116,7 @@ def _add_rollouts(commands: Any) -> None:
 
 
 def _add_checkpoints(commands: Any) -> None:
-    text = "loading parameters from safetensors, and from what Orbax has saved (extra: orbax)"
+    text = "saving parameters and loading them on another mesh, as safetensors and with Orbax (extra: orbax)"
     parser = commands.add_parser("checkpoints", help=text, description=text, allow_abbrev=False)
     add = parser.add_argument
     add("--meshes", nargs="+", default=["tensor=1"], metavar="MESH", help='as LLM takes them (default: "tensor=1")')

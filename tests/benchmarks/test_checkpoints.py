@@ -1,4 +1,4 @@
-"""The benchmark of loading parameters."""
+"""The benchmark of saving and loading parameters."""
 
 import json
 
@@ -16,6 +16,7 @@ def test_checkpoints_as_json_and_as_a_table(capsys):
     options = ["--layers", "1", "--repeats", "1", "--meshes", "tensor=1", "tensor=2", "--dtype", "bfloat16"]
     assert bench.main(["checkpoints", *options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [row["mesh"] for row in report["results"]] == ["tensor=1", "tensor=2"]
-    assert all(row["orbax_s"] > 0 and row["safetensors_cpu_s"] > 0 for row in report["results"])
+    meshes = ["tensor=1", "tensor=2"]
+    assert [(row["from"], row["to"]) for row in report["results"]] == [(a, b) for a in meshes for b in meshes]
+    assert all(row["orbax_save_s"] > 0 and row["safetensors_load_s"] > 0 for row in report["results"])
     assert "million parameters in bfloat16" in table(report)
