@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -45,8 +46,7 @@ def run(*, layers: int, meshes: list[str], dtype: str, repeats: int) -> dict[str
             model = load(made, mesh=make_mesh(saved_on))
             ways = {"safetensors": (save_hf, None), "orbax": (_save_orbax, made)}
             steps = {
-                name: (lambda path, save=save: save(model, path), _loading(read_on, dtype, config))
-                for name, (save, config) in ways.items()
+                name: (partial(save, model), _loading(read_on, dtype, config)) for name, (save, config) in ways.items()
             }
             rows.append({"from": saved_on, "to": read_on} | _times(steps, Path(folder) / "saved", repeats))
     options = {"layers": layers, "dtype": dtype, "repeats": repeats, "num_params": num_params}
