@@ -130,7 +130,7 @@ def _add_harness(commands: Any) -> None:
     text = "multiple choice of lm-evaluation-harness, beside its Hugging Face back end (extras: lm-eval, test)"
     parser = commands.add_parser("harness", help=text, description=text, allow_abbrev=False)
     parser.add_argument("--model", metavar="DIR", help="of both (default: the embedded one)")
-    numbers = ("--questions", 48, "with four choices"), ("--batch", 16, "of Hugging Face"), ("--threads", 1, "of torch")
+    numbers = ("--questions", 48, "with four choices"), ("--batch", 16, "of Hugging Face"), ("--threads", 2, "of torch")
     for name, default, what in (*numbers, ("--repeats", 3, "of each")):
         parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")

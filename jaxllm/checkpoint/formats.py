@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +14,20 @@ from jaxllm.checkpoint.gguf.reader import models_in
 from jaxllm.checkpoint.tensors import StoredTensor, find_tensors
 from jaxllm.errors import ModelFormatError
 from jaxllm.text.tokenizer import Tokenizer
+
+_BESIDE_WEIGHTS = (  # a tokenizer's files, and the settings for generation
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 @runtime_checkable
@@ -71,6 +86,11 @@ class HuggingFaceDirectory:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_dir(self.path)
 
+    def save_beside_weights(self, folder: Path) -> None:
+        """Writes what there is of a tokenizer, and of settings for generation, to another directory of this format."""
+        for file in filter(Path.is_file, (self.path / name for name in _BESIDE_WEIGHTS)):
+            shutil.copyfile(file, folder / file.name)
+
 
 class GivenConfig(HuggingFaceDirectory):
     """The content of a `config.json` alone, in no directory."""
@@ -89,7 +109,7 @@ class GivenConfig(HuggingFaceDirectory):
         return {}
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> HuggingFaceDirectory | GgufCheckpoint:
     """The checkpoint in a directory, or in a GGUF file (one in parts: the first). `ModelFormatError` for a directory
     with several GGUF models."""
     path = local(path)

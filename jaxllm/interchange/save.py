@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from jaxllm.argument_checks import some_of
 from jaxllm.checkpoint.config import DTYPES, ModelSpec
 from jaxllm.checkpoint.files import CONFIG, local
 from jaxllm.checkpoint.fill import WeightPart
+from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.placement import canonical_params, expansion_of, named
 from jaxllm.checkpoint.weights_table import weights_table
 from jaxllm.checkpoint.writing import FileShards, check_is_new, whole_directory
@@ -24,20 +24,6 @@ from jaxllm.from_vllm.dtypes import dtype_name
 from jaxllm.interchange.hf_config import checked_config, family_of
 from jaxllm.models.transformer import Params
 from jaxllm.models.weights import Weight
-
-_FILES = (  # that a tokenizer has, and what else goes with the weights
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def save_hf(
@@ -52,9 +38,9 @@ def save_hf(
     transformers and `LLM` read them. Returns the directory, which appears when it is complete. Tensors that are passed
     over when a model is loaded (poolers of BERT) are not among them.
 
-    The keys of `config.json` and the tokenizer's files are those of `like`, a directory of the same architecture;
-    without it, of what `load` has read the model from. For other models `config.json` is made of `model.cfg`.
-    `dtype` is what the weights become, by name or as an object (None: as they are). Files hold at most
+    The keys of `config.json` and the tokenizer's files are those of `like`, a directory or GGUF file of the same
+    architecture; without it, of what `load` has read the model from. For other models `config.json` is made of
+    `model.cfg`. `dtype` is what the weights become, by name or as an object (None: as they are). Files hold at most
     `max_shard_bytes`, unless one tensor is larger, and the host holds one of them at a time.
 
     Raises `ValueError` for a model whose parameters no family's table names, or whose configuration those keys do not
@@ -79,8 +65,7 @@ def save_hf(
         writer.finish()
         (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if folder is not None:
-            for file in filter(Path.is_file, (folder / name for name in _FILES)):
-                shutil.copyfile(file, made / file.name)
+            open_checkpoint(folder).save_beside_weights(made)
     return out
 
 

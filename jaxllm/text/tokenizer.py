@@ -90,6 +90,15 @@ class Tokenizer(TokenizerInterface):
         """The content of a `tokenizer.json`; None for a tokenizer of another kind."""
         return self._backend.to_str()
 
+    def save(self, folder: Path) -> None:
+        """Writes `tokenizer.json` and `tokenizer_config.json`, as `from_dir` reads them."""
+        (folder / FILE).write_text(self._backend.to_str(), encoding="utf-8")
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.chat.special_tokens}
+        if templates := self.chat.templates:
+            named = [{"name": name, "template": source} for name, source in templates.items()]
+            config["chat_template"] = templates["default"] if templates.keys() == {"default"} else named
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer's rules add. Raises `ValueError`."""
         return _encode(self._backend, text, add_special_tokens)

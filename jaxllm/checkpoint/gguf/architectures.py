@@ -82,6 +82,18 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture(name="Phi3ForCausalLM", block=_PHI3),
 }
+MODEL_TYPES = {  # Hugging Face's, by the class
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Phi3ForCausalLM": "phi3",
+}
 
 
 def hugging_face_tensors(architecture: Architecture, tensor: StoredTensor) -> dict[str, StoredTensor]:

@@ -63,6 +63,11 @@ class GgufCheckpoint:
     def tokenizer(self) -> Tokenizer:
         return read_tokenizer(self._content[0])
 
+    def save_beside_weights(self, folder: Path) -> None:
+        """Writes what there is of a tokenizer to a directory in Hugging Face format."""
+        if "tokenizer.ggml.model" in self._content[0]:
+            self.tokenizer().save(folder)
+
     def _vector(self, name: str) -> np.ndarray:
         tensor = self._content[1].get(name)
         if tensor is None:

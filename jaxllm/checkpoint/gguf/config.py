@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoint import unsupported
-from jaxllm.checkpoint.gguf.architectures import ARCHITECTURES, Architecture
+from jaxllm.checkpoint.gguf.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
 from jaxllm.checkpoint.gguf.metadata import Metadata
 from jaxllm.checkpoint.gguf.vocabulary import stop_ids
 from jaxllm.checkpoint.tensors import StoredTensor
@@ -79,7 +79,9 @@ def hugging_face_config(
     turned = keys.integer("rope.dimension_count", head_dim)
     if turned != head_dim:
         config["partial_rotary_factor"] = _fraction(turned, head_dim)
-    return config | _family_keys(architecture, keys, config)
+    config |= _family_keys(architecture, keys, config)
+    # Classes have tokens for padding of their own, which may lie beyond the vocabulary.
+    return config | {"model_type": MODEL_TYPES[config["architectures"][0]], "pad_token_id": None}
 
 
 def _mixture_keys(architecture: Architecture, keys: "_Keys") -> dict[str, Any]:

@@ -9,13 +9,14 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jaxllm import LLM, SamplingParams
+from jaxllm import LLM, SamplingParams, models
 from jaxllm.checkpoint.config import read_config
 from jaxllm.errors import ModelFormatError
+from jaxllm.interchange.save import save_hf
 from jaxllm.pallas_kernels import native
 from tests.checkpoints import check_same, load
 from tests.gguf_files import QUANTISED, Converted
-from tests.hf_models import FACTORS, LLAMA3, LONGROPE, YARN, checkpoint
+from tests.hf_models import FACTORS, LLAMA3, LONGROPE, YARN, checkpoint, logits
 from tests.tiny import NoText, greedy, ids
 
 pytest.importorskip("torch")
@@ -67,6 +68,17 @@ def test_configuration_and_parameters_are_those_of_the_safetensors(tmp_path, cas
     fields = dataclasses.asdict(ours.cfg), dataclasses.asdict(theirs.cfg)
     assert fields[0] == fields[1]
     check_same(load(file), load(directory))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_saved_of_it_is_what_transformers_has(tmp_path, case):
+    transformers = pytest.importorskip("transformers")
+    directory, file = converted(tmp_path, case)
+    save_hf(models.load(file, "float32"), tmp_path / "out")
+    tokens = np.random.default_rng(0).integers(2, 96, 24).tolist()
+    each = [transformers.AutoModelForCausalLM.from_pretrained(path) for path in (directory, tmp_path / "out")]
+    want, got = (logits(model, tokens) for model in each)
+    np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3"])

@@ -104,6 +104,24 @@ def families(tmp_path_factory):
     }
 
 
+@pytest.mark.parametrize("templates", [["default"], ["default", "tool_use"]])
+def test_it_is_saved_as_transformers_reads_it(families, tmp_path, templates):
+    transformers = pytest.importorskip("transformers")
+    source, _ = families["qwen2"]
+    chat = {"chat_template": "{{ messages[0].content }}"}
+    if len(templates) > 1:
+        chat |= {"chat_templates": ["tool_use"], "chat_template.tool_use": "{{ bos_token }}"}
+    (tmp_path / "out").mkdir()
+    keys = vocabulary_keys(**byte_level_keys(source, "qwen2"), **chat)
+    open_checkpoint(write(tmp_path / "model.gguf", "qwen2", keys, {})).save_beside_weights(tmp_path / "out")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), Tokenizer.from_dir(tmp_path / "out")
+    for text in HARD:
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text) == source.encode(text).ids
+    assert theirs.eos_token_id == ours.eos_token_id == 1
+    assert sorted(ours.chat.templates) == templates
+    assert theirs.apply_chat_template([{"role": "user", "content": "hm"}], tokenize=False) == "hm"
+
+
 @pytest.mark.parametrize("pre", FAMILIES)
 def test_byte_level_ids_are_those_of_the_source(families, pre):
     source, ours = families[pre]
