@@ -60,7 +60,7 @@ def few_executables(
         all_jobs.update(whole(self))
         return {name: job for name, job in all_jobs.items() if is_wanted(name)}
 
-    def ladder(most: int, least: int = 1) -> tuple[int, ...]:
+    def ladder(most: int, least: int = 1, **_: bool) -> tuple[int, ...]:
         return tuple(sorted({min(max(size, least), most) for size in tokens}))
 
     with (

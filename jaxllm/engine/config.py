@@ -30,6 +30,7 @@ class EngineConfig:
     num_blocks: int  # of all groups of layers together
     num_shards: int = 1  # of data: the mesh's
     min_bucket: int = 1  # tokens that a step is padded to at least, and samples of a sampler; by the platform
+    free_padding: bool = False  # whether tokens that pad a step take no time; by the platform and the model
     groups: tuple[CacheGroup, ...] = EVERYTHING  # of layers, which share the pool
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float | None = None  # share of each accelerator's memory; None: the default

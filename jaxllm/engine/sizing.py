@@ -11,6 +11,7 @@ from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQ
 from jaxllm.engine.device import device_memory, memory
 from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.engine.device.packing import min_bucket
+from jaxllm.engine.free_padding import has_free_padding
 from jaxllm.engine.host_memory import machine_bytes
 from jaxllm.engine.kv_cache import check_kv_dtype, check_platform
 from jaxllm.engine.model_source import ModelSource
@@ -136,7 +137,10 @@ def size_engine(
     """
     block_size, max_model_len = wanted.block_size, wanted.max_model_len
     wanted = dataclasses.replace(
-        wanted, min_bucket=min_bucket(platform_of(mesh)), num_shards=num_shards("shards", mesh)
+        wanted,
+        min_bucket=min_bucket(platform_of(mesh)),
+        free_padding=has_free_padding(shape, mesh),
+        num_shards=num_shards("shards", mesh),
     )
     wanted = dataclasses.replace(wanted, groups=shape.cache_layout(wanted, mesh).groups)
     if num_blocks is None:

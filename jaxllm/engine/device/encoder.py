@@ -49,7 +49,7 @@ class Encoder:
     def __init__(self, config: EngineConfig, vocab: int, ready: Callable[[Hashable], bool]):
         self.config, self._ready = config, ready
         self.all = Buckets(
-            token_ladder(config.max_num_batched_tokens, config.min_bucket),
+            token_ladder(config.max_num_batched_tokens, config.min_bucket, free_padding=config.free_padding),
             sample_ladder(config.max_num_seqs, config.min_bucket),
         )
         sizes = config.max_num_seqs, config.block_size, config.pages_per_block

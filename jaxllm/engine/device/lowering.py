@@ -106,7 +106,8 @@ class Lowering:
     @property
     def token_buckets(self) -> tuple[int, ...]:
         """Of steps."""
-        return token_ladder(self.config.max_num_batched_tokens, self.config.min_bucket)
+        config = self.config
+        return token_ladder(config.max_num_batched_tokens, config.min_bucket, free_padding=config.free_padding)
 
     @property
     def sample_buckets(self) -> tuple[int, ...]:

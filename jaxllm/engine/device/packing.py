@@ -25,10 +25,13 @@ def min_bucket(platform: str) -> int:
     return 8 if platform == "tpu" else 1
 
 
-def token_ladder(max_tokens: int, least: int = 1) -> tuple[int, ...]:
+def token_ladder(max_tokens: int, least: int = 1, *, free_padding: bool = False) -> tuple[int, ...]:
     """The token buckets, up to `max_tokens`: `least`, then 8 and its doublings (fewer rows cost a matrix unit as much);
-    from 64 on, where each row costs, also the sizes half way, so that padding is at most a third of a step."""
+    from 64 on, where each row costs, also the sizes half way, so that padding is at most a third of a step. With
+    `free_padding` 8 and what is four times as much each: fewer executables to compile and to keep."""
     doublings = sample_ladder(max_tokens, least)
+    if free_padding:
+        return tuple(size for size in doublings if size in (least, max_tokens) or size.bit_length() % 2 == 0)
     half_way = (size * 3 // 2 for size in doublings if size >= 64)
     return tuple(sorted({*doublings, *(size for size in half_way if size < max_tokens)}))
 

@@ -307,6 +307,8 @@ def test_token_ladder():
     assert token_ladder(600) == (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 600)
     assert token_ladder(90, 8) == (8, 16, 32, 64, 90)
     assert token_ladder(8, 8) == (8,) and token_ladder(5, 8) == (5,)
+    assert token_ladder(600, free_padding=True) == (1, 8, 32, 128, 512, 600)
+    assert token_ladder(16, 8, free_padding=True) == (8, 16) and token_ladder(5, free_padding=True) == (1, 5)
 
 
 def test_sample_ladder():
