@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxllm import models
 from jaxllm.engine.device.model_shape import ModelShape
 from jaxllm.models.layers import PlainMLP, RMSNorm
 from jaxllm.models.linear import Embedding, Linear
@@ -16,14 +17,17 @@ def has_free_padding(shape: ModelShape, mesh: Mesh) -> bool:
     experts, adapters, recurrent layers or parts of somebody else's it is not known."""
     if platform_of(mesh) != "cpu" or mesh.size > 1 or not native.is_built() or not shape.generates:
         return False
-    if jnp.dtype(shape.dtype) not in (jnp.float32, jnp.bfloat16) or any(
-        spec.is_state for one in shape.caches for spec in one
-    ):
+    if jnp.dtype(shape.dtype) not in (jnp.float32, jnp.bfloat16):
         return False
-    return all(_skips(node) for _, node in nnx.iter_graph(shape.model(shape.leaves)) if isinstance(node, nnx.Module))
+    if any(spec.is_state for of_layer in shape.caches for spec in of_layer):
+        return False
+    nodes = (node for _, node in nnx.iter_graph(shape.model(shape.leaves)) if isinstance(node, nnx.Module))
+    return all(isinstance(node, nnx.List) or _skips(node) for node in nodes)
 
 
 def _skips(node: nnx.Module) -> bool:
+    if not type(node).__module__.startswith(f"{models.__name__}."):
+        return False
     if isinstance(node, Linear):
         return node.adapter is None and node.shape.experts is None
     has_own = any(isinstance(value, nnx.Variable) for value in vars(node).values())

@@ -146,8 +146,6 @@ def test_other_parameters_than_the_models_are_named(saved, tmp_path):
         restored(tmp_path / "two", tiny.cfg)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves the other reads behind
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_damaged_directory_is_told(tmp_path):
     """In a process of its own: Orbax leaves reads of other arrays behind, which warn when they are collected."""
     tiny = Tiny()
