@@ -1,12 +1,23 @@
 """What a model knows of its tokens beside their ids."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
+from jaxllm.pallas_kernels.rounding import rounded
+
+
+class LastTokens(NamedTuple):
+    """The tokens whose final hidden states are read: the last one of each sequence, or all."""
+
+    all: Bool[Array, ""]
+    index: Int[Array, " rows"]  # among flat tokens
+    num_rows: Int[Array, ""]  # the others pad
 
 
 @jax.tree_util.register_dataclass
@@ -17,7 +28,7 @@ class StepContext:
     `rows` and `positions` are each token's sequence and place in it. `adapters` are the ids of the rows' adapters
     (None: nobody has one), which mean something to the adapters alone. `is_token` is False for padding, on which
     nothing need be spent (None: there is none); it comes last, from the token `num_tokens` on, if that is known.
-    `placement` says where the arrays lie.
+    `placement` says where the arrays lie. `read` is for the last layer (None: all of its results are read).
     """
 
     positions: Int[Array, "*t"]
@@ -25,6 +36,7 @@ class StepContext:
     adapters: Int[Array, " rows"] | None = None
     is_token: Bool[Array, "*t"] | None = None
     num_tokens: Int[Array, ""] | None = None
+    read: LastTokens | None = None
     placement: Placement = field(default=UNPLACED, metadata={"static": True})
 
     @classmethod
@@ -55,6 +67,26 @@ class StepContext:
     def token_adapters(self) -> Int[Array, "*t"] | None:
         """The adapter of each token."""
         return None if self.adapters is None else self.adapters[self.rows]
+
+    def rounded_once(self, fn: Callable[..., Array], *arrays: Float[Array, "..."]) -> Float[Array, "..."]:
+        """`fn(*arrays)`, element by element, in their dtype; in a batch-invariant step in float32, and rounded at the
+        end whatever XLA runs it with."""
+        if not self.placement.batch_invariant:
+            return fn(*arrays)
+        return rounded(fn(*(x.astype(jnp.float32) for x in arrays)), arrays[0].dtype)
+
+    def finish(self, rest: Callable[..., Array], *arrays: Float[Array, "*t _"]) -> Float[Array, "*t _"]:
+        """`rest(*arrays, ctx)`, which computes each token by itself: in the last layer only for the tokens that are
+        read, if that is known, and others get what another one's is."""
+        read = self.read
+        if read is None:
+            return rest(*arrays, self)
+        some = replace(self.at(read.index), num_tokens=read.num_rows, read=None)
+        return jax.lax.cond(
+            read.all,
+            lambda: rest(*arrays, replace(self, read=None)),
+            lambda: rest(*(x[read.index] for x in arrays), some)[self.rows],
+        )
 
     def at(self, index: Int[Array, " n"]) -> "StepContext":
         """Of the tokens at `index` among flat ones."""

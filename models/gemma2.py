@@ -48,8 +48,12 @@ class DecoderLayer(transformer.DecoderLayer):
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
         h, cache = self.attn(self.attn_norm(x, ctx), ctx, sin_cos, cache)
-        x, h = self.mlp_norm.add(x, self.attn_out_norm(h, ctx), ctx)
-        return x + self.mlp_out_norm(self.mlp(h, ctx), ctx), cache
+
+        def rest(x: Array, h: Array, ctx: StepContext) -> Array:
+            x, h = self.mlp_norm.add(x, self.attn_out_norm(h, ctx), ctx)
+            return ctx.rounded_once(jnp.add, x, self.mlp_out_norm(self.mlp(h, ctx), ctx))
+
+        return ctx.finish(rest, x, h), cache
 
 
 class Model(transformer.Decoder):
@@ -58,7 +62,8 @@ class Model(transformer.Decoder):
 
     def embed_tokens(self, tokens: Int[Array, "*t"], ctx: StepContext) -> Float[Array, "*t embed"]:
         x = super().embed_tokens(tokens, ctx)
-        return x * jnp.asarray(self.cfg.embed**0.5, x.dtype)  # rounded, as when it was trained
+        scale = jnp.asarray(self.cfg.embed**0.5, x.dtype)  # rounded, as when it was trained
+        return ctx.rounded_once(jnp.multiply, x, scale)
 
     def logits(self, hidden: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t vocab"]:
         return cap(super().logits(hidden, ctx), self.cfg.logit_soft_cap)

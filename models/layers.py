@@ -15,11 +15,12 @@ from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.linear import Linear
 from jaxllm.models.rope import Rope as Rope
+from jaxllm.pallas_kernels.dispatch import UNPLACED
 from jaxllm.pallas_kernels.gated import ACTIVATIONS as ACTIVATIONS
-from jaxllm.pallas_kernels.gated import gated
-from jaxllm.pallas_kernels.order import ordered_sum
 from jaxllm.pallas_kernels.rms_norm import rms_norm
-from jaxllm.pallas_kernels.rotary import rotate
+from jaxllm.pallas_kernels.rotary import rotate, rotate_qkv
+from jaxllm.pallas_kernels.rounding import rounded
+from jaxllm.pallas_kernels.row_sums import row_sums
 
 
 class Norm(nnx.Module):
@@ -32,14 +33,16 @@ class Norm(nnx.Module):
         self, x: Float[Array, "*t d"], h: Float[Array, "*t d"], ctx: StepContext | None = None
     ) -> tuple[Float[Array, "*t d"], Float[Array, "*t d"]]:
         """`x + h`, and that normalised."""
-        x = x + h
+        x = x + h if ctx is None else ctx.rounded_once(jnp.add, x, h)
         return x, self(x, ctx)
 
     def __call__(self, x: Float[Array, "*t d"], ctx: StepContext | None = None) -> Float[Array, "*t d"]:
         raise NotImplementedError
 
-    def mean(self, x: Float[Array, "*t d"]) -> Float[Array, "*t 1"]:
-        return ordered_sum(x) / x.shape[-1] if self.fixed_order else jnp.mean(x, axis=-1, keepdims=True)
+    def mean(self, x: Float[Array, "*t d"], ctx: StepContext | None) -> Float[Array, "*t 1"]:
+        if not self.fixed_order:
+            return jnp.mean(x, axis=-1, keepdims=True)
+        return row_sums(x, placement=UNPLACED if ctx is None else ctx.placement) / x.shape[-1]
 
 
 class RMSNorm(Norm):
@@ -77,13 +80,13 @@ class LayerNorm(Norm):
 
     def __call__(self, x: Float[Array, "*t d"], ctx: StepContext | None = None) -> Float[Array, "*t d"]:
         x32 = x.astype(jnp.float32)
-        y = x32 - self.mean(x32)
-        y = y * jax.lax.rsqrt(self.mean(jnp.square(y)) + self.eps)
+        y = x32 - self.mean(x32, ctx)
+        y = y * jax.lax.rsqrt(self.mean(jnp.square(y), ctx) + self.eps)
         if self.scale is not None:
             y = y * jnp.broadcast_to(self.scale[...].astype(jnp.float32), y.shape)
         if self.bias is not None:
             y = y + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
-        return y.astype(x.dtype)
+        return rounded(y, x.dtype) if self.fixed_order else y.astype(x.dtype)
 
 
 class HeadsNorm(nnx.Module):
@@ -151,32 +154,27 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos: tuple[Array, Array] | None, cache):
         qkv = self.qkv(x, ctx)
-        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
-        group_shape = q.shape
-        if self.q_norm is not None:
-            q, k = self.q_norm(q, ctx), self.k_norm(k, ctx)
-        if self.clip is not None:
-            q, k, v = (jnp.clip(each, -self.clip, self.clip) for each in (q, k, v))
-        q = q.reshape(*q.shape[:-3], -1, q.shape[-1])  # [*t, heads, head_dim]
-        q, k = self.placed(q, k, ctx, sin_cos)
+        q, k, v = self.heads(qkv, ctx, sin_cos)
         more: dict[str, Any] = {} if self.causal else {"causal": False}  # caches need not know what they aren't asked
         if self.sinks is not None:
             more["sinks"] = self.sinks[...].reshape(-1)
         out, cache = cache.attend(q, k, v, scale=self.scale, sliding_window=self.window, soft_cap=self.soft_cap, **more)
-        return self.o(out.reshape(group_shape), ctx), cache
+        return self.o(out.reshape(*qkv.shape[:-2], -1, qkv.shape[-1]), ctx), cache
 
-    def placed(
-        self,
-        q: Float[Array, "*t heads head_dim"],
-        k: Float[Array, "*t kv_heads head_dim"],
-        ctx: StepContext,
-        sin_cos: tuple[Array, Array] | None,
-    ) -> tuple[Array, Array]:
-        """Queries and keys that tell their positions."""
-        if sin_cos is None:
-            return q, k
+    def heads(
+        self, qkv: Float[Array, "*t kv_heads members head_dim"], ctx: StepContext, sin_cos: tuple[Array, Array] | None
+    ) -> tuple[Array, Array, Array]:
+        """Queries and keys that tell their positions, and values: `[*t, heads, head_dim]`, each its own heads."""
         options = {"interleaved": self.interleaved, "num_tokens": ctx.num_tokens, "placement": ctx.placement}
-        return rotate(q, *sin_cos, **options), rotate(k, *sin_cos, **options)
+        if sin_cos is not None and self.q_norm is None and self.clip is None:
+            return rotate_qkv(qkv, *sin_cos, **options)
+        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        if self.q_norm is not None:
+            q, k = self.q_norm(q, ctx), self.k_norm(k, ctx)
+        if self.clip is not None:
+            q, k, v = (jnp.clip(each, -self.clip, self.clip) for each in (q, k, v))
+        q = q.reshape(*q.shape[:-3], -1, q.shape[-1])
+        return (q, k, v) if sin_cos is None else (rotate(q, *sin_cos, **options), rotate(k, *sin_cos, **options), v)
 
 
 class MLP(nnx.Module):
@@ -190,8 +188,7 @@ class MLP(nnx.Module):
         self.activation = cfg.activation
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t embed"]:
-        options = {"num_tokens": ctx.num_tokens, "placement": ctx.placement}
-        return self.down(gated(self.gate_up(x, ctx), self.activation, **options), ctx)
+        return self.down(self.gate_up.gated(x, self.activation, ctx), ctx)
 
 
 class PlainMLP(nnx.Module):
@@ -204,7 +201,7 @@ class PlainMLP(nnx.Module):
         self.activation = cfg.activation
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t embed"]:
-        return self.down(ACTIVATIONS[self.activation](self.up(x, ctx)), ctx)
+        return self.down(ctx.rounded_once(ACTIVATIONS[self.activation], self.up(x, ctx)), ctx)
 
 
 @dataclass(frozen=True, kw_only=True)

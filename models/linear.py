@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.models.context import StepContext
 from jaxllm.pallas_kernels import grouped_matmul, matmul
+from jaxllm.pallas_kernels.gated import gated, gated_product
 
 Sizes = tuple[tuple[str, int], ...]  # names and sizes, in order
 
@@ -186,8 +187,16 @@ class Linear(nnx.Module):
         """`x[..., *inputs]` to `[..., *outputs]`, in the dtype of x or, not rounded to it, in `out_dtype`."""
         y = self.product(x, ctx, out_dtype)
         if self.bias is not None:
-            y = y + jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape)
+            y = ctx.rounded_once(jnp.add, y, jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape))
         return y if self.adapter is None else self.adapter(x, y, ctx)
+
+    def gated(self, x: Float[Array, "*t d"], activation: str, ctx: StepContext) -> Float[Array, "*t width"]:
+        """Where the members are a gate and what it is for: the `activation` of the first times the second."""
+        options = {"num_tokens": ctx.num_tokens, "placement": ctx.placement}
+        is_plain = self.bias is None and self.adapter is None and type(self).product is Linear.product
+        if is_plain and not self.is_intercepted and self.shape.experts is None:
+            return gated_product(x, self.weight[...], activation, **options)
+        return gated(self(x, ctx), activation, **options)
 
     def grouped(
         self, x: Float[Array, "rows ..."], offsets: Int[Array, " experts_plus_1"], ctx: StepContext

@@ -73,15 +73,15 @@ class PlacedAttention(Attention):
         self.eps = cfg.eps if cfg.unit_heads else None
         self.growth, self.step = cfg.temperature_growth, cfg.temperature_step
 
-    def placed(self, q: Array, k: Array, ctx: StepContext, sin_cos: tuple[Array, Array] | None) -> tuple[Array, Array]:
+    def heads(self, qkv: Array, ctx: StepContext, sin_cos: tuple[Array, Array] | None) -> tuple[Array, Array, Array]:
+        q, k, v = super().heads(qkv, ctx, sin_cos)
         if sin_cos is not None:
-            q, k = super().placed(q, k, ctx, sin_cos)
-            return (q, k) if self.eps is None else (_unit(q, self.eps), _unit(k, self.eps))
+            return (q, k, v) if self.eps is None else (_unit(q, self.eps), _unit(k, self.eps), v)
         if self.growth is None:
-            return q, k
+            return q, k, v
         steps = jnp.floor((ctx.positions.astype(jnp.float32) + 1) / self.step)
         scale = jnp.expand_dims(jnp.log1p(steps) * self.growth + 1, (-2, -1))
-        return (q.astype(jnp.float32) * jnp.broadcast_to(scale, q.shape)).astype(q.dtype), k
+        return (q.astype(jnp.float32) * jnp.broadcast_to(scale, q.shape)).astype(q.dtype), k, v
 
 
 def _unit(x: Array, eps: float) -> Array:

@@ -185,8 +185,12 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos, cache):
         h, cache = self.attn(self.attn_norm(x, ctx), ctx, sin_cos, cache)
-        x, h = self.mlp_norm.add(x, h, ctx)
-        return x + self.mlp(h, ctx), cache
+
+        def rest(x: Array, h: Array, ctx: StepContext) -> Array:
+            x, h = self.mlp_norm.add(x, h, ctx)
+            return ctx.rounded_once(jnp.add, x, self.mlp(h, ctx))
+
+        return ctx.finish(rest, x, h), cache
 
 
 class PostNormLayer(DecoderLayer):
@@ -230,8 +234,9 @@ class Backbone(nnx.Module):
         }
         caches = caches.copy()
         call = plain_call if ctx.placement.mesh is None else TracedOnce()  # in a step of the engine
+        inner, last = replace(ctx, read=None), len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            x, caches[i] = call(layer, x, ctx, sin_cos[ropes[i]], caches[i])
+            x, caches[i] = call(layer, x, ctx if i == last else inner, sin_cos[ropes[i]], caches[i])
         return x if self.norm is None else self.norm(x, ctx), caches
 
 

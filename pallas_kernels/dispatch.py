@@ -105,10 +105,14 @@ class Op:
     def kernel_for(self, placement: Placement, *args: Any, **kwargs: Any) -> str | None:
         """As `preferred_at`; None where only the reference does."""
         for name in self._names(placement):
-            supports = getattr(self._module(name), "supports", None)
-            if supports is None or supports(*args, **kwargs):
+            if self.takes(name, *args, **kwargs):
                 return name
         return None
+
+    def takes(self, implementation: str, *args: Any, **kwargs: Any) -> bool:
+        """Whether that of this name takes a call with these arguments."""
+        supports = getattr(self._module(implementation), "supports", None)
+        return supports is None or supports(*args, **kwargs)
 
     def _names(self, placement: Placement) -> tuple[str, ...]:
         table = self.preferred if placement.single_device else self.on_mesh

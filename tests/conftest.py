@@ -1,15 +1,27 @@
 import atexit
+import gc
+import importlib.metadata
 import os
+import platform
 import shutil
 import tempfile
 
-# What a session compiles it finds again, and nobody else does.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxllm-tests-")
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-# LLVM optimises little of what is compiled, which takes half as long; XLA's own passes are all there. CI's smoke test
-# and its slow tests set 0; what is compiled for chips that are not there is as for users.
-if "JAXLLM_TARGETS" not in os.environ:
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# What a session compiles it finds again, in any of its processes, and nobody else does.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxllm-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+# LLVM optimises little of what is compiled, and fusions don't go through MLIR, which takes less than half the time;
+# XLA's own passes are all there. Nor are there fused multiply-adds, which round once where two executables fuse as they
+# like. CI's smoke test and some of its slow tests set 0; what is compiled for chips that are not there is as for users.
+if "JAXLLM_TARGETS" not in os.environ and os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1":
+    flags = [os.environ.get("XLA_FLAGS", "")]
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # JAX 0.12's XLA ends the process if it is given
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    if platform.machine() == "x86_64":
+        flags.append("--xla_cpu_max_isa=AVX")
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+# Tests make few circles, and many objects that stay.
+gc.set_threshold(100_000, 20, 50)
 
 import jax  # noqa: E402
 
@@ -20,7 +32,20 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import pytest  # noqa: E402
 
+from tests import run_time_types  # noqa: E402
+
+run_time_types.install()  # before any of the package is imported
+
+from tests import on_demand  # noqa: E402
+
+on_demand.install()
+
 from tests.tiny import Tiny, clean, make_llm  # noqa: E402
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # all tests and modules, which the collector would visit again and again
 
 
 @pytest.fixture(scope="session")

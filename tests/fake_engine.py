@@ -232,6 +232,7 @@ class FakeEngine(Engine):
         self.planned: Plan | None = None
         self._fresh: list[Sequence] = []  # have nothing but what they find in the prefix cache
         self.sequences: list[Sequence] = []
+        self.samples: dict[Sequence, list[Sequence]] = {}  # of a request, by its first
         self.updated: list[Sequence] = []  # by the last commit
         self.expected: dict[Sequence, tuple[list[int], str]] = {}
         self.expected_pooled: dict[Sequence, np.ndarray] = {}
@@ -290,9 +291,11 @@ class FakeEngine(Engine):
         if drafts or host_dependent:
             fields["propose"] = propose if drafts else lambda sequence, num_tokens: []
         group = self._submit(prompt, params, priority, _fields(eos, stop_ids) | fields)
+        first = group.sequences[0]
+        self.samples[first] = group.sequences
         for sequence in group.sequences:
             self.expected[sequence] = expected(sequence)
-        return group.sequences[0]
+        return first
 
     def add_pooled(self, prompt, pooling="last", *, priority=0) -> Sequence:
         """Adds a prompt that is pooled."""
@@ -322,8 +325,11 @@ class FakeEngine(Engine):
 
     def abort(self, sequence: Sequence) -> None:
         """Ends one sample, or a beam search."""
+        head = sequence.group.head(sequence)
+        was_over = head.finish_reason is not None
         self.scheduler.finish(sequence, End("abort"))
-        self.requests.updates([sequence.group.head(sequence)])
+        if not was_over:
+            self.requests.updates([head])
         self.scheduler.check()
 
     def unfinished(self) -> list[Sequence]:

@@ -1,4 +1,5 @@
-"""An `LLM` or `AsyncLLM` that nobody refers to gives its memory back at once, by reference counting alone."""
+"""Requests that are over, and an `LLM` or `AsyncLLM` that nobody refers to, give their memory back at once, by
+reference counting alone."""
 
 import asyncio
 import gc
@@ -7,7 +8,9 @@ import weakref
 import jax
 import pytest
 
-from jaxllm import LLM, AsyncLLM
+from jaxllm import LLM, AsyncLLM, SamplingParams
+from jaxllm.engine.schedule.sequence import Sequence
+from tests import on_demand
 from tests.tiny import greedy, ids, prompts_of
 
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=8, block_size=4, num_blocks=64)
@@ -26,6 +29,7 @@ def no_collection():
     gc.enable()
 
 
+@on_demand.compiles_in_background()
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "compiling"])
 def test_of_an_llm(tiny, no_collection, compiled):
     before = live_bytes()
@@ -56,3 +60,17 @@ def test_of_an_async_llm(tiny, no_collection):
     assert ref() is None, "an idle AsyncLLM is closed when the last reference goes"
     assert loop() is None
     assert live_bytes() == before
+
+
+def test_of_requests(llm, no_collection):
+    """Python's collector, which searches all objects of a process, has nothing to find."""
+    prompts = prompts_of([3, 5] * 30)
+    llm.rollout(prompts, SamplingParams(n=4, max_tokens=3, ignore_eos=True))
+    llm.generate(ids(*prompts), greedy(3))
+    llm.generate(ids(*prompts), SamplingParams(n=2, best_of=3, max_tokens=2))
+    llm.score([(prompt, [[1, 2], [3]]) for prompt in prompts])
+    for _ in llm.stream(ids(*prompts), greedy(4)):
+        pass
+    llm.generate(ids(prompts[0]), greedy(4))  # a step's plan is kept until the next
+    left = [each for each in gc.get_objects() if type(each) is Sequence]  # others' objects may warn if asked
+    assert len(left) <= llm.engine.config.max_num_seqs, left

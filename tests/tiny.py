@@ -89,11 +89,9 @@ def tokens(outputs) -> list[list[int]]:
 
 
 def make_llm(model, **options) -> LLM:
-    """An engine of few and small executables, all compiled."""
+    """An engine of few and small executables."""
     sizes = dict(max_num_seqs=8, max_num_batched_tokens=24, block_size=4, num_blocks=64)
-    llm = LLM(model, **(sizes | options))
-    llm.wait_compiled()
-    return llm
+    return LLM(model, **(sizes | options))
 
 
 def drain(llm: LLM) -> None:

@@ -18,6 +18,7 @@ from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.forms import give_forms
 from jaxllm.checkpoint.mesh_form import expand_model
 from jaxllm.checkpoint.placement import check_mesh, named
+from jaxllm.engine.batch_invariance import check_batch_invariant
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import memory
 from jaxllm.engine.device.lowering import Lowering
@@ -125,6 +126,7 @@ def prepare(
     block_size: int = BLOCK_SIZE,
     num_blocks: int | None = None,
     kv_cache_dtype: str = "auto",
+    batch_invariant: bool = False,
 ) -> Prepared:
     """The bundled model, directory or config.json `model` on `target`, its weights in the forms that its files say, or
     its configuration, or that `quantization` asks for; `max_model_len` None is what the pool holds, `num_blocks` None
@@ -147,8 +149,11 @@ def prepare(
         num_blocks=2**30,
         kv_cache_dtype=(kind := check_kv_dtype(kv_cache_dtype, shape.dtype)),
         measures_kv_scales=kind == "int8",  # as without a checkpoint's
+        batch_invariant=batch_invariant,
     )
     with jax.set_mesh(grid):
+        if batch_invariant:
+            check_batch_invariant(shape, wanted, grid)
         check_platform(shape, wanted, grid, cfg.heads)
     chip, explicit_len = target.chip, max_model_len is not None
     device = memory.DeviceMemory(chip.memory_bytes, chip.usable_bytes, 0)

@@ -138,7 +138,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-invariant",
         action="store_true",
         default=None,
-        help="the same results to the bit in any batch; on one CPU so far",
+        help="the same results to the bit in any batch, of dense models on one device",
     )
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}  # vLLM's names of the same
     add("--num-gpu-blocks-override", type=int, dest="num_blocks", **hidden)

@@ -52,20 +52,21 @@ def check_platform(shape: ModelShape, config: EngineConfig, mesh: Mesh, heads: i
     if not specs:
         raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r}: the model caches no keys and values; leave it out")
     for spec in dict.fromkeys(specs):
-        if _served(spec, shape.kv_dtype(config), shape, config, mesh, heads):
+        if is_served(spec, shape.kv_dtype(config), shape, config, mesh, heads):
             continue
-        if _served(spec, shape.dtype, shape, config, mesh, heads):
+        if is_served(spec, shape.dtype, shape, config, mesh, heads):
             raise ValueError(f"kv_cache_dtype={config.kv_cache_dtype!r} {_why_not(config, mesh)}")
 
 
-def _served(spec: CacheSpec, kv_dtype: Any, shape: ModelShape, config: EngineConfig, mesh: Mesh, heads: int) -> bool:
+def is_served(spec: CacheSpec, kv_dtype: Any, shape: ModelShape, config: EngineConfig, mesh: Mesh, heads: int) -> bool:
+    """Whether a kernel attends to such keys and values, with so many query heads."""
     platform = platform_of(mesh)
     (kv_heads, head_dim), like = spec.shape, jax.ShapeDtypeStruct
     pool = like((1, *local_shape(spec.block_shape(config.block_size, platform), spec.axes, mesh)), kv_dtype)
     own_heads = pool.shape[2]
     q = like((1, own_heads * -(-heads // kv_heads), head_dim), shape.dtype)
     k = like((1, own_heads, head_dim), shape.dtype)
-    return has_kernel(q, k, k, pool, placement=Placement(mesh))
+    return has_kernel(q, k, k, pool, placement=Placement(mesh, config.batch_invariant))
 
 
 def _why_not(config: EngineConfig, mesh: Mesh) -> str:

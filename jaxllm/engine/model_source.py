@@ -64,6 +64,7 @@ class ModelSource(NamedTuple):
     pooling: PoolingConfig | None = None  # as the checkpoint's files say
     kv_scales: Callable[[str], Scales | None] = lambda kind: None  # what they bring for a cache of this kind
     without_axes: tuple[str, ...] = ()  # names of parameters that no mesh splits, as nothing says how
+    misnamed: tuple[str, ...] = ()  # and of those that none splits, as it seems by mistake
 
     @property
     def name(self) -> str:
@@ -79,7 +80,7 @@ class ModelSource(NamedTuple):
     def expand(self, mesh: Mesh) -> None:
         """Gives `model` the shapes that `mesh` can split. Raises `MeshError` if it can't, or the model's own code is
         made for those that it has."""
-        say_replicated(self.without_axes, mesh)
+        say_replicated(self.without_axes, self.misnamed, mesh)
         if not expand_model(self.model, mesh):
             return
         name, cfg = name_of(self.model), self.cfg
@@ -165,7 +166,8 @@ def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, 
     eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     if isinstance(model, nnx.Module):
         own = open_module(model)
-        source = ModelSource(own.cfg, own.model, own.params, eos_ids, tokenizer, without_axes=own.without_axes)
+        arrays = own.cfg, own.model, own.params
+        source = ModelSource(*arrays, eos_ids, tokenizer, without_axes=own.without_axes, misnamed=own.misnamed)
     elif isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
         source = ModelSource(*_of_pair(*model), eos_ids, tokenizer)
     else:

@@ -1,8 +1,9 @@
 """A user's own module, as the engine serves it: its graph, its class, its attributes and all of its arrays."""
 
 import dataclasses
+import difflib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jaxllm.checkpoint.placement import named, some_of
 from jaxllm.engine.model_interface import check_interface, kv_dtype
 from jaxllm.models.transformer import Params
 from jaxllm.models.wrapped import Wrapped, name_of
+from jaxllm.sharding.rules import RULES
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ class OwnModule(NamedTuple):
     model: nnx.Module  # of ShapeDtypeStructs; the engine's own object
     params: Params  # all arrays of the user's
     without_axes: tuple[str, ...]  # names of those that nothing says how to split
+    misnamed: tuple[str, ...]  # names of those with an axis that is nearly called as one that meshes split
 
 
 def open_module(model: Any) -> OwnModule:
@@ -43,7 +46,8 @@ def open_module(model: Any) -> OwnModule:
         variable.set_value(jax.ShapeDtypeStruct(value.shape, value.dtype))
         variable.set_metadata(axes=axes[key] or (None,) * value.ndim)
     cfg = dataclasses.replace(model.cfg, dtype=kv_dtype(graph, shapes, model.cfg, name))
-    return OwnModule(cfg, nnx.merge(graph, shapes), params, tuple(key for key in axes if axes[key] is None))
+    without_axes = tuple(key for key in axes if axes[key] is None)
+    return OwnModule(cfg, nnx.merge(graph, shapes), params, without_axes, tuple(_misnamed(axes)))
 
 
 def _say_training(model: nnx.Module, name: str) -> None:
@@ -62,8 +66,23 @@ def _say_training(model: nnx.Module, name: str) -> None:
         )
 
 
-def say_replicated(names: Sequence[str], mesh: Mesh) -> None:
-    """Logs which parameters each device of `mesh` has whole, as they have no logical axes."""
+def _misnamed(axes: Mapping[str, tuple[str | None, ...] | None]) -> Iterator[str]:
+    for key, named_axes in axes.items():
+        for axis in {*(named_axes or ())} - {None, *RULES}:
+            if near := difflib.get_close_matches(str(axis), RULES, n=1, cutoff=0.8):
+                yield f"{key} ({axis!r} for {near[0]!r}?)"
+
+
+def say_replicated(names: Sequence[str], misnamed: Sequence[str], mesh: Mesh) -> None:
+    """Logs which parameters each device of `mesh` has whole, as they have no logical axes, or seem to have mistaken
+    ones."""
+    if misnamed and mesh.size > 1:
+        log.warning(
+            "axes of %d parameters are split by no mesh, but are nearly called as some that are: %s; jaxllm.sharding."
+            "rules has their names",
+            len(misnamed),
+            some_of(list(misnamed)),
+        )
     if names and mesh.size > 1:
         log.warning(
             "each of %d devices has all of %d parameters without logical axes: %s; nnx.Param(value, axes=(...)) names "

@@ -76,6 +76,7 @@ class OpenRequests:
                 updates.append(output)
                 if output.finished:
                     self._requests.pop(request.request_id, None)
+                    _untie(request)
         return updates
 
     def _watch_text(self, request: TextRequest, sequence: Sequence) -> None:
@@ -96,3 +97,11 @@ class OpenRequests:
             self._finish(sequence, End("error"))
         for sequence in request.shown:
             sequence.end = End("error")
+
+
+def _untie(request: Request) -> None:
+    """Lets go of the sequences of a request whose last output is made, which refer to it: what is in no circle goes at
+    once, and Python needs no search of all the process's objects for it."""
+    for sequence in request.sequences:
+        sequence.group.disband()
+    request.sequences = []

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxllm.engine.batch_invariance import check_batch_invariant
+from jaxllm.engine.batch_invariance import check_arithmetic, check_batch_invariant
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import device_memory, memory
 from jaxllm.engine.device.model_shape import ModelShape
@@ -77,6 +77,7 @@ def wanted_config(
     )
     if batch_invariant:
         check_batch_invariant(shape, wanted, mesh)
+        check_arithmetic(mesh)
     _check_len(wanted.max_model_len, source.cfg)
     _check_swap_space(swap_space)
     check_platform(shape, wanted, mesh, source.cfg.heads)

@@ -13,15 +13,25 @@ DTYPES = ("float32", "bfloat16")
 KINDS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
-def supports(both: Array, activation: str) -> bool:
-    """Whether the kernel is built and has this activation."""
-    return both.dtype.name in DTYPES and activation in KINDS and native.is_built()
+def supports(x: Array, activation: str, weight: Array | None = None) -> bool:
+    """Whether the kernels are built and have this activation and these dtypes."""
+    return (
+        (x if weight is None else weight).dtype == x.dtype
+        and x.dtype.name in DTYPES
+        and activation in KINDS
+        and native.is_built()
+    )
 
 
 def gated(
-    both: Float[Array, "*t 2 width"], activation: str, *, num_tokens: Int[Array, ""] | None = None
+    both: Float[Array, "*t 2 width"],
+    activation: str,
+    *,
+    rounds_once: bool = True,
+    num_tokens: Int[Array, ""] | None = None,
 ) -> Float[Array, "*t width"]:
     """See `reference.gated`."""
+    del rounds_once  # it always does
     kernel = partial(_gated, is_gelu=KINDS[activation] == "gelu_tanh", num_tokens=num_tokens)
     return with_gradient_of(partial(reference.gated, activation=activation), kernel, num_tokens)(both)
 
@@ -31,3 +41,26 @@ def _gated(both: Array, *, is_gelu: bool, num_tokens: Array | None) -> Array:
     result = jax.ShapeDtypeStruct((flat.shape[0], flat.shape[2]), both.dtype)
     made = native.ffi_call("jaxllm_gated", result)(flat, native.num_rows(num_tokens, both.shape[:-2]), is_gelu=is_gelu)
     return made.reshape(*both.shape[:-2], both.shape[-1])
+
+
+def gated_product(
+    x: Float[Array, "*t d"],
+    weight: Float[Array, "d 2 width"],
+    activation: str,
+    *,
+    num_tokens: Int[Array, ""] | None = None,
+    batch_invariant: bool = False,
+) -> Float[Array, "*t width"]:
+    """See `api.gated_product`. Accumulates in float32, as `matmul.native` does."""
+    kernel = partial(
+        _gated_product, is_gelu=KINDS[activation] == "gelu_tanh", num_tokens=num_tokens, batch_invariant=batch_invariant
+    )
+    return with_gradient_of(partial(reference.gated_product, activation=activation), kernel, num_tokens)(x, weight)
+
+
+def _gated_product(x: Array, weight: Array, *, num_tokens: Array | None, **options: bool) -> Array:
+    *tokens, depth = x.shape
+    flat, width = x.reshape(-1, depth), weight.shape[-1]
+    call = native.ffi_call("jaxllm_gated_matmul", jax.ShapeDtypeStruct((flat.shape[0], width), x.dtype))
+    used = native.num_rows(num_tokens, tuple(tokens))
+    return call(flat, weight.reshape(depth, -1), used, **options).reshape(*tokens, width)

@@ -5,13 +5,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.gradients import with_gradient_of
 from jaxllm.pallas_kernels.matmul import reference
-from jaxllm.pallas_kernels.matmul.reference import split
+from jaxllm.pallas_kernels.matmul.reference import as_matrices
 
 DTYPES = ("float32", "bfloat16")
 
@@ -40,12 +39,8 @@ def einsum(
 def _einsum(
     equation: str, x: Array, weight: Array, *, out_dtype: Any, num_tokens: Array | None, batch_invariant: bool
 ) -> Array:
-    contracted, outputs, transposed = split(equation)
-    rows, depth = x.shape[: x.ndim - len(contracted)], math.prod(x.shape[x.ndim - len(contracted) :])
-    columns = weight.shape[: len(outputs)] if transposed else weight.shape[len(contracted) :]
-    size = math.prod(columns)
-    call = native.ffi_call("jaxllm_matmul", jax.ShapeDtypeStruct((math.prod(rows), size), out_dtype or x.dtype))
-    matrix = jnp.reshape(weight, (size, depth) if transposed else (depth, size))
-    used = native.num_rows(num_tokens, rows)
-    y = call(jnp.reshape(x, (-1, depth)), matrix, used, transposed=transposed, batch_invariant=batch_invariant)
-    return y.reshape(*rows, *columns)
+    of = as_matrices(equation, x, weight)
+    shape = (len(of.x), math.prod(of.columns))
+    call = native.ffi_call("jaxllm_matmul", jax.ShapeDtypeStruct(shape, out_dtype or x.dtype))
+    options = {"transposed": of.transposed, "batch_invariant": batch_invariant}
+    return call(of.x, of.weight, native.num_rows(num_tokens, of.rows), **options).reshape(*of.rows, *of.columns)

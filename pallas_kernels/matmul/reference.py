@@ -1,6 +1,7 @@
 """Defines the product with a weight, in jnp. XLA's code for it is best where many rows share the weight."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -32,3 +33,22 @@ def split(equation: str) -> tuple[str, str, bool]:
     contracted, outputs = x.removeprefix("..."), result.removeprefix("...")
     assert weight in (contracted + outputs, outputs + contracted), equation
     return contracted, outputs, weight != contracted + outputs
+
+
+class Matrices(NamedTuple):
+    """A product's operands with one axis of rows, inputs and outputs each; `rows` and `columns` are the result's."""
+
+    x: Array  # [rows, inputs]
+    weight: Array  # [inputs, outputs], or transposed
+    transposed: bool
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+def as_matrices(equation: str, x: Array, weight: Array) -> Matrices:
+    contracted, outputs, transposed = split(equation)
+    rows, inputs = x.shape[: x.ndim - len(contracted)], math.prod(x.shape[x.ndim - len(contracted) :])
+    columns = weight.shape[: len(outputs)] if transposed else weight.shape[len(contracted) :]
+    size = math.prod(columns)
+    matrix = weight.reshape((size, inputs) if transposed else (inputs, size))
+    return Matrices(x.reshape(math.prod(rows), inputs), matrix, transposed, rows, columns)

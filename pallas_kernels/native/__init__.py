@@ -19,7 +19,9 @@ TARGETS = (
     "jaxllm_panel_matmul",
     "jaxllm_normalize",
     "jaxllm_rotate",
+    "jaxllm_rotate_qkv",
     "jaxllm_gated",
+    "jaxllm_gated_matmul",
     "jaxllm_rms_norm",
     "jaxllm_draw",
     "jaxllm_best",
@@ -72,7 +74,7 @@ def instruction_set() -> str:
 
 def multiplies_pairs() -> bool:
     """Whether products of bfloat16 take two numbers at once, twice as many a second as of float32."""
-    return is_built() and instruction_set() == "avx512_bf16"
+    return is_built() and instruction_set() in ("amx", "avx512_bf16")
 
 
 def ffi_call(target: str, results: Any, **options: Any) -> Any:

@@ -79,9 +79,12 @@ struct Running {
   bool paired;    // whether two numbers of bfloat16 are multiplied at once
   float *top, *total, *rescale;  // [kTileRows]
   int32_t* position;             // [kTileRows]
-  int64_t rows;
+  int64_t rows, filled;  // up to `filled`, which fill vectors, the last one is repeated
   int32_t last_key;  // that some row sees
 };
+
+// The rows of a narrow tile are computed as if each were alone.
+static int64_t tile_rows(const Attention& a) { return a.batch_invariant ? kFewRows : kTileRows; }
 
 static int64_t scratch_floats(const Attention& a) {
   return kTileRows * (2 * a.head_dim + kKeys + kKeys / 2 + 4) + kKeys * a.head_dim;
@@ -156,25 +159,52 @@ static int64_t row_offset(const Attention& a, const AttentionTile& tile, int64_t
   return ((a.cu_q_lens[tile.seq] + at / group) * a.heads + tile.kv_head * group + at % group) * a.head_dim;
 }
 
+// The position of a tile's row, counted from its first.
+static int64_t position_of(const Attention& a, const AttentionTile& tile, int64_t row) {
+  const int64_t start = a.kv_lens[tile.seq] - (a.cu_q_lens[tile.seq + 1] - a.cu_q_lens[tile.seq]);
+  return start + (tile.begin + row) / (a.heads / a.kv_heads);
+}
+
+// The first key that a tile sees, or that its sums begin with.
+static int64_t first_key(const Attention& a, const AttentionTile& tile) {
+  const int64_t position = position_of(a, tile, 0), oldest = a.window && position >= a.window ? position - a.window + 1 : 0;
+  return a.batch_invariant ? oldest - oldest % a.block_size % kKeys : oldest;  // the same groups of keys in any tile
+}
+
+// q of a vector of rows from `first` on, in pairs.
+static void begin_pairs(const Attention& a, const AttentionTile& tile, const Running& run, int64_t first) {
+  const Bf16* rows[kWidth];
+  for (int i = 0; i < kWidth; i++)
+    rows[i] = static_cast<const Bf16*>(a.q) + row_offset(a, tile, std::min(first + i, run.rows - 1));
+  int64_t pair = 0;
+  for (; pair + kWidth <= a.head_dim / 2; pair += kWidth) {
+    Floats square[kWidth];
+    for (int i = 0; i < kWidth; i++) square[i] = read_bits(rows[i] + 2 * pair);
+    transpose(square);
+    for (int i = 0; i < kWidth; i++) store(run.q + (pair + i) * kTileRows + first, square[i]);
+  }
+  for (; pair < a.head_dim / 2; pair++)
+    for (int i = 0; i < kWidth; i++) std::memcpy(run.q + pair * kTileRows + first + i, rows[i] + 2 * pair, sizeof(float));
+}
+
 template <class T>
 static void begin_tile(const Attention& a, const AttentionTile& tile, Running& run) {
   const int64_t group = a.heads / a.kv_heads;
-  const int64_t start = a.kv_lens[tile.seq] - (a.cu_q_lens[tile.seq + 1] - a.cu_q_lens[tile.seq]);
-  const bool few = run.rows <= kFewRows;
+  const bool few = run.rows <= kFewRows && !run.paired;
   const float scale = a.scale * kv_scale(a, 0, tile.kv_head);
-  for (int64_t row = 0; row < (few ? kFewVectors * kWidth : kTileRows); row++) {
+  for (int64_t row = 0; row < run.filled; row++) {
     run.top[row] = kNothing;
     run.total[row] = 0;
     if (few && row >= run.rows) continue;
-    const int64_t given = row < run.rows ? row : run.rows - 1;  // rows that fill up vectors repeat the last
-    run.position[row] = (int32_t)(start + (tile.begin + given) / group);
+    const int64_t given = row < run.rows ? row : run.rows - 1;
+    run.position[row] = (int32_t)position_of(a, tile, given);
     if (a.sinks) {
       run.top[row] = a.sinks[tile.kv_head * group + (tile.begin + given) % group];
       run.total[row] = 1;
     }
     const T* q = static_cast<const T*>(a.q) + row_offset(a, tile, given);
     if (run.paired) {
-      for (int64_t d = 0; d < a.head_dim; d += 2) std::memcpy(run.q + d / 2 * kTileRows + row, q + d, sizeof(float));
+      if (row % kWidth == kWidth - 1) begin_pairs(a, tile, run, row + 1 - kWidth);
       continue;
     }
     for (int64_t d = 0; d < a.head_dim; d++)
@@ -287,6 +317,15 @@ static Floats masked(const Attention& a, const Running& run, int v, int32_t key,
   return seen_at(a, position - key) ? scores : broadcast(-__builtin_inff());
 }
 
+static void rescale_sums(const Attention& a, const Running& run) {
+  for (int64_t row = 0; row < run.rows; row++) {
+    const float factor = run.rescale[row];
+    float* const sums = run.sums + row * a.head_dim;
+    if (factor != 1.0f)
+      for (int64_t d = 0; d < a.head_dim; d++) sums[d] *= factor;
+  }
+}
+
 // Scores to weights, in place, and the running maximum and total; the sums so far are rescaled.
 template <int kVectors>
 static void softmax(const Attention& a, const Running& run, int64_t key, int64_t count, bool all_seen) {
@@ -323,12 +362,7 @@ static void softmax(const Attention& a, const Running& run, int64_t key, int64_t
     store(run.top + v * kWidth, top);
     store(run.total + v * kWidth, load(run.total + v * kWidth) * rescale + total);
   }
-  for (int64_t row = 0; row < run.rows; row++) {
-    const float factor = run.rescale[row];
-    float* const sums = run.sums + row * a.head_dim;
-    if (factor != 1.0f)
-      for (int64_t d = 0; d < a.head_dim; d++) sums[d] *= factor;
-  }
+  rescale_sums(a, run);
 }
 
 // weights[keys, rows] = keys[keys, head_dim] @ q[head_dim, rows], for kCount keys.
@@ -406,9 +440,19 @@ static inline Four sums_of_four(Lanes a, Lanes b, Lanes c, Lanes d) {
   }
 }
 
+// What the caches get while something else is read, a part at a time: all of it at once would keep reads waiting.
+struct Upcoming {
+  const char *at = nullptr, *end = nullptr;
+
+  void bring(int64_t bytes) {
+    for (const char* const stop = end - at < bytes ? end : at + bytes; at < stop; at += kLine) __builtin_prefetch(at, 0, 2);
+  }
+};
+
 // weights[row to row + kRows, keys]: dot products, four keys at a time.
 template <int kRows, class T>
-static void narrow_scores(const Attention& a, const Running& run, const T* keys, int64_t count, int64_t row) {
+static void narrow_scores(const Attention& a, const Running& run, const T* keys, int64_t count, int64_t row,
+                          Upcoming& next) {
   const int64_t depth = a.head_dim;
   const float* const q = run.q + row * depth;
   float* const scores = run.weights + row * kKeys;
@@ -419,6 +463,7 @@ static void narrow_scores(const Attention& a, const Running& run, const T* keys,
   };
   int64_t i = 0;
   for (; i + 4 <= count; i += 4) {
+    next.bring(4 * depth * sizeof(T));
     Floats acc[kRows][4];
     for (int r = 0; r < kRows; r++)
       for (int c = 0; c < 4; c++) acc[r][c] = Floats{};
@@ -483,13 +528,14 @@ static void narrow_softmax(const Attention& a, const Running& run, int64_t key, 
 // sums[row to row + kRows, d to d + kVectors * kWidth] = rescaled + weights @ values, for `count` values.
 template <int kRows, int kVectors, class T>
 static void narrow_sums(const Attention& a, const Running& run, const T* values, int64_t count, int64_t row,
-                        int64_t d) {
+                        int64_t d, Upcoming& next) {
   float* const sums = run.sums + row * a.head_dim + d;
   const float* const weights = run.weights + row * kKeys;
   Floats acc[kRows][kVectors];
   for (int r = 0; r < kRows; r++)
     for (int v = 0; v < kVectors; v++) acc[r][v] = load(sums + r * a.head_dim + v * kWidth) * run.rescale[row + r];
   for (int64_t i = 0; i < count; i++) {
+    next.bring(a.head_dim * sizeof(T));
     Floats part[kVectors];
     for (int v = 0; v < kVectors; v++) part[v] = load(values + i * a.head_dim + d + v * kWidth);
     for (int r = 0; r < kRows; r++) {
@@ -502,10 +548,11 @@ static void narrow_sums(const Attention& a, const Running& run, const T* values,
 }
 
 template <int kRows, class T>
-static void add_narrow_values(const Attention& a, const Running& run, const T* values, int64_t count, int64_t row) {
+static void add_narrow_values(const Attention& a, const Running& run, const T* values, int64_t count, int64_t row,
+                              Upcoming& next) {
   int64_t d = 0;
-  for (; d + 4 * kWidth <= a.head_dim; d += 4 * kWidth) narrow_sums<kRows, 4>(a, run, values, count, row, d);
-  for (; d + kWidth <= a.head_dim; d += kWidth) narrow_sums<kRows, 1>(a, run, values, count, row, d);
+  for (; d + 4 * kWidth <= a.head_dim; d += 4 * kWidth) narrow_sums<kRows, 4>(a, run, values, count, row, d, next);
+  for (; d + kWidth <= a.head_dim; d += kWidth) narrow_sums<kRows, 1>(a, run, values, count, row, d, next);
   for (; d < a.head_dim; d++)
     for (int64_t r = row; r < row + kRows; r++) {
       // Each product is rounded with its sum, whatever the compiler makes of the loops around: as in the vectors.
@@ -525,34 +572,70 @@ static void for_rows(int64_t rows, const Act& act) {
   for (; row < rows; row++) act(Count<1>(), row);
 }
 
+// `count` keys and values, and meanwhile those that come next are brought in.
 template <class T>
 static void attend_narrow(const Attention& a, const Running& run, const T* keys, const T* values, int64_t key,
-                          int64_t count) {
-  for_rows(run.rows, [&](auto rows, int64_t row) { narrow_scores<decltype(rows)::value>(a, run, keys, count, row); });
+                          int64_t count, Upcoming next_keys, Upcoming next_values) {
+  for_rows(run.rows, [&](auto rows, int64_t row) {
+    narrow_scores<decltype(rows)::value>(a, run, keys, count, row, next_keys);
+  });
+  next_keys.bring(next_keys.end - next_keys.at);
   narrow_softmax(a, run, key, count);
-  for_rows(run.rows,
-           [&](auto rows, int64_t row) { add_narrow_values<decltype(rows)::value>(a, run, values, count, row); });
+  for_rows(run.rows, [&](auto rows, int64_t row) {
+    add_narrow_values<decltype(rows)::value>(a, run, values, count, row, next_values);
+  });
+  next_values.bring(next_values.end - next_values.at);
 }
 
 static void prefetch(const void* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
+// The keys, or values, from `key` to `last` that are taken at once.
+static int64_t num_keys(const Attention& a, int64_t key, int64_t last) {
+  return std::min(std::min(a.block_size - key % a.block_size, last + 1 - key), kKeys);
+}
+
+// The keys, or values, of a tile from `key` to `last` that are taken at once.
+template <class T>
+static Upcoming upcoming(const Attention& a, const AttentionTile& tile, int64_t key, int64_t last, int64_t is_value) {
+  const char* const at = reinterpret_cast<const char*>(block_of<T>(a, tile, key, is_value));
+  return {at, at + num_keys(a, key, last) * a.head_dim * static_cast<int64_t>(sizeof(T))};
+}
+
+// Whether each row sees all of these keys.
+static bool sees_all(const Attention& a, const Running& run, int64_t key, int64_t count) {
+  const int32_t first = run.position[0], last = run.position[run.rows - 1];
+  const int64_t last_of_all = a.causal ? first : a.window ? first + a.window - 1 : run.last_key;
+  return key + count - 1 <= last_of_all && (!a.window || last - key < a.window);
+}
+
+// The last key that some row of a tile sees.
+static int32_t last_key(const Attention& a, const AttentionTile& tile, const Running& run) {
+  const int64_t last = run.position[run.rows - 1], end = a.kv_lens[tile.seq] - 1;
+  return (int32_t)(a.causal ? last : a.window ? std::min(last + a.window - 1, end) : end);
 }
 
 // `count` keys and values from key `key` on, all in one block.
 template <class T>
-static void attend_keys(const Attention& a, const AttentionTile& tile, const Running& run, int64_t key,
-                        int64_t count) {
+static void attend_keys(const Attention& a, const AttentionTile& tile, const AttentionTile* next, const Running& run,
+                        int64_t key, int64_t count) {
   const T* const keys = block_of<T>(a, tile, key, 0);
   const T* const values = block_of<T>(a, tile, key, 1);
-  prefetch(values, count * a.head_dim * sizeof(T));
-  if (const int64_t next = key + count; next <= run.last_key) {
-    const int64_t in_block = a.block_size - next % a.block_size;
-    prefetch(block_of<T>(a, tile, next, 0), (in_block < kKeys ? in_block : kKeys) * a.head_dim * sizeof(T));
+  const int64_t then = key + count;
+  if (run.rows <= kFewRows) {
+    Upcoming ahead[2];
+    for (int64_t is_value = 0; is_value < 2; is_value++)
+      if (then <= run.last_key)
+        ahead[is_value] = upcoming<T>(a, tile, then, run.last_key, is_value);
+      else if (next)
+        ahead[is_value] = upcoming<T>(a, *next, first_key(a, *next), position_of(a, *next, 0), is_value);
+    return attend_narrow(a, run, keys, values, key, count, ahead[0], ahead[1]);
   }
-  if (run.rows <= kFewRows) return attend_narrow(a, run, keys, values, key, count);
-  const int32_t first = run.position[0], last = run.position[run.rows - 1];
-  const int64_t last_of_all = a.causal ? first : a.window ? first + a.window - 1 : run.last_key;
-  const bool all_seen = key + count - 1 <= last_of_all && (!a.window || last - key < a.window);
+  prefetch(values, count * a.head_dim * sizeof(T));
+  if (then <= run.last_key)
+    prefetch(block_of<T>(a, tile, then, 0), num_keys(a, then, run.last_key) * a.head_dim * sizeof(T));
+  const bool all_seen = sees_all(a, run, key, count);
   const bool half = run.rows <= kTileRows / 2;
   (half ? wide_scores<kRowVectors / 2, T> : wide_scores<kRowVectors, T>)(a, run, keys, count);
   (half ? softmax<kRowVectors / 2> : softmax<kRowVectors>)(a, run, key, count, all_seen);
@@ -560,7 +643,7 @@ static void attend_keys(const Attention& a, const AttentionTile& tile, const Run
 }
 
 template <class T, class Pool>
-static void attend_as(const Attention& a, const AttentionTile& tile, float* scratch) {
+static void attend_as(const Attention& a, const AttentionTile& tile, const AttentionTile* next, float* scratch) {
   Running run;
   run.q = scratch;
   run.sums = run.q + kTileRows * a.head_dim;
@@ -575,25 +658,20 @@ static void attend_as(const Attention& a, const AttentionTile& tile, float* scra
   run.rows = tile.end - tile.begin;
   run.paired = kHasPairs && std::is_same_v<T, Bf16> && std::is_same_v<Pool, Bf16> && run.rows > kFewRows &&
                a.head_dim % kWidth == 0;
+  run.filled = run.rows <= kFewRows ? kFewVectors * kWidth : kTileRows;
   begin_tile<T>(a, tile, run);
-  const int64_t last = run.position[run.rows - 1];
-  int64_t oldest = a.window && run.position[0] >= a.window ? run.position[0] - a.window + 1 : 0;
-  if (a.batch_invariant) oldest -= oldest % a.block_size % kKeys;  // keys are added up in the same groups in any tile
-  const int64_t end = a.kv_lens[tile.seq] - 1, newest = a.window && last + a.window - 1 < end ? last + a.window - 1 : end;
-  run.last_key = (int32_t)(a.causal ? last : newest);
-  for (int64_t key = oldest; key <= run.last_key;) {
-    const int64_t in_block = a.block_size - key % a.block_size, left = run.last_key + 1 - key;
-    int64_t count = in_block < left ? in_block : left;
-    if (count > kKeys) count = kKeys;
-    attend_keys<Pool>(a, tile, run, key, count);
+  run.last_key = last_key(a, tile, run);
+  for (int64_t key = first_key(a, tile); key <= run.last_key;) {
+    const int64_t count = num_keys(a, key, run.last_key);
+    attend_keys<Pool>(a, tile, next, run, key, count);
     key += count;
   }
   end_tile<T>(a, tile, run);
 }
 
-static void attend(const Attention& a, const AttentionTile& tile, float* scratch) {
+static void attend(const Attention& a, const AttentionTile& tile, const AttentionTile* next, float* scratch) {
   with_types(a, [&](auto t, auto pool) {
-    attend_as<std::remove_pointer_t<decltype(t)>, std::remove_pointer_t<decltype(pool)>>(a, tile, scratch);
+    attend_as<std::remove_pointer_t<decltype(t)>, std::remove_pointer_t<decltype(pool)>>(a, tile, next, scratch);
   });
 }
 

@@ -21,6 +21,7 @@ X86 = {  # instruction set -> its flags; one object each, chosen from at run tim
     "avx512": _AVX512,
     "avx2": ["-mavx2", "-mfma"],
 }
+AMX = [*X86["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
 TABLES = {"portable": "kPortable", "avx2": "kAvx2", "avx512": "kAvx512", "avx512_bf16": "kAvx512Bf16"}
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-Wno-psabi"]  # psabi: vectors as arguments, within one object only
 EXACT = "-ffp-contract=off"  # where results are equal bit by bit to numpy's
@@ -64,8 +65,17 @@ def _compile(command: list[str], include: Path, folder: Path) -> list[Path]:
             names = [f"-DJAXLLM_ISA={isa}", f"-DJAXLLM_TABLE={table}", f'-DJAXLLM_ISA_NAME="{isa}"']
             output = ["-c", str(HERE / "kernels.cc"), "-o", str(folder / f"{isa}.o")]
             jobs.append([*command, *X86.get(isa, []), *names, *output])
+    amx = AMX if is_x86 and _accepts(command, AMX) else []
+    jobs.append([*command, *amx, "-c", str(HERE / "amx.cc"), "-o", str(folder / "amx.o")])
     _wait([_start(job) for job in jobs])
     return [Path(job[-1]) for job in jobs]
+
+
+def _accepts(command: list[str], flags: list[str]) -> bool:
+    """Whether the compiler knows all of the flags."""
+    process = _start([*command, *flags, "-fsyntax-only", "-x", "c++", os.devnull])
+    process.communicate()
+    return process.returncode == 0
 
 
 def _start(command: list[str]) -> subprocess.Popen:

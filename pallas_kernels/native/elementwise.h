@@ -33,11 +33,9 @@ static inline void each_vector(int64_t count, T* to, const Act& act, const From*
 }
 
 template <class T>
-static void rotate_token(const Rotation& r, int64_t token) {
+static void rotate_heads(const Rotation& r, int64_t token, const T* x, T* y, int64_t heads) {
   const float *const sin = r.sin + token * r.pairs, *const cos = r.cos + token * r.pairs;
-  for (int64_t head = token * r.heads; head < (token + 1) * r.heads; head++) {
-    const T* const x = static_cast<const T*>(r.x) + head * r.head_dim;
-    T* const y = static_cast<T*>(r.y) + head * r.head_dim;
+  for (const T* const end = x + heads * r.head_dim; x < end; x += r.head_dim, y += r.head_dim) {
     if (r.interleaved) {
       for (int64_t i = 0; i < r.pairs; i++) {
         const float first = value(x + 2 * i), second = value(x + 2 * i + 1);
@@ -54,8 +52,11 @@ static void rotate_token(const Rotation& r, int64_t token) {
   }
 }
 
-static void rotate(const Rotation& r, int64_t token) {
-  (r.dtype == DType::kF32 ? rotate_token<float> : rotate_token<Bf16>)(r, token);
+static void rotate(const Rotation& r, int64_t token, const void* x, void* y, int64_t heads) {
+  if (r.dtype == DType::kF32)
+    rotate_heads(r, token, static_cast<const float*>(x), static_cast<float*>(y), heads);
+  else
+    rotate_heads(r, token, static_cast<const Bf16*>(x), static_cast<Bf16*>(y), heads);
 }
 
 static inline Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
@@ -66,18 +67,21 @@ static inline Floats gelu_tanh(Floats x) {
   return x / (1.0f + exp(-twice_u));
 }
 
-template <class T>
-static void gate_token(const Gated& g, int64_t token) {
-  const T* const gate = static_cast<const T*>(g.x) + 2 * token * g.width;
-  T* const y = static_cast<T*>(g.y) + token * g.width;
+template <class From, class T>
+static void gate_row(const Gated& g, const void* gate, const void* up, void* y) {
+  const From *const first = static_cast<const From*>(gate), *const second = static_cast<const From*>(up);
   if (g.is_gelu)
-    each_vector(g.width, y, [](Floats a, Floats b) { return gelu_tanh(a) * b; }, gate, gate + g.width);
+    each_vector(g.width, static_cast<T*>(y), [](Floats a, Floats b) { return gelu_tanh(a) * b; }, first, second);
   else
-    each_vector(g.width, y, [](Floats a, Floats b) { return silu(a) * b; }, gate, gate + g.width);
+    each_vector(g.width, static_cast<T*>(y), [](Floats a, Floats b) { return silu(a) * b; }, first, second);
 }
 
-static void gate(const Gated& g, int64_t token) {
-  (g.dtype == DType::kF32 ? gate_token<float> : gate_token<Bf16>)(g, token);
+static void gate(const Gated& g, const void* gate, const void* up, void* y) {
+  const bool is_f32 = g.dtype == DType::kF32;
+  if (g.from == DType::kF32)
+    (is_f32 ? gate_row<float, float> : gate_row<float, Bf16>)(g, gate, up, y);
+  else
+    gate_row<Bf16, Bf16>(g, gate, up, y);
 }
 
 // As it is once it has been stored as T.

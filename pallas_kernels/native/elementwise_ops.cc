@@ -1,5 +1,6 @@
 // The custom calls of what lies between products: they check shapes and divide tokens among threads.
 #include <algorithm>
+#include <cstring>
 
 #include "kernels.h"
 #include "parallel.h"
@@ -25,30 +26,69 @@ void each_token(ffi::ThreadPool& pool, int64_t tokens, int64_t numbers, const Wo
   });
 }
 
+// Sets `r` to the angles of heads x[tokens, ..., head_dim]; false if they don't go together.
+bool find(const ffi::AnyBuffer& x, const Floats2D& sin, const Floats2D& cos, bool interleaved, Rotation& r) {
+  const auto xs = x.dimensions(), ss = sin.dimensions();
+  r.sin = sin.typed_data(), r.cos = cos.typed_data();
+  r.head_dim = xs.back(), r.pairs = ss[1], r.interleaved = interleaved;
+  return ss[0] == xs[0] && 2 * ss[1] <= xs.back() && cos.element_count() == sin.element_count() &&
+         find(x.element_type(), r.dtype);
+}
+
+int64_t size_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
 ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats2D sin, Floats2D cos, NumRows num_rows,
                   ffi::Result<ffi::AnyBuffer> y, bool interleaved) {
-  const auto xs = x.dimensions(), ss = sin.dimensions();
-  Rotation r{x.untyped_data(), y->untyped_data(), sin.typed_data(), cos.typed_data()};
-  if (xs.size() != 3 || ss[0] != xs[0] || 2 * ss[1] > xs[2] || cos.element_count() != sin.element_count() ||
-      y->element_count() != x.element_count() || y->element_type() != x.element_type() ||
-      !find(x.element_type(), r.dtype) || !is_one_or_none(num_rows))
+  const auto xs = x.dimensions();
+  Rotation r{};
+  if (xs.size() != 3 || !find(x, sin, cos, interleaved, r) || y->element_count() != x.element_count() ||
+      y->element_type() != x.element_type() || !is_one_or_none(num_rows))
     return ffi::Error::InvalidArgument("jaxllm_rotate: shapes or dtypes don't go together");
-  r.heads = xs[1], r.head_dim = xs[2], r.pairs = ss[1], r.interleaved = interleaved;
-  const int64_t tokens = used_rows(num_rows, xs[0]);
-  each_token(pool, tokens, xs[1] * xs[2], [&](int64_t token) { kernels().rotate(r, token); });
+  const int64_t tokens = used_rows(num_rows, xs[0]), bytes = xs[1] * xs[2] * size_of(r.dtype);
+  each_token(pool, tokens, xs[1] * xs[2], [&](int64_t token) {
+    const int64_t at = token * bytes;
+    kernels().rotate(r, token, static_cast<char*>(x.untyped_data()) + at, static_cast<char*>(y->untyped_data()) + at, xs[1]);
+  });
+  return ffi::Error::Success();
+}
+
+// Of qkv [tokens, kv_heads, group + 2, head_dim]: queries and keys, rotated, and values, each by themselves.
+ffi::Error rotate_qkv(ffi::ThreadPool pool, ffi::AnyBuffer qkv, Floats2D sin, Floats2D cos, NumRows num_rows,
+                      ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v,
+                      bool interleaved) {
+  const auto xs = qkv.dimensions();
+  Rotation r{};
+  const auto dtype = qkv.element_type();
+  if (xs.size() != 4 || xs[2] < 3 || !find(qkv, sin, cos, interleaved, r) || q->element_type() != dtype ||
+      k->element_type() != dtype || v->element_type() != dtype || !is_one_or_none(num_rows) ||
+      static_cast<int64_t>(k->element_count()) != xs[0] * xs[1] * xs[3] || v->element_count() != k->element_count() ||
+      q->element_count() + 2 * k->element_count() != qkv.element_count())
+    return ffi::Error::InvalidArgument("jaxllm_rotate_qkv: shapes or dtypes don't go together");
+  const int64_t kv_heads = xs[1], group = xs[2] - 2, head = xs[3] * size_of(r.dtype);
+  each_token(pool, used_rows(num_rows, xs[0]), kv_heads * xs[2] * xs[3], [&](int64_t token) {
+    for (int64_t i = token * kv_heads; i < (token + 1) * kv_heads; i++) {
+      const char* const from = static_cast<const char*>(qkv.untyped_data()) + i * xs[2] * head;
+      kernels().rotate(r, token, from, static_cast<char*>(q->untyped_data()) + i * group * head, group);
+      kernels().rotate(r, token, from + group * head, static_cast<char*>(k->untyped_data()) + i * head, 1);
+      std::memcpy(static_cast<char*>(v->untyped_data()) + i * head, from + (group + 1) * head, head);
+    }
+  });
   return ffi::Error::Success();
 }
 
 ffi::Error gated(ffi::ThreadPool pool, ffi::AnyBuffer x, NumRows num_rows, ffi::Result<ffi::AnyBuffer> y,
                  bool is_gelu) {
   const auto xs = x.dimensions();
-  Gated g{x.untyped_data(), y->untyped_data()};
+  DType dtype;
   if (xs.size() != 3 || xs[1] != 2 || 2 * y->element_count() != x.element_count() ||
-      y->element_type() != x.element_type() || !find(x.element_type(), g.dtype) || !is_one_or_none(num_rows))
+      y->element_type() != x.element_type() || !find(x.element_type(), dtype) || !is_one_or_none(num_rows))
     return ffi::Error::InvalidArgument("jaxllm_gated: shapes or dtypes don't go together");
-  g.width = xs[2], g.is_gelu = is_gelu;
-  const int64_t tokens = used_rows(num_rows, xs[0]);
-  each_token(pool, tokens, xs[2], [&](int64_t token) { kernels().gate(g, token); });
+  const Gated g{xs[2], is_gelu, dtype, dtype};
+  const int64_t row = xs[2] * size_of(dtype);
+  each_token(pool, used_rows(num_rows, xs[0]), xs[2], [&](int64_t token) {
+    const char* const gate = static_cast<const char*>(x.untyped_data()) + 2 * token * row;
+    kernels().gate(g, gate, gate + row, static_cast<char*>(y->untyped_data()) + token * row);
+  });
   return ffi::Error::Success();
 }
 
@@ -82,6 +122,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_rotate, jaxllm::rotate,
                                   .Arg<Floats2D>()
                                   .Arg<Floats2D>()
                                   .Arg<jaxllm::NumRows>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("interleaved"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_rotate_qkv, jaxllm::rotate_qkv,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Floats2D>()
+                                  .Arg<Floats2D>()
+                                  .Arg<jaxllm::NumRows>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("interleaved"));
 

@@ -67,12 +67,16 @@ void pack_rows(xla::ffi::ThreadPool& pool, const std::vector<ExpertTile>& tiles,
 template <class T>
 void multiply(const Weight& weight, const ExpertTile& tile, const T* from, int64_t begin, int64_t end) {
   if (tile.q.gemm.groups > 1) return weight.multiply(tile.q, begin, end);
-  thread_local std::vector<float> copy;
-  const size_t size = tile.rows() * tile.q.gemm.units();
-  if (copy.size() < size) copy.resize(size);
   QuantizedGemm q = tile.q;
-  pack(q.gemm, from + tile.first * q.gemm.k, copy.data(), 0);
-  q.gemm.x = copy.data();
+  const T* const rows = from + tile.first * q.gemm.k;
+  q.gemm.x = as_read(q.gemm, rows);
+  if (!q.gemm.x) {
+    thread_local std::vector<float> copy;
+    const size_t size = tile.rows() * q.gemm.units();
+    if (copy.size() < size) copy.resize(size);
+    pack(q.gemm, rows, copy.data(), 0);
+    q.gemm.x = copy.data();
+  }
   weight.multiply(q, begin, end);
 }
 

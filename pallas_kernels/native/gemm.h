@@ -372,37 +372,55 @@ static void gemm_by_dots(const Gemm& g, int64_t begin, int64_t end) {
   for (; n < end; n++) dot_rows<1, U>(g, n);
 }
 
-// Rows [height, k] to [units, height], a square of both at a time.
+// kCount rows of T to columns of `to`, of which a unit has `height`, a square of both at a time. A whole vector reaches into
+// the next unit, which is written later: it may, before `end`, if the unit has no other rows.
+template <int kCount, class U, class T>
+static void pack_rows(const T* rows, int64_t k, int64_t height, float* to, const float* end) {
+  const int64_t units = (k + U::kRows - 1) / U::kRows, whole = k / U::kRows / kWidth * kWidth;
+  const auto save = [&](int64_t u, int64_t count, Floats* square) {
+    transpose(square);
+    float* at = to + u * height;
+    if (kCount == kWidth || (height == kCount && at + (count - 1) * height + kWidth <= end)) {
+      for (int64_t i = 0; i < count; i++, at += height) store(at, square[i]);
+      return;
+    }
+    for (int64_t i = 0; i < count; i++, at += height) {
+      float some[kWidth];
+      store(some, square[i]);
+      std::copy_n(some, kCount, at);
+    }
+  };
+  for (int64_t u = 0; u < whole; u += kWidth) {
+    Floats square[kWidth] = {};
+    for (int r = 0; r < kCount; r++) square[r] = U::read_along(rows + r * k + u * U::kRows);
+    save(u, kWidth, square);
+  }
+  if (whole == units) return;
+  Floats square[kWidth] = {};
+  for (int r = 0; r < kCount; r++) {
+    T padded[kWidth * U::kRows] = {};
+    std::copy_n(rows + r * k + whole * U::kRows, k - whole * U::kRows, padded);
+    square[r] = U::read_along(padded);
+  }
+  save(whole, units - whole, square);
+}
+
+template <class U, class T, int kCount = kWidth>
+static auto packing_of(int64_t count) -> void (*)(const T*, int64_t, int64_t, float*, const float*) {
+  if constexpr (kCount > 1) {
+    if (count < kCount) return packing_of<U, T, kCount - 1>(count);
+  }
+  return pack_rows<kCount, U, T>;
+}
+
+// Rows [height, k] to [units, height].
 template <class U, class T>
 static void pack_as(const T* rows, int64_t height, int64_t k, float* to) {
-  const int64_t units = (k + U::kRows - 1) / U::kRows, whole = k / U::kRows / kWidth * kWidth, size = units * height;
-  for (int64_t u = 0; u < units; u += kWidth)
-    for (int64_t first = 0; first < height; first += kWidth) {
-      const int64_t count = std::min<int64_t>(kWidth, height - first), last = std::min<int64_t>(kWidth, units - u);
-      Floats square[kWidth] = {};
-      for (int64_t r = 0; r < count; r++) {
-        const T* at = rows + (first + r) * k + u * U::kRows;
-        if (u < whole) {
-          square[r] = U::read_along(at);
-        } else {
-          T padded[kWidth * U::kRows] = {};
-          std::copy_n(at, k - u * U::kRows, padded);
-          square[r] = U::read_along(padded);
-        }
-      }
-      transpose(square);
-      for (int64_t i = 0; i < last; i++) {
-        float* const at = to + (u + i) * height + first;
-        // A whole vector reaches into the next unit, which is written later, if it has no other rows.
-        if (count == kWidth || (height < kWidth && at + kWidth <= to + size)) {
-          store(at, square[i]);
-        } else {
-          float some[kWidth];
-          store(some, square[i]);
-          std::copy_n(some, count, at);
-        }
-      }
-    }
+  const float* const end = to + (k + U::kRows - 1) / U::kRows * height;
+  for (int64_t first = 0; first < height; first += kWidth) {
+    const int64_t count = std::min<int64_t>(kWidth, height - first);
+    packing_of<U, T>(count)(rows + first * k, k, height, to + first, end);
+  }
 }
 
 static void pack(const void* rows, DType dtype, bool pairs, int64_t height, int64_t k, float* to) {

@@ -126,23 +126,19 @@ struct Best {
   int64_t vocab, k, num_tokens;
 };
 
-// y[tokens, heads, head_dim]: the first 2 * pairs features of each head turned by angles of their token.
+// The first 2 * pairs features of heads turned by angles of their token.
 struct Rotation {
-  const void* x;
-  void* y;
   const float *sin, *cos;  // [tokens, pairs]
-  int64_t heads, head_dim, pairs;
+  int64_t head_dim, pairs;
   bool interleaved;  // whether pairs are neighbours, not one of each half
-  DType dtype;       // of x and y
+  DType dtype;
 };
 
-// y[tokens, width]: the activation of x[:, 0] times x[:, 1], of x [tokens, 2, width].
+// The activation of `width` numbers times as many others.
 struct Gated {
-  const void* x;
-  void* y;
   int64_t width;
-  bool is_gelu;  // by tanh; else it is silu
-  DType dtype;   // of x and y
+  bool is_gelu;       // by tanh; else it is silu
+  DType from, dtype;  // of them and of the result
 };
 
 // y[rows, width]: rows of x, or of x + added, over their root mean square, times scale; and `sum` the rows of x + added.
@@ -159,11 +155,11 @@ struct RmsNorm {
 
 struct Kernels {
   const char* name;
-  bool pairs;  // whether products of bfloat16 take a Gemm's x in pairs
+  bool pairs;  // whether products of bfloat16 take a Gemm's x in pairs,
+  bool reads_rows;  // and those of a w that isn't transposed read it without groups
   int64_t columns;  // a Gemm's columns are best divided at multiples of it
   int64_t group_rows;  // of a Gemm, at most
-  int64_t tile_rows;  // query rows of a tile of attention, at most
-  int64_t few_rows;   // likewise, of one whose rows are computed as if each were alone
+  int64_t (*tile_rows)(const Attention&);  // query rows of a tile of attention, at most
   void (*round)(const float* from, Bf16* to, int64_t count);  // to the nearest, to even if there are two
   // Rows [height, k] of a Gemm's x as it reads them: [units, height].
   void (*pack)(const void* rows, DType dtype, bool pairs, int64_t height, int64_t k, float* to);
@@ -175,8 +171,8 @@ struct Kernels {
   void (*panel_gemm)(const PanelGemm&, int64_t begin, int64_t end);  // panels begin to end
   // Writes K and V of tokens begin to end of sequence `seq`, counted from its first in the batch, into the pool.
   void (*write_kv)(const Attention&, int64_t seq, int64_t begin, int64_t end);
-  // `scratch` holds `scratch_floats`.
-  void (*attend)(const Attention&, const AttentionTile&, float* scratch);
+  // `scratch` holds `scratch_floats`. The first keys of `next`, unless it is null, are brought in.
+  void (*attend)(const Attention&, const AttentionTile&, const AttentionTile* next, float* scratch);
   int64_t (*scratch_floats)(const Attention&);
   // Of one row each; `scratch` holds `draw_floats` or `best_floats`.
   void (*normalize)(const Rows&, int64_t row);
@@ -184,9 +180,9 @@ struct Kernels {
   void (*best)(const Best&, int64_t row, float* scratch);
   int64_t (*draw_floats)(int64_t vocab);
   int64_t (*best_floats)(int64_t vocab, int64_t k);
-  // Of one token.
-  void (*rotate)(const Rotation&, int64_t token);
-  void (*gate)(const Gated&, int64_t token);
+  // Of one token: y[heads, head_dim] of x.
+  void (*rotate)(const Rotation&, int64_t token, const void* x, void* y, int64_t heads);
+  void (*gate)(const Gated&, const void* gate, const void* up, void* y);
   // Of one row.
   void (*rms_norm)(const RmsNorm&, int64_t row);
 };
@@ -195,6 +191,9 @@ extern const Kernels kPortable;
 #if defined(__x86_64__)
 extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
 #endif
+
+// Those for AMX; null where the CPU has none, the system gives none to this process, or the compiler knows none.
+const Kernels* amx_kernels();
 
 const Kernels& kernels();  // of the best instruction set that this CPU has, or the one that a test has chosen
 

@@ -9,6 +9,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "products.h"
+#include "weights.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -27,7 +28,10 @@ std::vector<const Kernels*> all_kernels() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq")) {
-    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) all.push_back(&kAvx512Bf16);
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
+      if (const Kernels* const amx = amx_kernels()) all.push_back(amx);
+      all.push_back(&kAvx512Bf16);
+    }
     all.push_back(&kAvx512);
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) all.push_back(&kAvx2);
@@ -48,75 +52,116 @@ const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
 namespace {
 
 constexpr int64_t kLeastAlone = 64;   // rows of a thread, at least, for which it reads all of a weight alone,
-constexpr int64_t kMostAtOnce = 256;  // and at most
+constexpr int64_t kMostAtOnce = 256;  // and at most; of kernels that read rows without groups, both
 constexpr int64_t kRoundedFloats = 128 << 10;  // sums that the second cache holds until they are rounded
 
-// Columns begin to end of y, some at a time.
-void multiply_rounding(const Gemm& gemm, Bf16* y, int64_t begin, int64_t end) {
-  const int64_t step = kernels().columns, rows = gemm.rows;
-  const int64_t columns = std::min(std::max<int64_t>(kRoundedFloats / rows / step, 1) * step, end - begin);
-  thread_local std::vector<float> sums;
-  if (sums.size() < static_cast<size_t>(rows * columns)) sums.resize(rows * columns);
-  Gemm part = gemm;
-  part.y = sums.data(), part.ldy = columns;
-  for (part.first = begin; part.first < end; part.first += columns) {
-    const int64_t count = std::min(columns, end - part.first);
-    kernels().gemm(part, part.first, part.first + count);
-    for (int64_t row = 0; row < rows; row++)
-      kernels().round(part.at(row, part.first), y + row * gemm.n + part.first, count);
+// What becomes of the sums of a product: they stay, or are rounded, or those of the first half of the columns are an
+// activation's that multiplies those of the other half.
+struct Output {
+  void* y;  // [rows, n]
+  int64_t n;
+  DType dtype;
+  bool is_gated, is_gelu;
+
+  bool is_of_sums() const { return !is_gated && dtype == DType::kF32; }
+
+  void* at(int64_t row, int64_t column) const {
+    return static_cast<char*>(y) + (row * n + column) * (dtype == DType::kF32 ? 4 : 2);
   }
+};
+
+// Columns begin to end of the output, some at a time, of its rows from `first` on.
+void multiply_some(const Gemm& gemm, const Output& out, int64_t first, int64_t begin, int64_t end) {
+  const int64_t step = kernels().columns, rows = gemm.rows, halves = out.is_gated ? 2 : 1;
+  const int64_t columns = std::min(std::max<int64_t>(kRoundedFloats / (rows * halves) / step, 1) * step, end - begin);
+  thread_local std::vector<float> sums;
+  if (sums.size() < static_cast<size_t>(rows * columns * halves)) sums.resize(rows * columns * halves);
+  Gemm part = gemm;
+  part.ldy = columns * halves;
+  for (int64_t at = begin; at < end; at += columns) {
+    const int64_t count = std::min(columns, end - at);
+    for (int64_t half = 0; half < halves; half++) {
+      part.y = sums.data() + half * columns, part.first = half * out.n + at;
+      kernels().gemm(part, part.first, part.first + count);
+    }
+    for (int64_t row = 0; row < rows; row++) {
+      const float* const from = sums.data() + row * part.ldy;
+      void* const to = out.at(first + row, at);
+      if (out.is_gated)
+        kernels().gate({count, out.is_gelu, DType::kF32, out.dtype}, from, from + columns, to);
+      else
+        kernels().round(from, static_cast<Bf16*>(to), count);
+    }
+  }
+}
+
+// Columns begin to end of the output's rows from `first` on, which are the rows of `gemm`.
+void multiply(Gemm gemm, const Output& out, int64_t first, int64_t begin, int64_t end) {
+  if (!out.is_of_sums()) return multiply_some(gemm, out, first, begin, end);
+  gemm.y = static_cast<float*>(out.at(first, 0));
+  kernels().gemm(gemm, begin, end);
 }
 
 // Each thread's rows by themselves: it reads what it has written, and packs its rows where it multiplies them. `gemm` says
 // nothing of rows yet.
 template <class T>
-void multiply_by_rows(ffi::ThreadPool& pool, const Gemm& gemm, const T* x, int64_t rows, void* y, bool rounds) {
+void multiply_by_rows(ffi::ThreadPool& pool, const Gemm& gemm, const T* x, int64_t rows, const Output& out) {
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1), parts = threads * ((rows - 1) / (threads * kMostAtOnce) + 1);
   parallel(pool, parts, [&](int64_t part) {
     const int64_t first = rows * part / parts;
     Gemm own = gemm;
     take_rows(own, rows * (part + 1) / parts - first, false);
-    thread_local std::vector<float> packed;
-    if (packed.size() < static_cast<size_t>(own.rows * own.units())) packed.resize(own.rows * own.units());
-    for (int64_t i = 0; i < own.groups; i++) pack(own, x + first * own.k, packed.data(), i);
-    own.x = packed.data();
-    if (rounds) {
-      multiply_rounding(own, static_cast<Bf16*>(y) + first * own.n, 0, own.n);
-    } else {
-      own.y = static_cast<float*>(y) + first * own.n;
-      kernels().gemm(own, 0, own.n);
+    own.x = as_read(own, x + first * own.k);
+    if (!own.x) {
+      thread_local std::vector<float> packed;
+      if (packed.size() < static_cast<size_t>(own.rows * own.units())) packed.resize(own.rows * own.units());
+      for (int64_t i = 0; i < std::max<int64_t>(own.groups, 1); i++) pack(own, x + first * own.k, packed.data(), i);
+      own.x = packed.data();
     }
+    multiply(own, out, first, 0, out.n);
   });
 }
 
-ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, NumRows num_rows,
-                  ffi::Result<ffi::AnyBuffer> y, bool transposed, bool batch_invariant) {
-  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y->dimensions();
-  const bool is_f32 = x.element_type() == ffi::F32, rounds = y->element_type() != ffi::F32;
+// y[rows, n], or where it is gated [rows, n / 2], of x[rows, k] and w[k, n].
+ffi::Error multiply_all(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::AnyBuffer& w, NumRows& num_rows, ffi::AnyBuffer& y,
+                        bool transposed, bool batch_invariant, Output out, const char* name) {
+  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y.dimensions();
+  const bool is_f32 = x.element_type() == ffi::F32;
   if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || ws[transposed ? 1 : 0] != xs[1] || ys[0] != xs[0] ||
-      ys[1] != ws[transposed ? 0 : 1] || !is_one_or_none(num_rows) || (!is_f32 && x.element_type() != ffi::BF16) ||
-      w.element_type() != x.element_type() || (rounds && y->element_type() != x.element_type()))
-    return ffi::Error::InvalidArgument("jaxllm_matmul: shapes or dtypes don't go together");
-  const int64_t rows = used_rows(num_rows, xs[0]), k = xs[1], n = ys[1];
+      ws[transposed ? 0 : 1] != ys[1] * (out.is_gated ? 2 : 1) || !is_one_or_none(num_rows) ||
+      !find(y.element_type(), out.dtype) || (!is_f32 && x.element_type() != ffi::BF16) ||
+      w.element_type() != x.element_type() || (out.dtype != DType::kF32 && is_f32))
+    return ffi::Error::InvalidArgument(std::string(name) + ": shapes or dtypes don't go together");
+  const int64_t rows = used_rows(num_rows, xs[0]), k = xs[1], n = ws[transposed ? 0 : 1];
   if (rows == 0) return ffi::Error::Success();
-  Gemm gemm{nullptr, w.untyped_data(), static_cast<float*>(y->untyped_data()), rows, k, n, 0,
-            is_f32 ? DType::kF32 : DType::kBf16, transposed, !is_f32 && kernels().pairs};
-  if (rows >= pool.num_threads() * kLeastAlone && !(transposed && batch_invariant)) {
+  out.y = y.untyped_data(), out.n = ys[1];
+  Gemm gemm{nullptr, w.untyped_data(), nullptr, rows, k, n, 0, is_f32 ? DType::kF32 : DType::kBf16, transposed,
+            !is_f32 && kernels().pairs};
+  const int64_t least = gemm.pairs && kernels().reads_rows ? kMostAtOnce : kLeastAlone;
+  if (rows >= pool.num_threads() * least && !(transposed && batch_invariant)) {
     if (is_f32)
-      multiply_by_rows(pool, gemm, static_cast<const float*>(x.untyped_data()), rows, y->untyped_data(), false);
+      multiply_by_rows(pool, gemm, static_cast<const float*>(x.untyped_data()), rows, out);
     else
-      multiply_by_rows(pool, gemm, static_cast<const Bf16*>(x.untyped_data()), rows, y->untyped_data(), rounds);
+      multiply_by_rows(pool, gemm, static_cast<const Bf16*>(x.untyped_data()), rows, out);
     return ffi::Error::Success();
   }
   take_rows(gemm, rows, transposed && (batch_invariant || rows <= kDotRows));
   const std::unique_ptr<float[]> copy = pack_rows(pool, gemm, x);
-  each_part(pool, gemm, k * n * (is_f32 ? 4 : 2), [&](int64_t begin, int64_t end) {
-    if (rounds)
-      multiply_rounding(gemm, static_cast<Bf16*>(y->untyped_data()), begin, end);
-    else
-      kernels().gemm(gemm, begin, end);
-  });
+  each_part(pool, rows, out.n, k * n * (is_f32 ? 4 : 2),
+            [&](int64_t begin, int64_t end) { multiply(gemm, out, 0, begin, end); });
   return ffi::Error::Success();
+}
+
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, NumRows num_rows,
+                  ffi::Result<ffi::AnyBuffer> y, bool transposed, bool batch_invariant) {
+  return multiply_all(pool, x, w, num_rows, *y, transposed, batch_invariant, {}, "jaxllm_matmul");
+}
+
+ffi::Error gated_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, NumRows num_rows,
+                        ffi::Result<ffi::AnyBuffer> y, bool batch_invariant, bool is_gelu) {
+  Output out{};
+  out.is_gated = true, out.is_gelu = is_gelu;
+  return multiply_all(pool, x, w, num_rows, *y, false, batch_invariant, out, "jaxllm_gated_matmul");
 }
 
 // What in the batch points outside of the arrays, or an empty string.
@@ -135,10 +180,12 @@ std::string fault(const Attention& a, int64_t tokens, int64_t seqs, int64_t num_
 }
 
 constexpr int64_t kWriteTokens = 64;  // whose K and V one part writes
+constexpr int64_t kTurns = 8;         // of each thread, at least where there are many tiles: some take longer than others
+constexpr int64_t kMostTogether = 8;  // tiles of a part: a tile brings in what the next one begins with
 
 void write_and_attend(ffi::ThreadPool& pool, const Attention& a, int64_t seqs) {
   const Kernels& best = kernels();
-  const int64_t group = a.heads / a.kv_heads, rows = a.batch_invariant ? best.few_rows : best.tile_rows;
+  const int64_t group = a.heads / a.kv_heads, rows = best.tile_rows(a);
   std::vector<AttentionTile> writes, tiles;
   for (int64_t s = 0; s < seqs; s++) {
     const int64_t q_len = a.cu_q_lens[s + 1] - a.cu_q_lens[s];
@@ -152,11 +199,16 @@ void write_and_attend(ffi::ThreadPool& pool, const Attention& a, int64_t seqs) {
     parallel(pool, writes.size(), write);
   else
     for (size_t i = 0; i < writes.size(); i++) write(i);
-  parallel(pool, tiles.size(), [&](int64_t i) {
+  std::reverse(tiles.begin(), tiles.end());  // chunks, which take long, come last in a batch
+  const int64_t count = tiles.size(), threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t together = std::clamp<int64_t>(count / (kTurns * threads), 1, kMostTogether);
+  parallel(pool, (count + together - 1) / together, [&](int64_t part) {
     thread_local std::vector<float> scratch;
     const size_t floats = best.scratch_floats(a);
     if (scratch.size() < floats) scratch.resize(floats);
-    best.attend(a, tiles[tiles.size() - 1 - i], scratch.data());  // chunks, which take long, come last in a batch
+    const int64_t end = std::min((part + 1) * together, count);
+    for (int64_t i = part * together; i < end; i++)
+      best.attend(a, tiles[i], i + 1 < end ? &tiles[i + 1] : nullptr, scratch.data());
   });
 }
 
@@ -220,6 +272,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_matmul, jaxllm::matmul,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("transposed")
                                   .Attr<bool>("batch_invariant"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_gated_matmul, jaxllm::gated_matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<jaxllm::NumRows>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("batch_invariant")
+                                  .Attr<bool>("is_gelu"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_paged_attention, jaxllm::paged_attention,
                               ffi::Ffi::Bind()

@@ -19,7 +19,15 @@ constexpr int64_t kWidePart = 512;        // columns that a part has at least if
 // Says how `rows` rows of x are read: each by itself, or by groups.
 inline void take_rows(Gemm& gemm, int64_t rows, bool each) {
   gemm.rows = rows;
+  each |= gemm.pairs && !gemm.transposed && kernels().reads_rows;
   gemm.groups = each ? 0 : (rows + kernels().group_rows - 1) / kernels().group_rows;
+}
+
+// The rows from x on if the kernel reads them as they lie, or null.
+template <class T>
+const float* as_read(const Gemm& gemm, const T* x) {
+  const bool is_read_so = std::is_same_v<T, float> || (gemm.pairs && gemm.k % 2 == 0);
+  return is_read_so && (gemm.groups == 0 || gemm.rows == 1) ? reinterpret_cast<const float*>(x) : nullptr;
 }
 
 // Group `i` of the rows of x as the kernel reads it (see Gemm). Without groups all of the rows.
@@ -47,17 +55,16 @@ void prepare(xla::ffi::ThreadPool& pool, const Gemm& gemm, const T* x, float* to
 
 // Lets `gemm` read x as the kernel does, from the copy that it returns if it has made one.
 inline std::unique_ptr<float[]> pack_rows(xla::ffi::ThreadPool& pool, Gemm& gemm, const xla::ffi::AnyBuffer& x) {
-  const bool is_f32 = x.element_type() == xla::ffi::F32;
-  gemm.x = static_cast<const float*>(x.untyped_data());
-  const bool is_read_so = is_f32 || (gemm.pairs && gemm.k % 2 == 0);
-  if (is_read_so && (gemm.groups == 0 || gemm.rows == 1)) return nullptr;
-  std::unique_ptr<float[]> copy(new float[gemm.rows * gemm.units()]);  // not a vector, which would write zeros first
-  gemm.x = copy.get();
-  if (is_f32)
-    prepare(pool, gemm, static_cast<const float*>(x.untyped_data()), copy.get());
-  else
-    prepare(pool, gemm, static_cast<const Bf16*>(x.untyped_data()), copy.get());
-  return copy;
+  const auto pack_from = [&](const auto* from) -> std::unique_ptr<float[]> {
+    gemm.x = as_read(gemm, from);
+    if (gemm.x) return nullptr;
+    std::unique_ptr<float[]> copy(new float[gemm.rows * gemm.units()]);  // not a vector, which would write zeros first
+    gemm.x = copy.get();
+    prepare(pool, gemm, from, copy.get());
+    return copy;
+  };
+  if (x.element_type() == xla::ffi::F32) return pack_from(static_cast<const float*>(x.untyped_data()));
+  return pack_from(static_cast<const Bf16*>(x.untyped_data()));
 }
 
 // Sums, and where they go in bfloat16 (null: they stay), of rows of n.
@@ -79,14 +86,14 @@ inline int64_t num_parts(const xla::ffi::ThreadPool& pool, int64_t size, int64_t
   return std::clamp<int64_t>(bytes / kPartBytes, 1, wanted);
 }
 
-// Calls work(begin, end) for all columns of w, which has `bytes`.
+// Calls work(begin, end) for all of n columns, for which `bytes` of w are read.
 template <class Work>
-void each_part(xla::ffi::ThreadPool& pool, const Gemm& gemm, int64_t bytes, const Work& work) {
-  if (gemm.rows == 0 || gemm.n == 0) return;
-  const int64_t step = kernels().columns, parts = num_parts(pool, gemm.n, bytes);
-  const int64_t columns = ((gemm.n + parts - 1) / parts + step - 1) / step * step;
-  parallel(pool, (gemm.n + columns - 1) / columns,
-           [&](int64_t part) { work(part * columns, std::min((part + 1) * columns, gemm.n)); });
+void each_part(xla::ffi::ThreadPool& pool, int64_t rows, int64_t n, int64_t bytes, const Work& work) {
+  if (rows == 0 || n == 0) return;
+  const int64_t step = kernels().columns, parts = num_parts(pool, n, bytes);
+  const int64_t columns = ((n + parts - 1) / parts + step - 1) / step * step;
+  parallel(pool, (n + columns - 1) / columns,
+           [&](int64_t part) { work(part * columns, std::min((part + 1) * columns, n)); });
 }
 
 }  // namespace jaxllm

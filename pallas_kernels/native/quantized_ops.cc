@@ -38,7 +38,7 @@ ffi::Error quantized_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     q.gemm.y = sums.get();
   }
   const Sums done{q.gemm.y, rounds ? static_cast<Bf16*>(y->untyped_data()) : nullptr, n};
-  each_part(pool, q.gemm, q.gemm.k * n, [&](int64_t begin, int64_t end) {
+  each_part(pool, q.gemm.rows, n, q.gemm.k * n, [&](int64_t begin, int64_t end) {
     kernels().quantized_gemm(q, begin, end);
     done.round(0, rows, begin, end);
   });

@@ -1,4 +1,5 @@
 from jaxllm.pallas_kernels.paged_attention.api import KV_AXES as KV_AXES
+from jaxllm.pallas_kernels.paged_attention.api import first_key_multiple as first_key_multiple
 from jaxllm.pallas_kernels.paged_attention.api import has_kernel as has_kernel
 from jaxllm.pallas_kernels.paged_attention.api import kv_shape as kv_shape
 from jaxllm.pallas_kernels.paged_attention.api import ragged_paged_attention as ragged_paged_attention

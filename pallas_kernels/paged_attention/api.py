@@ -10,11 +10,21 @@ _PREFERRED = {"cpu": ("native", "cpu"), "tpu": ("tpu",), "gpu": ("gpu",)}
 OP = Op(
     package=__package__ or "",
     name="ragged_paged_attention",
-    implementations=("reference", "cpu", "native", "tpu", "gpu"),
+    implementations=("reference", "cpu", "native", "tpu", "gpu", "gpu_in_order"),
     preferred=_PREFERRED,
     on_mesh=_PREFERRED,  # each device attends to its own heads, under `shard_map`
     warns=True,
 )
+
+# Where a token's result depends on no other token of the step, and what says so.
+IN_ORDER: dict[str, tuple[str, dict[str, bool]]] = {
+    "cpu": ("native", {"batch_invariant": True}),
+    "gpu": ("gpu_in_order", {}),
+    "tpu": ("tpu", {"batch_invariant": True}),
+}
+
+# Such kernels add up keys in tiles from position 0 on: positions may be counted from multiples of this alone.
+_KEYS_IN_ORDER = {"gpu": 64, "tpu": 512}
 
 # Logical axes of a layer's pool. Blocks are head-major: the keys of one head are contiguous, so that a block is a
 # matrix operand in place (on a CPU ten times faster than token-major blocks).
@@ -29,8 +39,17 @@ def kv_shape(num_blocks: int, block_size: int, kv_heads: int, head_dim: int, *, 
     return (num_blocks, 2, kv_heads, block_size, -(-head_dim // lanes) * lanes)
 
 
+def first_key_multiple(placement: Placement) -> int:
+    """Tokens at whose multiples a sequence may begin, where blocks before its window are left out: positions count from
+    there. 1 if it doesn't matter."""
+    return _KEYS_IN_ORDER.get(placement.platform or "", 1) if placement.batch_invariant else 1
+
+
 def has_kernel(q: AnyArray, k: AnyArray, v: AnyArray, kv_pool: AnyArray, *, placement: Placement) -> bool:
     """Whether one serves arrays of these shapes and dtypes there, rather than the reference."""
+    if placement.batch_invariant:
+        in_order = IN_ORDER.get(placement.platform or "")
+        return in_order is not None and OP.takes(in_order[0], q, k, v, kv_pool)
     return OP.kernel_for(placement, q, k, v, kv_pool) is not None
 
 
@@ -62,7 +81,8 @@ def ragged_paged_attention(
     if not causal:
         options["causal"] = False
     if placement.batch_invariant:
-        implementation, options["batch_invariant"] = "native", True
+        implementation, more = IN_ORDER[placement.platform or ""]
+        options |= more
     attend = OP.choose(implementation, placement, q, k, v, kv_pool, batch, **options)
     if is_quantised(kv_pool.dtype) != (kv_scales is not None):
         verb = "needs" if kv_scales is None else "takes no"

@@ -216,12 +216,7 @@ def ragged_paged_attention(
 
     Raises `ValueError` for a pool of 8-bit numbers of more than 2 and at most 4 GiB.
     """
-    num_bytes = kv_pool.size * kv_pool.dtype.itemsize
-    if kv_pool.dtype.itemsize == 1 and 2**31 < num_bytes <= 2**32:
-        raise ValueError(
-            f"a layer's pool of {num_bytes / 2**30:.2f} GiB of {kv_pool.dtype}: the compiler counts cells of pools up "
-            "to 4 GiB in 32 bits with a sign. Choose num_blocks for at most 2 GiB, or more than 4 GiB, a layer"
-        )
+    check_pool(kv_pool)
     tokens, heads, head_dim = q.shape
     _, _, kv_heads, block_size, _ = kv_pool.shape
     seqs, blocks_per_seq = batch.block_tables.shape
@@ -254,7 +249,7 @@ def ragged_paged_attention(
         out_shape=(shape((*partials, head_dim), jnp.float32), shape(partials, jnp.float32)),
         compiler_params=run.row_params,
         name="attend_rows",
-        cost_estimate=_cost(run.num_rows, blocks_per_seq * block_size, q, run.num_rows * read_bytes),
+        cost_estimate=cost(run.num_rows, blocks_per_seq * block_size, q, run.num_rows * read_bytes),
     )(batch, q, k, v, kv_pool, kv_scales)
     out, pool = call(
         partial(gpu_kernels.combine, rows),
@@ -263,7 +258,7 @@ def ragged_paged_attention(
         input_output_aliases={8: 1},
         compiler_params=plt.CompilerParams(num_warps=4 if rows.splits > 16 else 1, num_stages=1),
         name="combine_splits",
-        cost_estimate=_cost(run.num_rows, rows.splits, q, acc.size * 4),
+        cost_estimate=cost(run.num_rows, rows.splits, q, acc.size * 4),
     )(batch, acc, weight, k, v, kv_pool, kv_scales, sinks)
     if not run.num_tiles:
         return out, pool
@@ -275,12 +270,22 @@ def ragged_paged_attention(
         input_output_aliases={before_out: 0, 7: 1},
         compiler_params=run.tile_params,
         name="attend_tiles",
-        cost_estimate=_cost(tokens, blocks_per_seq * block_size, q, seqs * read_bytes),
+        cost_estimate=cost(tokens, blocks_per_seq * block_size, q, seqs * read_bytes),
     )(batch, q, k, v, pool, kv_scales, sinks, out)
     return out, pool
 
 
-def _cost(tokens: int, keys: int, q: Array, read_bytes: int) -> pl.CostEstimate:
+def check_pool(kv_pool: AnyArray) -> None:
+    """Raises `ValueError` for one of 8-bit numbers of more than 2 and at most 4 GiB."""
+    num_bytes = kv_pool.size * kv_pool.dtype.itemsize
+    if kv_pool.dtype.itemsize == 1 and 2**31 < num_bytes <= 2**32:
+        raise ValueError(
+            f"a layer's pool of {num_bytes / 2**30:.2f} GiB of {kv_pool.dtype}: the compiler counts cells of pools up "
+            "to 4 GiB in 32 bits with a sign. Choose num_blocks for at most 2 GiB, or more than 4 GiB, a layer"
+        )
+
+
+def cost(tokens: int, keys: int, q: Array, read_bytes: int) -> pl.CostEstimate:
     """Of `tokens` that attend to `keys` each: the most that the static shapes allow."""
     scores = tokens * keys * q.shape[1]
     moved = read_bytes + 2 * q.size * q.dtype.itemsize

@@ -85,9 +85,11 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     kv_scales: Float32[Array, "2 kv_heads"] | None = None,
+    batch_invariant: bool = False,
     interpret: Any = False,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Num[Array, "blocks 2 kv_heads block_size padded_head_dim"]]:
-    """See `reference.ragged_paged_attention`. Results of padding are whatever was in memory.
+    """See `reference.ragged_paged_attention`. Results of padding are whatever was in memory. `batch_invariant`: each
+    token's result is the same to the bit, whatever tokens it is computed with.
 
     `interpret` is False, True or `pltpu.InterpretParams`. ValueError where tables or tiles do not fit.
     """
@@ -106,6 +108,7 @@ def ragged_paged_attention(
         causal=causal,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        in_order=batch_invariant,
         has_sinks=sinks is not None,
         has_scales=kv_scales is not None,
     )
@@ -124,10 +127,13 @@ def kernel(static: Static, *refs):
     *operands, _, out, pool = refs  # the pool is one buffer, as operand and as result
     refs = Refs(*operands, pool, out)
     num_decodes, num_seqs = refs.distribution[0], refs.distribution[1]
+    if static.in_order:  # one code for all
+        num_decodes = jnp.int32(0)
+    else:
 
-    @pl.when(num_decodes > 0)
-    def _():
-        pl.run_scoped(partial(run_decodes, static, refs, num_decodes), *decode_scratch(static, refs))
+        @pl.when(num_decodes > 0)
+        def _():
+            pl.run_scoped(partial(run_decodes, static, refs, num_decodes), *decode_scratch(static, refs))
 
     @pl.when(num_seqs > num_decodes)
     def _():

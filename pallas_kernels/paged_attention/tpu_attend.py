@@ -26,8 +26,14 @@ class Static:
     causal: bool
     sliding_window: int | None
     soft_cap: float | None
+    in_order: bool  # whether each query adds up its keys from the first on, in tiles of one size, all with masks
     has_sinks: bool
     has_scales: bool
+
+    @property
+    def writes_first(self) -> bool:
+        """Whether all keys of the step are in the pool before any query attends, and are read from there."""
+        return self.in_order or not self.causal
 
 
 class Refs(NamedTuple):
@@ -58,10 +64,12 @@ class State(NamedTuple):
 
 
 class RowRefs(NamedTuple):
-    """Query rows that one product attends with: part `part` of the tile, `period` positions from `first` to `last`."""
+    """Query rows that one product attends with: part `part` of the tile, `period` positions from `first` to `last`, of
+    which those from `begin` on are tokens'."""
 
     part: Any
     first: Any
+    begin: Any
     last: Any
     period: int
 
@@ -100,7 +108,8 @@ def attend_tile(static: Static, state: State, view, edge: int, rows: RowRefs, fi
     """Attends with `rows` to the keys `first_key ..` of `view[blocks, 2, kv_heads, block_size, head_dim]`.
 
     Keys at `limit` and after may be anything. All the view's without masks if every row sees them all, which is never
-    so of a causal tile's `own` keys, else parts of `edge` keys, those alone that some row sees.
+    so of a causal tile's `own` keys, and not tried with `in_order`; else parts of `edge` keys, those alone that some
+    row sees: the others would change nothing, as their weights are 0 and the maximum stays.
     """
     keys = view.shape[0] * static.shapes.block_size
     window = static.sliding_window
@@ -111,7 +120,7 @@ def attend_tile(static: Static, state: State, view, edge: int, rows: RowRefs, fi
         whole &= first_key > rows.last - window
         begin = jnp.maximum(div(rows.first - window + 1 - first_key, edge), 0)
 
-    if not own:
+    if not own and not static.in_order:
         pl.when(whole)(lambda: attend_keys(static, state, view, 0, keys, rows, None))
         end = jnp.where(whole, begin, end)
 
@@ -150,7 +159,10 @@ def attend_keys(static: Static, state: State, view, part, keys: int, rows: RowRe
             visible &= key > position - static.sliding_window
             if not static.causal:
                 visible &= key < position + static.sliding_window
-        written = first_key + jax.lax.broadcasted_iota(jnp.int32, (keys, head_dim), 0) < limit
+        key = first_key + jax.lax.broadcasted_iota(jnp.int32, (keys, head_dim), 0)
+        written = key < limit
+        if static.in_order and static.sliding_window is not None:  # blocks before it may be anyone's
+            written &= key > rows.begin - static.sliding_window
 
     def load(kind, head):
         x = view[blocks, kind, head].reshape(keys, head_dim).astype(static.dtype)

@@ -2,7 +2,8 @@
 
 Where attention is causal, a pass starts to write its keys to the pool, attends to them, and then to the tiles of keys
 before them, which the pool has: earlier passes' too, since a pass ends with its own blocks written. Where it is not,
-all passes' keys are written first, and then every pass attends to tiles from the pool alone.
+or keys are taken in order, all passes' keys are written first, and then every pass attends to tiles from the pool
+alone.
 """
 
 import jax
@@ -62,7 +63,7 @@ def run_chunks(static: Static, refs: Refs, begin, end, *scratch):
     def for_token_copies(p: Pass, buffer, do):
         """`do(copy)` for what a pass needs first."""
         passes.for_queries(p, buffer, do)
-        if static.causal:
+        if not static.writes_first:
             passes.for_new_keys(p, buffer, do)
 
     def start_tile(p: Pass, tile, buffer):
@@ -77,7 +78,7 @@ def run_chunks(static: Static, refs: Refs, begin, end, *scratch):
         buffer, key_buffer, pending = carry  # `pending`: tokens of the pass before, whose results are being written
         for_token_copies(p, buffer, lambda copy: copy.wait())
         parts = (div(p.begin - p.at, static.tiles.sub_queries), cdiv(p.end - p.at, static.tiles.sub_queries))
-        if static.causal:
+        if not static.writes_first:
             passes.insert_keys(p, buffer)
             passes.write_own(p, buffer)
 
@@ -96,15 +97,14 @@ def run_chunks(static: Static, refs: Refs, begin, end, *scratch):
         def attend(view, first_key, limit, own):
             @pl.loop(*parts)
             def _(part):
-                at = p.at + part * static.tiles.sub_queries
-                rows = RowRefs(
-                    part, at, jnp.minimum(at + static.tiles.sub_queries, p.end) - 1, static.tiles.sub_queries
-                )
+                period = static.tiles.sub_queries
+                at = p.at + part * period
+                rows = RowRefs(part, at, jnp.maximum(at, p.begin), jnp.minimum(at + period, p.end) - 1, period)
                 attend_tile(static, c.state, view, static.tiles.edge, rows, first_key, limit, own)
 
         def start_next(key_buffer):
             """The next pass may read what this one wrote."""
-            if static.causal:
+            if not static.writes_first:
                 passes.await_own(p, buffer)
             pl.when(has_next & (after.count > 0))(lambda: start_tile(after, jnp.int32(0), key_buffer))
 
@@ -117,11 +117,13 @@ def run_chunks(static: Static, refs: Refs, begin, end, *scratch):
             blocks = jnp.minimum(p.count - tile * tile_blocks, tile_blocks)
             await_bytes(c.keys.at[key_buffer, pl.ds(0, blocks)], c.key_sems.at[key_buffer])
             first_key = (p.first + tile * tile_blocks) * block_size
-            limit = p.at if static.causal else jnp.minimum((p.first + p.count) * block_size, refs.kv_lens[p.seq])
+            limit = p.at
+            if static.writes_first:
+                limit = jnp.minimum((p.first + p.count) * block_size, refs.kv_lens[p.seq])
             attend(c.keys.at[key_buffer], first_key, limit, own=False)
             return 1 - key_buffer
 
-        if static.causal:
+        if not static.writes_first:
             attend(c.own.at[buffer], p.at, p.end, own=True)
         key_buffer = jax.lax.fori_loop(0, tiles, attend_pool, key_buffer)
         pl.when(tiles == 0)(lambda: start_next(key_buffer))
@@ -131,7 +133,7 @@ def run_chunks(static: Static, refs: Refs, begin, end, *scratch):
         pltpu.make_async_copy(src, dst, c.out_sems.at[buffer]).start()
         return 1 - buffer, key_buffer, n
 
-    if not static.causal:
+    if static.writes_first:
         passes.write_all(begin)
     p = passes.start_first(begin)
     for_token_copies(p, 0, lambda copy: copy.start())

@@ -151,7 +151,7 @@ def run_decodes(static: Static, refs: Refs, num_seqs, *scratch):
                 copy_written(seq).start()
 
             first_key = (first + done) * static.shapes.block_size
-            rows = RowRefs(0, kv_len - 1, kv_len - 1, 1)
+            rows = RowRefs(0, kv_len - 1, kv_len - 1, kv_len - 1, 1)
             attend_tile(static, d.state, d.keys.at[buffer], static.tiles.decode_edge, rows, first_key, kv_len)
             return rem(buffer + 1, DECODE_BUFFERS), cursor
 

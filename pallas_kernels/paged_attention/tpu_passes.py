@@ -41,7 +41,7 @@ class Pass(NamedTuple):
     end: Any
     token: Any  # flat index of the first token
     first: Any  # first block that is read from the pool to attend to it
-    count: Any  # blocks that are: where attention is causal those before `at`
+    count: Any  # blocks that are: those before `at`, or all that are seen if the step's are written first
     is_last: Any  # of its sequence
 
 
@@ -83,9 +83,13 @@ class Passes(NamedTuple):
         first_token, end = jnp.maximum(at, start), jnp.minimum(at + static.tiles.queries, kv_len)
         first, read_end = jnp.int32(0), div(at, block_size)
         if static.sliding_window is not None:
-            first = div(jnp.maximum(first_token - static.sliding_window + 1, 0), block_size)
-        if not static.causal:
-            seen = kv_len if static.sliding_window is None else jnp.minimum(end + static.sliding_window - 1, kv_len)
+            start_of_window = jnp.maximum(first_token - static.sliding_window + 1, 0)
+            together = static.tiles.keys // block_size if static.in_order else 1  # whole tiles, from position 0 on
+            first = div(start_of_window, together * block_size) * together
+        if static.writes_first:
+            seen = end if static.causal else kv_len
+            if not static.causal and static.sliding_window is not None:
+                seen = jnp.minimum(end + static.sliding_window - 1, kv_len)
             read_end = cdiv(seen, block_size)
         return Pass(
             seq,

@@ -25,4 +25,4 @@ def rms_norm(
     """See `reference.rms_norm`. Of flat tokens those from `num_tokens` on are padding, of which nothing is promised."""
     options = {"eps": eps, "unit_offset": unit_offset, "scales_first": scales_first, "fixed_order": fixed_order}
     chosen = OP.choose(implementation, placement, x, added, scale)
-    return chosen(x, added, scale, num_tokens=num_tokens, **options)
+    return chosen(x, added, scale, num_tokens=num_tokens, placement=placement, **options)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.gradients import with_gradient_of
 from jaxllm.pallas_kernels.rms_norm import reference
 
@@ -34,9 +35,10 @@ def rms_norm(
     scales_first: bool = False,
     fixed_order: bool = True,
     num_tokens: Int[Array, ""] | None = None,
+    placement: Placement = UNPLACED,
 ) -> tuple[Float[Array, "*t width"], Float[Array, "*t width"]]:
     """See `reference.rms_norm`."""
-    del fixed_order  # it always is
+    del fixed_order, placement  # it always is, on a CPU
     options = {"eps": eps, "unit_offset": unit_offset, "scales_first": scales_first}
     arrays = [x, scale] if added is None else [x, scale, added]
     kernel = partial(_rms_norm, num_tokens=num_tokens, **options)

@@ -13,8 +13,9 @@ DTYPES = ("float32", "bfloat16")
 
 
 def supports(x: Array, sin: Array, cos: Array) -> bool:
-    """Whether the kernel is built and supports these operands."""
-    return x.dtype.name in DTYPES and sin.shape[:-1] == (*x.shape[:-2], 1) and native.is_built()
+    """Whether the kernels are built and support these operands, `x[*t, ..., head_dim]`."""
+    axes = sin.ndim - 2
+    return x.dtype.name in DTYPES and sin.shape[:-1] == (*x.shape[:axes], 1) and native.is_built()
 
 
 def rotate(
@@ -36,3 +37,30 @@ def _rotate(x: Array, sin: Array, cos: Array, *, interleaved: bool, num_tokens: 
     call = native.ffi_call("jaxllm_rotate", jax.ShapeDtypeStruct(flat.shape, x.dtype))
     used = native.num_rows(num_tokens, x.shape[:-2])
     return call(flat, sin.reshape(-1, pairs), cos.reshape(-1, pairs), used, interleaved=interleaved).reshape(x.shape)
+
+
+def rotate_qkv(
+    qkv: Float[Array, "*t kv_heads members head_dim"],
+    sin: Float32[Array, "*t 1 pairs"],
+    cos: Float32[Array, "*t 1 pairs"],
+    *,
+    interleaved: bool = False,
+    num_tokens: Int[Array, ""] | None = None,
+) -> tuple[Array, Array, Array]:
+    """See `reference.rotate_qkv`."""
+    options = {"interleaved": interleaved}
+    kernel = partial(_rotate_qkv, num_tokens=num_tokens, **options)
+    return with_gradient_of(partial(reference.rotate_qkv, **options), kernel, num_tokens)(qkv, sin, cos)
+
+
+def _rotate_qkv(
+    qkv: Array, sin: Array, cos: Array, *, interleaved: bool, num_tokens: Array | None
+) -> tuple[Array, Array, Array]:
+    *tokens, kv_heads, members, head_dim = qkv.shape
+    heads, pairs = (kv_heads * (members - 2), kv_heads, kv_heads), sin.shape[-1]
+    flat = qkv.reshape(-1, kv_heads, members, head_dim)
+    results = [jax.ShapeDtypeStruct((flat.shape[0], each, head_dim), qkv.dtype) for each in heads]
+    used = native.num_rows(num_tokens, tuple(tokens))
+    call = native.ffi_call("jaxllm_rotate_qkv", results)
+    q, k, v = call(flat, sin.reshape(-1, pairs), cos.reshape(-1, pairs), used, interleaved=interleaved)
+    return tuple(each.reshape(*tokens, -1, head_dim) for each in (q, k, v))

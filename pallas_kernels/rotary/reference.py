@@ -21,3 +21,19 @@ def rotate(
         x1, x2 = jnp.split(x32, 2, axis=-1)
         y = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
     return y if turned == x.shape[-1] else jnp.concatenate([y, x[..., turned:]], axis=-1)
+
+
+def rotate_qkv(
+    qkv: Float[Array, "*t kv_heads members head_dim"],
+    sin: Array,
+    cos: Array,
+    *,
+    interleaved: bool = False,
+    num_tokens: Any = None,
+) -> tuple[Array, Array, Array]:
+    """Queries, keys and values apart, the former two rotated. The members of each KV head are its queries, its key and
+    its value."""
+    q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+    options = {"interleaved": interleaved, "num_tokens": num_tokens}
+    q = q.reshape(*q.shape[:-3], -1, q.shape[-1])
+    return rotate(q, sin, cos, **options), rotate(k, sin, cos, **options), v

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Op, Placement
-from jaxllm.pallas_kernels.sampling.reference import Best, Draws, Rows
+from jaxllm.pallas_kernels.row_sums import row_sums
+from jaxllm.pallas_kernels.sampling.reference import Best, Draws, Rows, Total, in_any_order
 
 GPU_TOP_K = 16  # XLA sorts whole rows on a GPU for more at once
 
@@ -23,7 +24,7 @@ def normalize(
     logits: Float[Array, "rows vocab"], *, implementation: str = "auto", placement: Placement = UNPLACED
 ) -> Rows:
     """The largest logit of each row, and the log of the sum of their exponentials."""
-    return NORMALIZE.choose(implementation, placement, logits)(logits)
+    return _with_total(NORMALIZE.choose(implementation, placement, logits), placement)(logits)
 
 
 def draw(
@@ -42,8 +43,7 @@ def draw(
     run on each, which then gets all logits."""
     arrays = logits, temperature, top_k, top_p, min_p, keys
     fn = DRAW.choose(implementation, placement, *arrays)
-    if fn.__module__.endswith(".gpu"):
-        fn = on_each(fn)
+    fn = on_each(fn) if fn.__module__.endswith(".gpu") else _with_total(fn, placement)
     return Draws(*fn(*arrays))
 
 
@@ -63,3 +63,18 @@ def best(
     if placement.platform == "gpu" and not placement.single_device and fn.__module__.endswith(".reference"):
         fn = partial(fn, at_once=GPU_TOP_K)
     return fn(scores, logits, tokens, k=k)
+
+
+def total_of(placement: Placement) -> Total:
+    """How rows are summed there: in an order that depends on no other row if it asks for that, else in XLA's."""
+    return partial(_in_order, placement=placement) if placement.batch_invariant else in_any_order
+
+
+def _in_order(x: Float[Array, "rows vocab"], *, placement: Placement) -> Float[Array, " rows"]:
+    return row_sums(x, placement=placement)[:, 0]
+
+
+def _with_total(fn: Callable, placement: Placement) -> Callable:
+    """`fn` with the sums that `placement` asks for; a kernel sums a row by itself, in an order of its own."""
+    is_reference = fn.__module__.endswith(".reference")
+    return partial(fn, total=total_of(placement)) if placement.batch_invariant and is_reference else fn

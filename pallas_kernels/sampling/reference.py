@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+Total = Callable[[Float[Array, "rows vocab"]], Float[Array, " rows"]]  # sums rows
+
 
 class Rows(NamedTuple):
     """Of each row of logits."""
@@ -30,8 +32,17 @@ class Best(NamedTuple):
     ranks: Int[Array, "rows k_and_tokens"]  # 1 + the number of larger logits; meaningless where a score is -inf
 
 
-def normalize(logits: Float[Array, "rows vocab"]) -> Rows:
-    return Rows(jnp.max(logits, axis=-1), jax.nn.logsumexp(logits, axis=-1))
+def in_any_order(x: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
+    return jnp.sum(x, axis=-1)
+
+
+def normalize(logits: Float[Array, "rows vocab"], total: Total | None = None) -> Rows:
+    """`total` sums rows; None: XLA does, in any order."""
+    top = jnp.max(logits, axis=-1)
+    if total is None:
+        return Rows(top, jax.nn.logsumexp(logits, axis=-1))
+    shift = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
+    return Rows(top, shift + jnp.log(total(jnp.exp(logits - shift[:, None]))))
 
 
 def draw(
@@ -41,6 +52,7 @@ def draw(
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
     keys: UInt32[Array, "rows 2"],
+    total: Total = in_any_order,
 ) -> Draws:
     """A token of each row: the first of the largest where `temperature` is 0, else a draw from the softmax of
     logits / temperature, of which min-p, top-k (0: all) and top-p, one after the other, keep the tokens from
@@ -58,7 +70,7 @@ def draw(
         filters = (top_k > 0) | (top_p < 1) | (min_p > 0)
         kept = jax.lax.cond(
             jnp.any(filters & is_random),
-            lambda x: jnp.where(x >= threshold(x, top_k, top_p, min_p)[:, None], x, -jnp.inf),
+            lambda x: jnp.where(x >= threshold(x, top_k, top_p, min_p, total)[:, None], x, -jnp.inf),
             lambda x: x,
             scaled,
         )
@@ -137,7 +149,7 @@ def threshold(
     top_k: Int[Array, " rows"],
     top_p: Float[Array, " rows"],
     min_p: Float[Array, " rows"],
-    total: Callable[[Array], Array] = lambda x: jnp.sum(x, axis=-1),
+    total: Total = in_any_order,
     *,
     has_loops: bool = True,
 ) -> Float[Array, " rows"]:

@@ -216,7 +216,6 @@ def model_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tiny_llm(model_dir):
     llm = options.open_llm(dummy_weights=True, model=str(model_dir), **ENGINE)
-    llm.wait_compiled()
     yield llm
     llm.close()
 

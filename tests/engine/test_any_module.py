@@ -59,6 +59,20 @@ def test_arrays_that_are_no_parameters(mesh, caplog):
     )
 
 
+class Misnamed(qwen3.Model):
+    def __init__(self, cfg, *, rngs):
+        super().__init__(cfg, rngs=rngs)
+        self.table = nnx.Param(jnp.zeros((cfg.vocab, cfg.embed)), axes=("vocabs", "embedding"))
+
+
+@pytest.mark.parametrize("mesh", [None, "tensor=2"])
+def test_an_axis_that_is_nearly_called_as_one_that_is_split_is_told(mesh, caplog):
+    make_llm(Misnamed(CFG, rngs=nnx.Rngs(1)), mesh=mesh).close()
+    said = [text for text in caplog.messages if "nearly called" in text]
+    assert [text.count("table ('vocabs' for 'vocab'?)") for text in said] == ([1] if mesh else [])
+    assert not any("embedding" in text for text in said)
+
+
 class WithDropout(qwen3.Model):
     def __init__(self, cfg, *, rngs):
         super().__init__(cfg, rngs=rngs)

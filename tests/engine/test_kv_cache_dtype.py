@@ -96,6 +96,7 @@ def llm(tiny, kind):
 
 def test_tokens_are_the_same_in_a_batch_alone_after_a_hit_and_preempted(tiny, llm, kind):
     """And are those of rounded keys and values; prompts come in chunks. Nothing compiles meanwhile."""
+    llm.wait_compiled()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None

@@ -233,7 +233,6 @@ def test_a_prompt_may_fill_the_whole_context(tiny, llm):
 def test_a_model_that_classifies_has_no_samplers(tiny):
     model = Tiny(task="classify", labels=("a", "b", "c")).model
     with LLM(model, max_num_seqs=4, max_num_batched_tokens=24, block_size=4, num_blocks=64) as llm:
-        llm.wait_compiled()
         kinds = {name[0] if isinstance(name, tuple) else name for name in llm.engine.runner.compile_plan.names}
         assert not kinds & {"sample", "logits", "alter", "sample_full", "rules", "prompt_logprobs"}
         prompts = prompts_of((3, 30, 50))

@@ -49,6 +49,7 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
         lambda event, _, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
     )
     with make_llm(tiny.model, max_num_seqs=6) as llm:
+        llm.wait_compiled()
         ladder = token_ladder(24, free_padding=native.is_built())
         assert ladder == ((1, 8, 24) if native.is_built() else (1, 8, 16, 24))
         seqs = {min(t, 6) for t in ladder}

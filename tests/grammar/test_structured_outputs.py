@@ -259,6 +259,7 @@ def test_an_abort(llm):
 
 
 def test_nothing_compiles_after_the_start(llm):
+    llm.wait_compiled()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, _, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None

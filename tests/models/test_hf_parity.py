@@ -26,7 +26,6 @@ def watch_logits(llm: LLM, monkeypatch) -> list[np.ndarray]:
             results += apply(self, [command])
         return results
 
-    llm.wait_compiled()
     monkeypatch.setattr(Executor, "apply", watched)
     return seen
 

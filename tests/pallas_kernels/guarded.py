@@ -51,7 +51,7 @@ def _chosen() -> str:
 def instruction_sets() -> list[str]:
     """Those that this CPU has."""
     with using(_chosen()):
-        return [name for name in TABLES if _choose(name)]
+        return [name for name in (*TABLES, "amx") if _choose(name)]
 
 
 @contextlib.contextmanager

@@ -1,13 +1,14 @@
 """What layers do between their products, in C++, against its definition."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels import native
-from jaxllm.pallas_kernels.gated import gated
+from jaxllm.pallas_kernels.gated import gated, gated_product
 from jaxllm.pallas_kernels.gated.native import KINDS
-from jaxllm.pallas_kernels.rotary import rotate
+from jaxllm.pallas_kernels.rotary import rotate, rotate_qkv
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2}
@@ -28,6 +29,53 @@ def test_rotations(heads, head_dim, pairs, interleaved, dtype):
         )
         assert got.dtype == dtype
         np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (got, want)), atol=4 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("lead", [(), (7,), (2, 5)])
+def test_rotations_of_queries_keys_and_values(lead, dtype):
+    """And their gradients."""
+    rng = np.random.default_rng(0)
+    qkv = jnp.asarray(rng.normal(size=(*lead, 2, 5, 16)), dtype)
+    angle = jnp.asarray(rng.normal(size=(*lead, 1, 8)), jnp.float32)
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+
+    def of(name):
+        def loss(qkv):
+            made = rotate_qkv(qkv, sin, cos, implementation=name)
+            return sum(jnp.sum(jnp.square(each.astype(jnp.float32))) for each in made), made
+
+        return jax.grad(loss, has_aux=True)(qkv)
+
+    (slope, got), (wanted, want) = of("native"), of("reference")
+    assert [each.shape for each in got] == [(*lead, 6, 16), (*lead, 2, 16), (*lead, 2, 16)]
+    for each, expected in zip((*got, slope), (*want, wanted), strict=True):
+        assert each.dtype == dtype and each.shape == expected.shape
+        close = 4 * TOLERANCE[dtype]
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (each, expected)), atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("lead", [(), (1,), (3, 50)])
+def test_gated_products(lead, dtype):
+    """And their gradients."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(*lead, 24)), dtype)
+    weight = jnp.asarray(rng.normal(size=(24, 2, 40)) / 24**0.5, dtype)
+
+    def of(name):
+        def loss(x, weight):
+            made = gated_product(x, weight, "silu", implementation=name)
+            return jnp.sum(jnp.square(made.astype(jnp.float32))), made
+
+        return jax.grad(loss, (0, 1), has_aux=True)(x, weight)
+
+    (slopes, got), (wanted, want) = of("native"), of("reference")
+    assert got.shape == (*lead, 40)
+    for each, expected in zip((got, *slopes), (want, *wanted), strict=True):
+        assert each.dtype == dtype and each.shape == expected.shape
+        each, expected = (np.asarray(y, np.float32) for y in (each, expected))
+        np.testing.assert_allclose(each, expected, atol=2 * TOLERANCE[dtype] * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

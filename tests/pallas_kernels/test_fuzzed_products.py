@@ -26,7 +26,7 @@ SCALES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu")
 
 rows_of_x = st.integers(0, 30) | st.integers(31, 300)
 sizes = st.integers(1, 80) | st.sampled_from([127, 128, 129, 255, 256, 257, 511, 512, 513, 600])
-wide = st.just(0) | sizes | st.sampled_from([1023, 1024, 1025, 1100])
+wide = st.just(0) | sizes | st.sampled_from([1023, 1024, 1025, 1100, 2100])
 dtypes, threads, seeds = st.sampled_from(DTYPES), st.integers(1, 3), st.integers(0, 2**16)
 
 
@@ -73,6 +73,33 @@ def test_products(rows, depth, columns, transposed, dtypes, batch_invariant, thr
     def of_one_set():
         got = multiply(x, count)
         check(got[:used], x[:used], weight)
+        if batch_invariant and used:
+            row = rng.integers(used)
+            alone = multiply(x[row : row + 1], ALL)[0]
+            np.testing.assert_array_equal(alone.astype(np.float32), got[row].astype(np.float32))
+
+    with_each_set(of_one_set)
+
+
+@fuzzed
+@given(rows_of_x, sizes, sizes, st.booleans(), dtypes, st.booleans(), threads, seeds)
+def test_gated_products(rows, depth, width, is_gelu, dtypes, batch_invariant, threads, seed):
+    rng, (dtype, out_dtype) = np.random.default_rng(seed), dtypes
+    x = rng.normal(size=(rows, depth)).astype(dtype)
+    weight = (rng.normal(size=(depth, 2 * width)) / depth**0.5).astype(dtype)
+    gate, up = np.split(x.astype(np.float64) @ weight.astype(np.float64), 2, axis=1)
+    slope = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3) if is_gelu else gate
+    want = gate / (1 + np.exp(-slope)) * up
+    used, count = some_rows(x, rng)
+
+    def multiply(x, count):
+        options = {"batch_invariant": batch_invariant, "is_gelu": is_gelu, "threads": threads}
+        return call("jaxllm_gated_matmul", [x, weight, count], [((len(x), width), out_dtype)], **options)[0]
+
+    def of_one_set():
+        got = multiply(x, count)
+        limit = (1e-2 if got.dtype.name == "bfloat16" else 1e-5) * (1 + np.abs(gate)) * (1 + np.abs(up))
+        assert (np.abs(got.astype(np.float64) - want) <= limit)[:used].all()
         if batch_invariant and used:
             row = rng.integers(used)
             alone = multiply(x[row : row + 1], ALL)[0]

@@ -30,8 +30,8 @@ def attention_cases(draw):
         seqs,
         kv_heads * group,
         kv_heads,
-        head_dim=draw(st.integers(1, 70) | st.sampled_from([80, 96, 127, 128, 256])),
-        block_size=draw(st.integers(1, 40) | st.sampled_from([64, 128, 200])),
+        head_dim=draw(st.integers(1, 70) | st.sampled_from([32, 64, 80, 96, 127, 128, 256])),
+        block_size=draw(st.integers(1, 40) | st.sampled_from([16, 32, 64, 128, 200])),
         dtype=draw(st.sampled_from(["float32", "bfloat16"])),
         pool_dtype=draw(st.sampled_from(["", "int8", "float8_e4m3fn"])),
         sliding_window=draw(st.none() | st.integers(1, 70)),
@@ -77,6 +77,52 @@ def test_attention(data, case, batch_invariant, threads):
 
 @fuzzed
 @given(
+    st.integers(1, 180),
+    st.tuples(st.integers(1, 2), st.integers(1, 5)),
+    st.integers(1, 70) | st.sampled_from([32, 64, 128]),
+    st.integers(1, 40) | st.sampled_from([16, 32, 64]),
+    st.none() | st.integers(1, 70),
+    st.none() | st.just(5.0),
+    st.sampled_from(["float32", "bfloat16"]),
+    threads,
+    seeds,
+)
+def test_attention_is_batch_invariant(tokens, heads, head_dim, block_size, window, soft_cap, dtype, threads, seed):
+    """A prompt at once, and in chunks of any sizes, beside another sequence that begins with the same."""
+    rng, (kv_heads, group) = np.random.default_rng(seed), heads
+    case = Case(tokens, 2, kv_heads * group, kv_heads, head_dim, block_size, sliding_window=window, soft_cap=soft_cap)
+    dtype = np.dtype(BF16 if dtype == "bfloat16" else dtype)
+    q = rng.normal(size=(tokens, kv_heads * group, head_dim)).astype(dtype)
+    k, v = rng.normal(size=(2, tokens, kv_heads, head_dim)).astype(dtype)
+    num_blocks = -(-tokens // block_size)
+    tables = rng.permutation(2 * num_blocks).astype(np.int32).reshape(2, num_blocks)
+    cuts = sorted(rng.choice(tokens + 1, size=min(4, tokens), replace=False).tolist())
+
+    def attend(pool, spans):
+        """Of sequences that have their tokens from `begin` to `end` computed."""
+        rows = np.concatenate([np.arange(*span) for span in spans])
+        lens = np.array([end - begin for begin, end in spans])
+        batch = (tables[: len(spans)], np.cumsum([0, *lens]), [end for _, end in spans], [0, len(spans)])
+        batch = [np.asarray(x, np.int32) for x in batch]
+        options = {"case": case, "batch_invariant": True, "threads": threads}
+        out, pool = attention(q[rows], k[rows], v[rows], pool, batch, **options)
+        return out[: lens[0]].astype(np.float32), pool
+
+    def of_one_set():
+        empty = np.full((2 * num_blocks, 2, kv_heads, block_size, head_dim), np.nan, dtype)
+        whole, _ = attend(empty, [(0, tokens)])
+        pool, parts = empty, []
+        for begin, end in zip([0, *cuts], [*cuts, tokens], strict=True):
+            if begin < end:
+                part, pool = attend(pool, [(begin, end), (0, int(rng.integers(1, tokens + 1)))])
+                parts.append(part)
+        np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+    with_each_set(of_one_set)
+
+
+@fuzzed
+@given(
     st.integers(0, 300),
     st.integers(1, 4),
     st.integers(1, 70),
@@ -106,6 +152,35 @@ def test_rotations(tokens, heads, pairs, rest, interleaved, dtype, threads, seed
         np.testing.assert_array_equal(got[..., 2 * pairs :], x[:used, ..., 2 * pairs :])
 
     with_each_set(of_one_set)
+
+
+@fuzzed
+@given(
+    st.integers(0, 300), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.booleans(), dtypes, threads, seeds
+)
+def test_rotations_of_queries_keys_and_values(tokens, kv_heads, group, pairs, interleaved, dtype, threads, seed):
+    """As each of them by itself."""
+    rng = np.random.default_rng(seed)
+    qkv = rng.normal(size=(tokens, kv_heads, group + 2, 2 * pairs)).astype(dtype)
+    angle = rng.normal(size=(tokens, pairs))
+    sin, cos = np.sin(angle).astype(np.float32), np.cos(angle).astype(np.float32)
+    used, count = some_rows(qkv, rng)
+    options = {"interleaved": interleaved, "threads": threads}
+
+    def of_one_set():
+        shapes = [(tokens, heads, 2 * pairs) for heads in (kv_heads * group, kv_heads, kv_heads)]
+        got = call("jaxllm_rotate_qkv", [qkv, sin, cos, count], [(shape, dtype) for shape in shapes], **options)
+        want = [np.ascontiguousarray(part).reshape(shapes[i]) for i, part in enumerate(_apart(qkv))]
+        for i, part in enumerate(want[:2]):
+            (want[i],) = call("jaxllm_rotate", [part, sin, cos, count], [(part.shape, dtype)], **options)
+        for each, expected in zip(got, want, strict=True):
+            np.testing.assert_array_equal(each[:used].astype(np.float32), expected[:used].astype(np.float32))
+
+    with_each_set(of_one_set)
+
+
+def _apart(qkv):
+    return qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
 
 
 @fuzzed

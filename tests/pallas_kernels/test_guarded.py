@@ -80,6 +80,16 @@ CALLS = {  # arguments, results, options, and aliases if there are some
         {3: 1},
     ),
     "jaxllm_rotate": ([zeros(3, 2, 8), zeros(3, 4), zeros(3, 4), COUNT], [zeros(3, 2, 8)], {"interleaved": False}),
+    "jaxllm_rotate_qkv": (
+        [zeros(3, 2, 4, 8), zeros(3, 4), zeros(3, 4), COUNT],
+        [zeros(3, 4, 8), zeros(3, 2, 8), zeros(3, 2, 8)],
+        {"interleaved": False},
+    ),
+    "jaxllm_gated_matmul": (
+        [zeros(3, 4), zeros(4, 10), COUNT],
+        [zeros(3, 5)],
+        {"batch_invariant": False, "is_gelu": False},
+    ),
     "jaxllm_gated": ([zeros(3, 2, 5), COUNT], [zeros(3, 5)], {"is_gelu": False}),
     "jaxllm_rms_norm": (
         [zeros(3, 5), zeros(3, 5), zeros(5), COUNT],

@@ -54,6 +54,7 @@ RUNS = {
     "native": Run(),
     "tpu": Run("tpu", {}, {"interpret": True}, INTERPRETED, examples=4),
     "gpu": Run("gpu", {"MAX_ROW_TOKENS": 4}, {"interpret": True}, INTERPRETED, examples=4),
+    "gpu_in_order": Run("gpu", {}, {"interpret": True}, INTERPRETED, examples=4),
 }
 
 
@@ -119,7 +120,9 @@ def test_layout():
 
 def test_unknown_implementation_is_an_error():
     arguments = Batch(CASES["mha"], (0, [], [], [], 0)).arguments
-    with pytest.raises(ValueError, match="unknown implementation 'fast'; have \\['cpu', 'gpu', 'native', 'reference'"):
+    with pytest.raises(
+        ValueError, match="unknown implementation 'fast'; have \\['cpu', 'gpu', 'gpu_in_order', 'native'"
+    ):
         ragged_paged_attention(*arguments, scale=SCALE, implementation="fast")
 
 

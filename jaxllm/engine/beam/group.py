@@ -80,6 +80,9 @@ class BeamSearchGroup(SequenceGroup):
         self.rows: dict[Sequence, BeamRow] = {}  # of living beams, until all have theirs
         self.results: list[BeamResult] | None = None  # once the search is over, best first
 
+    def disband(self) -> None:
+        pass  # the first of them stands for the others
+
     @property
     def live(self) -> list[Sequence]:
         return self.beams

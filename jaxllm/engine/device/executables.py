@@ -18,9 +18,9 @@ from jaxllm.engine.device.slot_rows import AdmitLayout, TableShape
 from jaxllm.engine.device.state import SAMPLING_LAYOUT, LogitRules, Slots
 from jaxllm.engine.schedule.plan import SharedPart
 from jaxllm.models.cache import SharedTokens
-from jaxllm.models.context import StepContext
+from jaxllm.models.context import LastTokens, StepContext
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
-from jaxllm.pallas_kernels.paged_attention import PagedBatch
+from jaxllm.pallas_kernels.paged_attention import PagedBatch, first_key_multiple
 from jaxllm.sharding.rules import gathered
 
 
@@ -37,10 +37,11 @@ def step(
     tables: Sequence[TableShape],
     caches: CacheLayout,
     placement: Placement,
-) -> tuple[list[Array], Array, Slots, Array, Int[Array, "3"]]:
+    skips_unread: bool = False,
+) -> tuple[list[Array], Array, Slots, Array, Int[Array, "4"]]:
     """One forward pass over a ragged batch. Returns pools, history, slots and hidden states, and the batch's counts,
     which nobody needs but to know that the step is over. After the parameters `leaves` has the scales of pools of 8-bit
-    numbers."""
+    numbers. With `skips_unread` hidden states that nobody reads may be anything."""
     leaves, kv_scales = leaves[: len(model_shape.leaves)], leaves[len(model_shape.leaves) :]
     given = layout.unpack(packed)
     slots = slots._replace(block_tables=_with_new_blocks(slots.block_tables, given.new_blocks))
@@ -63,10 +64,10 @@ def step(
         history = history.at[shared.blocks].set(gathered(tokens)[shared.tokens], mode="drop", unique_indices=True)
 
     model = model_shape.model(leaves)
-    ctx = StepContext(positions, row, is_token=is_token, num_tokens=given.counts[2], placement=placement)
-    views = [
-        view_table(batch, *each, rows.length, layout.block_size) for each in zip(rows.block_tables, tables, strict=True)
-    ]
+    read = LastTokens(given.counts[3] != 0, cu_q_lens[1:] - 1, given.counts[1]) if skips_unread else None
+    ctx = StepContext(positions, row, None, is_token, given.counts[2], read, placement)
+    sizes = rows.length, layout.block_size, first_key_multiple(placement)
+    views = [view_table(batch, *each, *sizes) for each in zip(rows.block_tables, tables, strict=True)]
     sizes = caches, placement, layout.block_size
     hidden, written = model(tokens, ctx, LayerCaches(kv_pools, views, model_shape.caches, *sizes, kv_scales, shared))
     lengths = slots.length.at[given.slots].add(given.q_lens, mode="drop")

@@ -1,5 +1,6 @@
 """The caches of all layers in a step, over arrays of pages that layers share."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,14 +23,19 @@ def view_table(
     shape: TableShape,
     lengths: Int[Array, " seqs"],
     block_size: int,
+    multiple: int = 1,
 ) -> list[PagedBatch]:
     """The batch as each page of a group's blocks sees it: of a window, positions count from the first block that the
-    step's first token of the sequence reads, so that nobody asks for what is gone. `lengths` are before the step."""
+    step's first token of the sequence reads, or the last `multiple` of tokens before it, so that nobody attends to what
+    is gone. `lengths` are before the step."""
     window = shape.group.window
     if window is None:
         return [batch._replace(block_tables=table[:, page]) for page in range(shape.group.num_pages)]
-    first = jnp.maximum(0, lengths - window + 1) // block_size
-    index = (first[:, None] + jnp.arange(shape.view, dtype=jnp.int32)[None, :]) % shape.width
+    blocks = math.lcm(multiple, block_size) // block_size
+    first = jnp.maximum(0, lengths - window + 1) // (blocks * block_size)
+    if blocks > 1:
+        first = first * blocks
+    index = (first[:, None] + jnp.arange(shape.view + blocks - 1, dtype=jnp.int32)[None, :]) % shape.width
     seen = jnp.take_along_axis(table, index[:, None], axis=2, mode="clip")
     kv_lens = batch.kv_lens - first * block_size
     return [batch._replace(block_tables=seen[:, page], kv_lens=kv_lens) for page in range(shape.group.num_pages)]

@@ -195,10 +195,12 @@ class Lowering:
 
     def lower_step(self, layout: StepLayout) -> jax.stages.Lowered:
         state = self.state()
-        sizes = {"layout": layout, "tables": self._tables, "caches": self.cache_layout}
+        # Where padding is free, so are tokens that are left out. Among few tokens most are read.
+        skips_unread = self.config.free_padding and layout.tokens > layout.seqs
+        sizes = {"layout": layout, "tables": self._tables, "caches": self.cache_layout, "skips_unread": skips_unread}
         fn = partial(executables.step, model_shape=self.model_shape, placement=self.placement, **sizes)
         written = state.kv_pools, state.history, state.slots, state.hidden
-        out = jax.tree.map(lambda x: x.sharding, (*written, self._ints(3)))
+        out = jax.tree.map(lambda x: x.sharding, (*written, self._ints(4)))
         fn = over_shards(fn, self.mesh, num_shared=1)
         jitted = jax.jit(fn, donate_argnums=(1, 2, 3, 4), out_shardings=out)
         return jitted.lower([*self.model_shape.leaves, *self.scales()], *written, self._ints(layout.size))

@@ -62,7 +62,7 @@ def pick_bucket(sizes: abc.Sequence[int], n: int) -> int:
 class StepInput(NamedTuple):
     """A step's input, cut from its packed array. Rows are sequences, one-token rows first."""
 
-    counts: np.ndarray  # [3]: one-token rows, rows, tokens
+    counts: np.ndarray  # [4]: one-token rows, rows, tokens, whether hidden states of all tokens are read
     slots: np.ndarray  # [seqs] slot of each row; padding has the first id past the table
     q_lens: np.ndarray  # [seqs] tokens of each row, 0 in padding
     tokens: np.ndarray  # [tokens] token ids, or FROM_SLOT
@@ -91,7 +91,7 @@ class StepLayout:
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         num_shared = 4 if self.sharers > 1 else 0
-        sizes = (3, self.seqs, self.seqs, self.tokens, num_shared, (2 + self.num_pages) * self.max_new_blocks)
+        sizes = (4, self.seqs, self.seqs, self.tokens, num_shared, (2 + self.num_pages) * self.max_new_blocks)
         return tuple(int(end) for end in np.cumsum(sizes))
 
     @property
@@ -122,7 +122,7 @@ class StepLayout:
             )
         packed = self._padding.copy()
         f = self.unpack(packed)
-        f.counts[:] = (num_decodes, num_rows, plan.num_tokens)
+        f.counts[:] = (num_decodes, num_rows, plan.num_tokens, plan.reads_all)
         f.slots[:num_decodes] = plan.decode_slots
         f.q_lens[:num_decodes] = 1
         f.tokens[:num_decodes] = FROM_SLOT

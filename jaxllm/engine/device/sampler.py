@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from jaxllm.engine.logprobs import WIDTH_WITH_IDS
 from jaxllm.engine.schedule.plan import NO_TOKEN, NOT_FINITE
 from jaxllm.pallas_kernels import sampling
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
-from jaxllm.pallas_kernels.order import ordered_sum
 from jaxllm.pallas_kernels.sampling.reference import threshold
 from jaxllm.sampling_checks import LOGPROBS_MODES
 from jaxllm.sharding.rules import mesh_axes, shard_map
@@ -112,16 +110,14 @@ def _as_wanted(
     filters = (row.top_k > 0) | (row.top_p < 1) | (row.min_p > 0)
     filters = filters & is_random & (row.logprobs_mode == LOGPROBS_MODES.index("sampled"))
 
-    of_rows: dict[str, Any] = {"total": lambda x: ordered_sum(x)[:, 0]} if placement.batch_invariant else {}
-
     def scaled(x: Array) -> Array:
         top = jnp.max(x, axis=-1)
         x = x - jnp.where(jnp.isfinite(top), top, 0.0)[:, None]  # so that dividing can't overflow
         return x / jnp.where(is_random, row.temperature, 1.0)[:, None]
 
     def least_kept(x: Array) -> Array:
-        has_loops = placement.platform != "gpu"
-        least = threshold(scaled(x), row.top_k, row.top_p, row.min_p, has_loops=has_loops, **of_rows)
+        options = {"total": sampling.total_of(placement), "has_loops": placement.platform != "gpu"}
+        least = threshold(scaled(x), row.top_k, row.top_p, row.min_p, **options)
         return jnp.where(filters, least, -jnp.inf)
 
     # Only a number of each row leaves the branch: another array as wide as the logits would take memory.

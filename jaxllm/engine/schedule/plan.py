@@ -103,6 +103,14 @@ class Plan:
     epochs: list[int] = field(default_factory=list)  # of each, when planned
     shared: SharedPart | None = None
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether hidden states of other tokens are read, too, than each row's last one."""
+        return bool(self.pooled) or any(
+            chunk.drafts or chunk.sequence.targets is not None or chunk.sequence.wants_prompt_logprobs
+            for chunk in self.chunks
+        )
+
     def install(self, sequence: Sequence) -> None:
         """Writes the sequence's whole row of the slot table before the step."""
         self.admitted.append((sequence, sequence.num_computed))

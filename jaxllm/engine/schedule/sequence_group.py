@@ -46,6 +46,10 @@ class SequenceGroup(ABC):
         for sequence in sequences:
             sequence.group = self
 
+    @abstractmethod
+    def disband(self) -> None:
+        """Lets go of its sequences, which are over, unless a step in flight may still ask who stands for them."""
+
     @property
     def on_device(self) -> list[Sequence]:
         """Those that have a slot."""
@@ -108,6 +112,9 @@ class Samples(SequenceGroup):
     """Sequences that are drawn independently of each other."""
 
     chooses_tokens = False
+
+    def disband(self) -> None:
+        self.sequences = []
 
     @property
     def live(self) -> list[Sequence]:

@@ -38,7 +38,6 @@ def theirs(tmp_path_factory):
 def llm(theirs):
     options = dict(max_num_seqs=8, max_num_batched_tokens=16, block_size=4, num_blocks=96)
     with LLM(theirs[1], tokenizer=Numbers(), **options) as llm:
-        llm.wait_compiled()
         yield llm
 
 

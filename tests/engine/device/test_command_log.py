@@ -19,6 +19,7 @@ from jaxllm.engine.device import command_log
 from jaxllm.engine.device.command_log import Applied, CallResults, CommandLog, FailedCall, frame_bytes, header_frame
 from jaxllm.engine.device.commands import KINDS, Command, check
 from jaxllm.engine.device.executor import HANDLERS
+from jaxllm.engine.device.packing import StepLayout
 from jaxllm.engine.device.recorder import Recorder
 from jaxllm.engine.device.runner import CommandExecutor
 from jaxllm.engine.replay import Replayed, compare, replay
@@ -66,7 +67,6 @@ def recording(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recording")
     model, path = chat_model.write_model(folder / "model"), folder / "run.commands"
     with LLM(model, record=path, kv_cache_dtype="int8", **SIZES) as llm:
-        llm.wait_compiled()
         run_mixed(llm)
         state = jax.tree.map(np.asarray, llm.engine.runner.executor.executor.state)
     return path, state
@@ -152,7 +152,7 @@ def test_a_replay_says_where_the_first_difference_is(recording, executor):
             if command.name == ("step", 16)
         )
         packed = commands[i].arrays[0].copy()
-        packed[3 + 2 * SIZES["max_num_seqs"]] ^= 1
+        StepLayout(16, SIZES["max_num_seqs"], SIZES["block_size"]).unpack(packed).tokens[0] ^= 1
         commands[i] = commands[i]._replace(arrays=(packed,))
 
     found = compare(CommandLog(rewritten(recording[0], other_token)), executor)

@@ -77,7 +77,8 @@ def test_a_failure_stops_nobody_else_and_is_raised_to_those_who_wait_for_it(made
 def test_what_failed_once_is_tried_again_after_the_others(made):
     order, once = [], failing(1)
     jobs = [Fake(name, lambda name=name: order.append(name)) for name in ("first", "second")]
-    plan = made(Fake("flaky", lambda: order.append("flaky") or once()), *jobs)
+    flaky = Fake("flaky", lambda: order.append("flaky") or once())
+    plan = made(flaky, *jobs, first=["flaky", "first", "second"])  # by one thread
     plan.wait_all()
     assert order == ["flaky", "first", "second", "flaky"] and plan.num_done == 3 and plan.num_failed == 0
 

@@ -122,7 +122,7 @@ def test_whatever_requests_ask_for(sharded, single):
     assert any(prompt for _, prompt in found[0])
 
 
-@pytest.mark.parametrize("mesh", ["data=2", "data=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["data=2", pytest.param("data=2,tensor=2", marks=pytest.mark.slow)])
 def test_preempted_sequences_go_on_as_they_were(tiny, mesh):
     with make_llm(tiny.model, mesh=mesh, max_num_seqs=6, max_num_batched_tokens=16, block_size=4, **SMALL) as llm:
         for kind, count in (("swap", "num_swapped"), ("recompute", "num_preemptions")):
@@ -316,7 +316,12 @@ LONG = prompts_of([76, 83, 61], seed=7)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options"), [("data=2,tensor=2", {}), ("data=4", {}), ("data=2", {"kv_cache_dtype": "fp8"})]
+    ("mesh", "options"),
+    [
+        pytest.param("data=2,tensor=2", {}, marks=pytest.mark.slow),
+        ("data=4", {}),
+        ("data=2", {"kv_cache_dtype": "fp8"}),
+    ],
 )
 def test_a_long_prompt_is_computed_by_all_shards(tiny, mesh, options):
     """In a share of the steps, of keys and values in 8 bits as well; what comes next finds it in all shards."""

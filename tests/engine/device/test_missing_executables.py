@@ -5,6 +5,7 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.device.lowering import Lowering
 from jaxllm.errors import EngineDeadError
+from tests.on_demand import compiles_in_background
 from tests.tiny import clean, greedy, ids, prompts_of, tokens
 
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=24, block_size=4, num_blocks=64)
@@ -21,7 +22,8 @@ def without(tiny, monkeypatch):
             raise RuntimeError("internal compiler error")
 
         monkeypatch.setattr(Lowering, "jobs", lambda *args: jobs(*args) | dict.fromkeys(names, broken))
-        engines.append(LLM(tiny.model, **SIZES))
+        with compiles_in_background():
+            engines.append(LLM(tiny.model, **SIZES))
         with pytest.raises(EngineDeadError, match="failed twice: internal compiler error"):
             engines[-1].wait_compiled()
         return engines[-1]

@@ -100,7 +100,7 @@ def test_step_round_trip(tokens):
         assert packed.dtype == np.int32 and packed.shape == (layout.size,)
         f = layout.unpack(packed)
         rows, num_decodes, num_new = len(plan.rows), len(decodes), len(new_blocks)
-        assert f.counts.tolist() == [num_decodes, rows, plan.num_tokens]
+        assert f.counts.tolist() == [num_decodes, rows, plan.num_tokens, 0]
         pad_rows = layout.seqs - rows
         assert f.slots.tolist() == [r.slot for r in plan.rows] + [MAX_NUM_SEQS] * pad_rows
         lens = [1] * num_decodes + [stop - start for _, _, start, stop in chunks]
@@ -147,7 +147,7 @@ def test_step_layout_sizes():
     layout = StepLayout(16, MAX_NUM_SEQS, BLOCK_SIZE)
     assert (layout.seqs, layout.max_new_blocks) == (6, 6 + 4)
     assert StepLayout(4, MAX_NUM_SEQS, BLOCK_SIZE).seqs == 4
-    assert layout.size == 3 + 2 * 6 + 16 + 3 * 10
+    assert layout.size == 4 + 2 * 6 + 16 + 3 * 10
 
 
 def test_step_unpacks_alike_on_the_device():

@@ -138,5 +138,5 @@ def test_samples_enter_when_their_tails_are_their_own():
     for _ in range(2):
         assert len(engine.scheduler.running_set.batch) == 0
         engine.step()
-    assert set(engine.scheduler.running_set.batch.sequences) == set(first.group.sequences)
+    assert set(engine.scheduler.running_set.batch.sequences) == set(engine.samples[first])
     engine.run()

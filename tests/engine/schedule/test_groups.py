@@ -11,7 +11,7 @@ def test_forks_share_the_prompt_and_copy_its_last_block_on_the_first_write():
     engine = FakeEngine(block_size=4)
     first = engine.add([1, 2, 1, 2, 1, 1], 4, n=3)
     plan = engine.step()
-    assert plan.rows == [first] and plan.samples == first.group.sequences and plan.num_tokens == 6
+    assert plan.rows == [first] and plan.samples == engine.samples[first] and plan.num_tokens == 6
     assert engine.pool.num_used == 2 and engine.pool.refs[:2] == [3, 3]
     plan = engine.step()
     assert len(plan.copies) == 2 and plan.num_tokens == 3
@@ -36,7 +36,7 @@ def test_forks_of_a_prompt_that_the_cache_has_but_for_one_token():
     engine.run()
     first = engine.add([1, 2, 1], 3, n=2)
     plan = engine.step()
-    assert plan.decodes == [first] and plan.samples == first.group.sequences
+    assert plan.decodes == [first] and plan.samples == engine.samples[first]
     engine.run()
 
 
@@ -44,14 +44,14 @@ def test_samples_without_a_slot_come_later():
     engine = FakeEngine(max_num_seqs=2)
     first = engine.add([1, 2, 1], 3, n=5)
     engine.step()
-    assert [request.status is Status.RUNNING for request in first.group.sequences] == [True, True, False, False, False]
+    assert [request.status is Status.RUNNING for request in engine.samples[first]] == [True, True, False, False, False]
     engine.run()
 
 
 def test_samples_that_a_small_step_has_no_room_for_come_later():
     engine = FakeEngine()
     first = engine.add([1], 3, n=3)
-    assert engine.step(max_tokens=2).samples == first.group.sequences[:2]
+    assert engine.step(max_tokens=2).samples == engine.samples[first][:2]
     assert len(engine.scheduler.waiting) == 1
     engine.run()
 
@@ -62,13 +62,13 @@ def test_forks_of_a_leader_that_ends_before_its_prompt_is_computed():
     engine.step()
     engine.abort(first)
     engine.run()
-    assert [request.finish_reason for request in first.group.sequences] == ["abort", "length", "length"]
+    assert [request.finish_reason for request in engine.samples[first]] == ["abort", "length", "length"]
 
 
 def test_a_group_leaves_and_comes_back_as_a_whole():
     engine = FakeEngine(num_blocks=13, block_size=2, max_num_seqs=4, swap_blocks=13)
     old, first = engine.add([1] * 8, 6, seed=1), engine.add([2, 2, 1], 6, n=3)
-    members = first.group.sequences
+    members = engine.samples[first]
     swapped = None
     while swapped is None:
         plan = engine.step()
@@ -107,7 +107,7 @@ def test_recomputed_samples_compute_what_they_share_once():
     first = engine.add([2, 1] * 3, 8, n=3)
     while not engine.scheduler.preemption.num_recomputed:
         engine.step()
-    assert [len(member.output_token_ids) > 0 for member in first.group.sequences] == [True] * 3
+    assert [len(member.output_token_ids) > 0 for member in engine.samples[first]] == [True] * 3
     num_prompt_tokens = 0
     while first.status is not Status.FINISHED:
         plan = engine.step()
@@ -122,7 +122,7 @@ def test_the_last_sample_waits_where_all_together_do_not_fit():
     first = engine.add([1, 2], 8, n=4)
     engine.run()
     assert engine.scheduler.preemption.num_recomputed > 0
-    assert all(member.finish_reason for member in first.group.sequences)
+    assert all(member.finish_reason for member in engine.samples[first])
 
 
 def test_full_host_memory_means_recompute():

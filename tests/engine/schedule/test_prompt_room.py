@@ -106,7 +106,7 @@ def test_a_request_for_many_samples_holds_one_slot_until_its_prompt_is_computed(
     assert all(other.slot >= 0 for other in others)
     while many.fork_len:
         engine.step()
-    have_slots = [sample.slot >= 0 for sample in many.group.sequences]
+    have_slots = [sample.slot >= 0 for sample in engine.samples[many]]
     assert have_slots == [True] * 4 + [False] * 4, "as many as are free"
     engine.run()
 
@@ -119,13 +119,13 @@ def test_late_samples_never_compute_the_prompt_again(prompt_len, prefix_caching)
     first = engine.add([1] * prompt_len, 5, n=8)
     tokens = sum(plan.num_tokens for plan in run(engine) if plan is not None)
     assert tokens == prompt_len + 5 + 8 * 4, "five come late"
-    assert [sample.finish_reason for sample in first.group.sequences] == ["length"] * 8
+    assert [sample.finish_reason for sample in engine.samples[first]] == ["length"] * 8
 
 
 def test_late_samples_go_before_what_came_after_them():
     engine = make_engine(num_blocks=100, max_num_seqs=2)
     first, other = engine.add([1, 2, 1], 3, n=4), engine.add([2], 3)
-    while not first.group.sequences[3].finish_reason:
+    while not engine.samples[first][3].finish_reason:
         engine.step()
         assert other.slot < 0 or not first.group.waiting
     engine.run()
@@ -153,7 +153,7 @@ def test_an_abort_of_all_that_wait_frees_what_they_hold():
     engine.step()
     engine.step()
     assert len(engine.scheduler.running_set.stems) == 1
-    for sample in first.group.sequences[1:]:
+    for sample in engine.samples[first][1:]:
         engine.abort(sample)
     assert not engine.scheduler.running_set.stems
     engine.run()

@@ -270,11 +270,11 @@ def test_an_aborted_parent_leaves_its_forks_in_the_queue():
     engine = FakeEngine(max_num_seqs=1)
     running, first = engine.add([2], 6), engine.add([1, 2], 3, n=4)
     engine.step()
-    for request in first.group.sequences[:3]:
+    for request in engine.samples[first][:3]:
         engine.abort(request)
-    assert engine.scheduler.waiting.sequences() == first.group.sequences[3:]
+    assert engine.scheduler.waiting.sequences() == engine.samples[first][3:]
     engine.run()
-    assert running.finish_reason == first.group.sequences[3].finish_reason == "length"
+    assert running.finish_reason == engine.samples[first][3].finish_reason == "length"
 
 
 class Compared(Sequence):
@@ -328,4 +328,4 @@ def test_a_group_whose_first_has_ended_goes_on_in_its_place():
     engine.abort(other)
     engine.abort(first)
     engine.run()
-    assert all(request.finish_reason == "length" for request in (running, *first.group.sequences[1:]))
+    assert all(request.finish_reason == "length" for request in (running, *engine.samples[first][1:]))

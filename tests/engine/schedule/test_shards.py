@@ -122,7 +122,7 @@ def test_samples_of_a_request_stay_together():
     for _ in range(4):
         engine.step()
     for first in firsts:
-        assert len({shard_of(engine, sequence) for sequence in first.group.sequences}) == 1
+        assert len({shard_of(engine, sequence) for sequence in engine.samples[first]}) == 1
     assert running(engine) == [3, 3, 3]
     engine.run()
 
@@ -162,7 +162,7 @@ def test_a_shared_prompt_and_what_may_happen(event):
     assert engine.executor.num_shared_steps == 2
     match event:
         case "abort":
-            for sequence in first.group.sequences.copy():
+            for sequence in engine.samples[first].copy():
                 engine.abort(sequence)
             assert engine.scheduler.num_used == 0
         case "update":

@@ -1,4 +1,4 @@
-"""Sums whose order of additions is fixed: XLA orders those of a reduction by the sizes of all axes."""
+"""Sums in a fixed order of single additions, which XLA keeps."""
 
 import math
 
@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def ordered_sum(x: Float[Array, "*rows d"]) -> Float[Array, "*rows 1"]:
-    """Over the last axis: each row's result is the same to the bit for any number of rows. As many partial sums as the
-    root of the axis' length, which are added by halves."""
+def row_sums(x: Float[Array, "*rows d"]) -> Float[Array, "*rows 1"]:
+    """As many partial sums as the root of the axis' length, which are added by halves."""
     size = x.shape[-1]
     lanes = 1 << math.isqrt(max(0, size - 1)).bit_length()
     if missing := -size % lanes:
