@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxllm.aot import chips
 from jaxllm.aot.prepare import Prepared, find_model, prepare
 
 DEFAULT = "v6e a100 h200"
+WHOLE = bool(os.environ.get("JAXLLM_WHOLE"))  # models with all their layers, and every case
 MIXTURE_CONFIG = {  # of experts as Qwen3-30B-A3B has them, in few layers
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -35,6 +36,11 @@ MIXTURE_CONFIG = {  # of experts as Qwen3-30B-A3B has them, in few layers
     "torch_dtype": "bfloat16",
     "vocab_size": 151936,
 }
+
+
+def with_seldom(often: Iterable[Any], seldom: Iterable[Any]) -> list[Any]:
+    """Cases of a test: with JAXLLM_WHOLE=1 those too that take long and compile little that the others don't."""
+    return [*often, *seldom] if WHOLE else [*often]
 
 
 def chip_names(platform: str | None = None) -> list[Any]:

@@ -2,7 +2,6 @@
 and on GPUs nothing spilled. XLA's own grouped product is compared where it has one."""
 
 import math
-import os
 import re
 from functools import partial
 
@@ -13,7 +12,7 @@ import pytest
 from jaxllm.aot import hlo
 from jaxllm.pallas_kernels.grouped_matmul import gpu, tpu
 from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight
-from tests.compile_only.targets import chip_names, compile_on, mesh_of
+from tests.compile_only.targets import chip_names, compile_on, mesh_of, with_seldom
 from tests.compile_only.test_gpu_attention import kernels
 from tests.compile_only.test_quantized_matmul import temp_bytes
 
@@ -39,9 +38,8 @@ CASES = {
     "gpt-oss mxfp4, a part": (GPT_OSS_PART, MXFP4),
 }
 PROMPTS = ("qwen3", "qwen3 int4")
-SIZES = [(case, 8) for case in CASES] + [(case, 512) for case in PROMPTS]  # of a decode and of a prompt
-if os.environ.get("JAXLLM_WHOLE"):
-    SIZES = [(case, tokens) for case in CASES for tokens in (1, 8, 512)]
+OFTEN = [*((case, 8) for case in CASES), *((case, 512) for case in PROMPTS)]  # of a decode and of a prompt
+SIZES = with_seldom(OFTEN, [(case, n) for case in CASES for n in (1, 512) if (case, n) not in OFTEN])
 
 
 def shapes_of(case, product, tokens):

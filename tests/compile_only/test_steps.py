@@ -5,7 +5,6 @@ checked holds layer by layer, so that models have their first few layers; JAXLLM
 """
 
 import math
-import os
 import re
 from functools import cache
 from typing import Any
@@ -17,7 +16,7 @@ from jaxllm.aot.chips import parse_target
 from jaxllm.aot.prepare import Prepared, prepare
 from jaxllm.aot.report import Executable, compile_one
 from jaxllm.engine.device import memory
-from tests.compile_only.targets import MIXTURE_CONFIG, chip_names, prepare_config, prepare_few_layers
+from tests.compile_only.targets import MIXTURE_CONFIG, WHOLE, chip_names, prepare_config, prepare_few_layers
 
 FEW_LAYERS = {"llama-3.1-8b": 4, "qwen3-0.6b": 4, "gemma-3-4b": 6}  # of both kinds
 MODELS = tuple(FEW_LAYERS)
@@ -35,7 +34,7 @@ def prepared(chip: str, model: str, count: int, **options: Any) -> Prepared:
     options |= {"max_model_len": 8192, "max_num_seqs": DECODE, "max_num_batched_tokens": MIXED}
     if model == MIXTURE:
         return prepare_config(MIXTURE_CONFIG, target, **options)
-    if os.environ.get("JAXLLM_WHOLE"):
+    if WHOLE:
         return prepare(model, target, **options)
     return prepare_few_layers(model, FEW_LAYERS[model], target, **options)
 
