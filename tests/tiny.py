@@ -1,6 +1,6 @@
 """A tiny random model, what it should say, and an engine of it that tests can share."""
 
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -120,10 +120,15 @@ class NoText:
 
 def logprobs_of(model, prompt) -> np.ndarray:
     """float32 [len(prompt) - 1]: of each token after the first, by the module itself."""
-    batch = jnp.asarray([prompt], jnp.int32)
-    hidden, _ = model(batch, StepContext.of(batch), dense_caches(model))
-    logprobs = jax.nn.log_softmax(model.logits(hidden, StepContext.of(batch))[0])
-    return np.asarray(logprobs[jnp.arange(len(prompt) - 1), jnp.asarray(prompt[1:], jnp.int32)])
+    logprobs = np.asarray(_logprobs(*nnx.split(model), jnp.asarray([prompt], jnp.int32)))
+    return logprobs[np.arange(len(prompt) - 1), prompt[1:]]
+
+
+@partial(jax.jit, static_argnums=0)
+def _logprobs(graph, state, batch):
+    model, ctx = nnx.merge(graph, state), StepContext.of(batch)
+    hidden, _ = model(batch, ctx, dense_caches(model))
+    return jax.nn.log_softmax(model.logits(hidden, ctx)[0])
 
 
 def served_logprobs(llm: LLM, prompt) -> np.ndarray:

@@ -17,6 +17,7 @@ from tests.cluster.processes import free_port, until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SIZES = dict(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=8, block_size=8, num_blocks=16, dtype="float32")
 FORMS_S, ENDS_S = 120.0, 15.0
+of_whom = pytest.mark.parametrize(("victim", "num_hosts"), [("leader", 2), ("follower", 4)])
 
 
 class Served:
@@ -75,8 +76,7 @@ def texts(answer: dict) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-@pytest.mark.parametrize("num_hosts", [2, 4])
-@pytest.mark.parametrize("victim", ["leader", "follower"])
+@of_whom
 def test_a_member_that_dies_idle(hosts, secret, model, num_hosts, victim):
     served = Served(hosts, secret, model, num_hosts)
     index = 0 if victim == "leader" else num_hosts // 2
@@ -91,9 +91,8 @@ def test_a_member_that_dies_idle(hosts, secret, model, num_hosts, victim):
     assert [follower.wait(ENDS_S) for follower in served.followers] == [0] * (num_hosts - 1)
 
 
-@pytest.mark.parametrize("num_hosts", [2, 4])
-def test_requests_that_had_not_begun_are_served_and_others_hear_why(hosts, secret, model, num_hosts):
-    served, index = Served(hosts, secret, model, num_hosts), num_hosts // 2
+def test_requests_that_had_not_begun_are_served_and_others_hear_why(hosts, secret, model):
+    served, index = Served(hosts, secret, model), 1
     alone = texts(served.ask(48))
     with ThreadPoolExecutor(8) as pool:
         started = threading.Event()
@@ -116,8 +115,7 @@ def test_requests_that_had_not_begun_are_served_and_others_hear_why(hosts, secre
     assert all(f"host {index}" in message or "engine" in message for message in others)
 
 
-@pytest.mark.parametrize("num_hosts", [2, 4])
-@pytest.mark.parametrize("victim", ["leader", "follower"])
+@of_whom
 def test_a_member_that_hangs_is_killed_and_started_again(hosts, secret, model, num_hosts, victim):
     served = Served(hosts, secret, model, num_hosts)
     want, pid = texts(served.ask()), served.child(0 if victim == "leader" else num_hosts // 2)

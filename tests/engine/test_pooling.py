@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxllm import LLM, PoolingParams
 from jaxllm.checkpoint.pooling_config import DenseLayer
@@ -43,10 +44,13 @@ def pools(llm):
     llm.engine.intake.pooler = before
 
 
+@nnx.jit
+def forward(model, tokens):
+    return model(tokens, StepContext.of(tokens), dense_caches(model))[0][0]
+
+
 def hidden_states(model, prompt):
-    tokens = jnp.asarray([prompt], jnp.int32)
-    hidden, _ = model(tokens, StepContext.of(tokens), dense_caches(model))
-    return np.asarray(hidden[0])
+    return np.asarray(forward(model, jnp.asarray([prompt], jnp.int32)))
 
 
 def expected(tiny, prompt, pooling, *, normalize=True):

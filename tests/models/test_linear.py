@@ -178,9 +178,9 @@ def test_rows_of_one_batch_have_adapters_of_their_own():
         layer.attn.qkv.adapter = QueryAdapters(layer.attn.qkv, 3, 2, rngs=nnx.Rngs(params=5))
     batch = jnp.asarray(prompts_of([12] * 4))
 
-    def hidden(model, batch, **options):
-        ctx = StepContext.of(batch, **options)
-        return np.asarray(model(batch, ctx, [Dense()] * 2)[0])
+    @nnx.jit
+    def hidden(model, batch, adapters=None):
+        return model(batch, StepContext.of(batch, adapters=adapters), [Dense()] * 2)[0]
 
     adapters = [2, 0, 1, 2]
     together = hidden(model, batch, adapters=jnp.asarray(adapters))
@@ -204,7 +204,8 @@ def test_adapters_go_with_their_product_onto_a_mesh():
     spread = nnx.merge(graph, place_params(nnx.state(model), shapes, mesh))
     batch = jnp.asarray(prompts_of([12] * 3))
     ctx = StepContext.of(batch, adapters=jnp.arange(3))
-    want, got = (np.asarray(m(batch, ctx, [Dense()] * 2)[0]) for m in (model, spread))
+    run = nnx.jit(lambda model: model(batch, ctx, [Dense()] * 2)[0])
+    want, got = (np.asarray(run(each)) for each in (model, spread))
     np.testing.assert_allclose(got, want, atol=2e-4)
 
 

@@ -48,12 +48,14 @@ def model(request):
     return module.Model(module.Config.from_hf(HF | more), rngs=nnx.Rngs(1))
 
 
-def logits(model, tokens, **options):
-    tokens = jnp.asarray(tokens, jnp.int32)
-    mask = options.pop("mask", None)
-    ctx = StepContext.of(tokens, **options)
-    caches = [Dense(segment_ids=options.get("segment_ids"), mask=mask)] * model.cfg.num_layers
+def forward(model, tokens, segment_ids=None, mask=None):
+    ctx = StepContext.of(tokens, segment_ids=segment_ids)
+    caches = [Dense(segment_ids=segment_ids, mask=mask)] * model.cfg.num_layers
     return model.logits(model(tokens, ctx, caches)[0], ctx)
+
+
+def logits(model, tokens, **options):
+    return nnx.jit(forward)(model, jnp.asarray(tokens, jnp.int32), **options)
 
 
 def packed() -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +78,7 @@ def test_gradients_are_those_of_the_texts_apart(model):
     tokens, segments = packed()
 
     def nll(params, tokens, segments) -> jax.Array:
-        says = jax.nn.log_softmax(logits(nnx.merge(graph, params), tokens, segment_ids=segments))
+        says = jax.nn.log_softmax(forward(nnx.merge(graph, params), tokens, segments))
         chosen = jnp.take_along_axis(says[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
         return -jnp.sum(jnp.where((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), chosen, 0))
 

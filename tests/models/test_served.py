@@ -1,5 +1,7 @@
 """A trainer's log-probabilities by the engine's kernels: the same bits, and XLA's gradients."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,7 +77,7 @@ def test_of_sinks_and_experts_by_xla():
     model = gpt_oss.Model(
         gpt_oss.Config.from_hf(SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}), rngs=nnx.Rngs(1)
     )
-    found = token_logprobs(model, jnp.arange(12, dtype=jnp.int32).reshape(2, 6))
+    found = nnx.jit(token_logprobs)(model, jnp.arange(12, dtype=jnp.int32).reshape(2, 6))
     assert found.shape == (2, 5) and np.isfinite(found).all()
 
 
@@ -108,7 +110,7 @@ def test_attention_in_blocks(window, soft_cap, sinks):
         return (out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)).sum(), out
 
     found, wanted = (
-        jax.value_and_grad(lambda *qkv, dense=dense: total(dense, *qkv), argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        jax.jit(jax.value_and_grad(partial(total, dense), argnums=(0, 1, 2), has_aux=True))(q, k, v)
         for dense in (Dense(block_size=8), Dense())
     )
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):

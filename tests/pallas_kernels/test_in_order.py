@@ -119,7 +119,7 @@ class Texts:
 
     def padded(self, arrays, tokens: int) -> list[jax.Array]:
         """To one of a few sizes, with NaN."""
-        size = next(n for n in (16, 128, 512) if n >= tokens)
+        size = next(n for n in (16, 128, 320) if n >= tokens)
         return [
             jnp.pad(jnp.concatenate(x), ((0, size - tokens), (0, 0), (0, 0)), constant_values=jnp.nan) for x in arrays
         ]
@@ -185,19 +185,19 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tpu_attention, "pick_tiles", pick)
 
 
-LENGTHS = (150, 1, 33, 283)
-BEFORE = (120, 0, 30, 250)
+LENGTHS = (70, 1, 33, 170)
+BEFORE = (50, 0, 30, 140)
 SCHEDULES = {
     "together": [list(enumerate(LENGTHS))],
     "in another order": [[*enumerate(LENGTHS)][::-1]],
     "chunks of 64": in_chunks(LENGTHS, 64),
     "chunks of 7": [[(s, n) for s, n in enumerate(BEFORE) if n], *in_chunks(LENGTHS, 7, BEFORE)],
-    "decodes": [[(0, 149), (2, 32), (3, 282)], [(0, 1), (2, 1), (3, 1), (1, 1)]],
+    "decodes": [[(0, 69), (2, 32), (3, 169)], [(0, 1), (2, 1), (3, 1), (1, 1)]],
     "decodes beside chunks": [
-        [(3, 200)],
+        [(3, 130)],
         [(3, 1), (0, 5)],
-        [(3, 1), (0, 64)],
-        [(0, 80), (3, 81)],
+        [(3, 1), (0, 34)],
+        [(0, 30), (3, 38)],
         [(0, 1), (1, 1), (2, 33)],
     ],
 }
