@@ -28,15 +28,19 @@ ATTENTION = {
 
 
 def bits(x) -> np.ndarray:
-    return np.asarray(x.astype(jnp.float32)).view(np.int32)
+    return np.asarray(x).astype(np.float32).view(np.int32)
 
 
 def assert_same_bits(found, want) -> None:
     np.testing.assert_array_equal(bits(found), bits(want))
 
 
+def draw(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
 def random(seed: int, *shape: int, dtype="float32") -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return jnp.asarray(draw(seed, *shape), dtype)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -50,7 +54,7 @@ def test_products(platform, dtype, transposed):
     whole = product(x, operand)
     for size in (1, 7, 64):
         chunks = [product(x[at : at + size], operand) for at in range(0, min(len(x), 16 * size), size)]
-        assert_same_bits(jnp.concatenate(chunks), whole[: 16 * size])
+        assert_same_bits(np.concatenate(chunks), whole[: 16 * size])
     order = np.random.default_rng(2).permutation(len(x))
     assert_same_bits(product(x[order], operand), whole[order])
     want = np.asarray(x, np.float64) @ np.asarray(weight, np.float64)
@@ -97,7 +101,7 @@ class Texts:
         self.op = jax.jit(partial(ATTENTION[platform], scale=0.2, **options))
         sizes = heads, kv_heads, kv_heads
         self.texts = [
-            [random(7 * s + i, n, h, 64, dtype=dtype) for i, h in enumerate(sizes)] for s, n in enumerate(lengths)
+            [draw(7 * s + i, n, h, 64).astype(dtype) for i, h in enumerate(sizes)] for s, n in enumerate(lengths)
         ]
         num_blocks = len(lengths) * self.num_blocks
         shape = kv_shape(num_blocks + 1, self.BLOCK, kv_heads, 64, platform=platform)
@@ -120,9 +124,8 @@ class Texts:
     def padded(self, arrays, tokens: int) -> list[jax.Array]:
         """To one of a few sizes, with NaN."""
         size = next(n for n in (16, 128, 320) if n >= tokens)
-        return [
-            jnp.pad(jnp.concatenate(x), ((0, size - tokens), (0, 0), (0, 0)), constant_values=jnp.nan) for x in arrays
-        ]
+        rest = ((0, size - tokens), (0, 0), (0, 0))
+        return [jnp.asarray(np.pad(np.concatenate(x), rest, constant_values=np.nan)) for x in arrays]
 
     def batch(self, step, done) -> PagedBatch:
         """With a window it has no blocks before it: positions count from a multiple of `multiple`, as in an engine."""
@@ -243,6 +246,6 @@ def test_sums_of_rows(name, width):
     whole = sums(x)
     assert whole.shape == (9, 3, 1)
     for size in (1, 4):
-        assert_same_bits(jnp.concatenate([sums(x[at : at + size]) for at in range(0, 8, size)]), whole[:8])
+        assert_same_bits(np.concatenate([sums(x[at : at + size]) for at in range(0, 8, size)]), whole[:8])
     np.testing.assert_allclose(whole, np.sum(np.asarray(x, np.float64), axis=-1, keepdims=True), atol=1e-4)
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(sums(x)))(x), jnp.ones_like(x))

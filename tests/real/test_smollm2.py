@@ -12,7 +12,7 @@ from tests.real.smollm2 import CHATS, CITY, PROMPTS, SMOLLM2, TURNS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_TOKENS = 32
+NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 LICENSE = (Path(__file__).parents[2] / "LICENSE").read_text()
 
