@@ -1,13 +1,16 @@
 """Engines that compile what is asked for, in place of all that they may ever run."""
 
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 from jaxllm.engine.device.compile_plan import CompilePlan
+from jaxllm.engine.device.packing import min_bucket
 
 WHERE = "jaxllm.engine.device.executor.CompilePlan"
+MIN_BUCKET = "jaxllm.engine.sizing.min_bucket"
 
 
 class OnDemand(CompilePlan):
@@ -31,13 +34,15 @@ class OnDemand(CompilePlan):
 
 
 def install() -> None:
-    """For this process's engines, from now on. Unless compiled as for users, their smallest steps are of 8 tokens, as on a
-    TPU."""
+    """For this process's engines, from now on. Unless they are compiled as for users, they have none for a single token
+    either."""
     mock.patch(WHERE, OnDemand).start()
     if os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "1":
-        mock.patch("jaxllm.engine.sizing.min_bucket", lambda platform: 8).start()
+        mock.patch(MIN_BUCKET, lambda platform: 8).start()
 
 
-def compiles_in_background() -> Any:
-    """A context manager, and a decorator, in which engines are as users have them."""
-    return mock.patch(WHERE, CompilePlan)
+@contextmanager
+def as_for_users() -> Iterator[None]:
+    """Also a decorator, in which engines are as users have them."""
+    with mock.patch(WHERE, CompilePlan), mock.patch(MIN_BUCKET, min_bucket):
+        yield

@@ -29,7 +29,7 @@ def no_collection():
     gc.enable()
 
 
-@on_demand.compiles_in_background()
+@on_demand.as_for_users()
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "compiling"])
 def test_of_an_llm(tiny, no_collection, compiled):
     before = live_bytes()

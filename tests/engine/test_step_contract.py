@@ -10,6 +10,7 @@ from jaxllm.engine import sizing
 from jaxllm.engine.device.packing import StepLayout, pool_ladder, token_ladder
 from jaxllm.errors import EngineDeadError
 from jaxllm.pallas_kernels import native
+from tests.on_demand import as_for_users
 from tests.tiny import greedy, ids, make_llm, prompts_of, tokens
 
 
@@ -43,6 +44,7 @@ def test_state_is_donated_and_a_step_takes_one_fresh_array(llm, monkeypatch):
     assert len({id(a) for a in arrays}) == len(arrays) > 5
 
 
+@as_for_users()
 def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -79,12 +81,16 @@ def test_the_compile_plan_is_known_and_nothing_compiles_after_it(tiny):
         assert compiled == []
 
 
-def test_steps_and_samplers_of_eight_say_what_those_of_one_do(tiny, llm, monkeypatch):
+def test_steps_and_samplers_of_eight_say_what_those_of_one_do(tiny, monkeypatch):
     """As on a TPU, where nothing is smaller; samplers have no more rows than there are slots."""
-    monkeypatch.setattr(sizing, "min_bucket", lambda platform: 8)
+
+    def engine(least: int) -> LLM:
+        monkeypatch.setattr(sizing, "min_bucket", lambda platform: least)
+        return make_llm(tiny.model, max_num_seqs=6)
+
     monkeypatch.setattr(sizing, "has_free_padding", lambda shape, mesh: False)
     prompts = ids(*prompts_of([1, 2, 9]))
-    with make_llm(tiny.model, max_num_seqs=6) as padded:
+    with engine(8) as padded, engine(1) as llm:
         steps = [name[1] for name in padded.engine.runner.compile_plan.names if name[0] == "step"]
         assert steps == [8, 16, 24]
         for params in (greedy(5), SamplingParams(temperature=0.9, seed=1, max_tokens=5, frequency_penalty=1.0)):

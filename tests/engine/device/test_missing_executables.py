@@ -5,7 +5,7 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.device.lowering import Lowering
 from jaxllm.errors import EngineDeadError
-from tests.on_demand import compiles_in_background
+from tests.on_demand import as_for_users
 from tests.tiny import clean, greedy, ids, prompts_of, tokens
 
 SIZES = dict(max_num_seqs=4, max_num_batched_tokens=24, block_size=4, num_blocks=64)
@@ -22,7 +22,7 @@ def without(tiny, monkeypatch):
             raise RuntimeError("internal compiler error")
 
         monkeypatch.setattr(Lowering, "jobs", lambda *args: jobs(*args) | dict.fromkeys(names, broken))
-        with compiles_in_background():
+        with as_for_users():
             engines.append(LLM(tiny.model, **SIZES))
         with pytest.raises(EngineDeadError, match="failed twice: internal compiler error"):
             engines[-1].wait_compiled()
