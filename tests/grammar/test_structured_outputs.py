@@ -273,9 +273,8 @@ def test_nothing_compiles_after_the_start(llm):
     assert llm.stats().num_compiled == llm.stats().num_executables
     names = llm.engine.runner.compile_plan.names
     sizes = {kind: [size for name, *rest in map(_pair, names) if name == kind for size in rest] for kind in MASKING}
-    assert sizes == dict.fromkeys(MASKING, list(sample_ladder(llm.engine.config.max_num_seqs))), (
-        "one a bucket of samples"
-    )
+    config = llm.engine.config
+    assert sizes == dict.fromkeys(MASKING, list(sample_ladder(config.max_num_seqs, config.min_bucket)))
 
 
 def _pair(name):
