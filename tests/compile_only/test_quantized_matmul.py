@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight, gpu, tpu
-from tests.compile_only.targets import chip_names, compile_on, mesh_of
+from tests.compile_only.targets import chip_names, compile_on, mesh_of, with_seldom
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -55,8 +55,16 @@ def size(line: str) -> int:
     return math.prod(map(int, filter(None, re.search(r"\[([\d,]*)\]", line).group(1).split(","))))
 
 
-@pytest.mark.parametrize("rows", [FEW, MANY])
-@pytest.mark.parametrize("form", FORMS)
+MANY_OFTEN = ("int8 by output", "int4 by group", "float8 by output")
+
+
+@pytest.mark.parametrize(
+    ("form", "rows"),
+    with_seldom(
+        [*((form, FEW) for form in FORMS), *((form, MANY) for form in MANY_OFTEN)],
+        [(form, MANY) for form in FORMS if form not in MANY_OFTEN],
+    ),
+)
 @pytest.mark.parametrize("chip", chip_names("tpu"))
 def test_a_tpu_reads_the_codes(chip, form, rows):
     compiled = compile_product(tpu, chip, form, rows)

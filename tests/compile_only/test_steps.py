@@ -16,10 +16,17 @@ from jaxllm.aot.chips import parse_target
 from jaxllm.aot.prepare import Prepared, prepare
 from jaxllm.aot.report import Executable, compile_one
 from jaxllm.engine.device import memory
-from tests.compile_only.targets import MIXTURE_CONFIG, WHOLE, chip_names, prepare_config, prepare_few_layers
+from tests.compile_only.targets import (
+    MIXTURE_CONFIG,
+    WHOLE,
+    chip_names,
+    prepare_config,
+    prepare_few_layers,
+    with_seldom,
+)
 
 FEW_LAYERS = {"llama-3.1-8b": 4, "qwen3-0.6b": 4, "gemma-3-4b": 6}  # of both kinds
-MODELS = tuple(FEW_LAYERS)
+MODELS = with_seldom(["qwen3-0.6b", "gemma-3-4b"], ["llama-3.1-8b"])
 DEVICES = {("v5e", "llama-3.1-8b"): 4}  # others fit one
 MIXTURE = "mixture"
 DECODE, MIXED = 64, 2048  # tokens
@@ -81,7 +88,7 @@ def test_steps(chip, model, tokens):
     check(chip, model, tokens)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", with_seldom(["int8"], ["fp8"]))
 @pytest.mark.parametrize("chip", chip_names())
 def test_steps_with_keys_and_values_in_eight_bits(chip, kv_cache_dtype):
     """Half the bytes a token, and no array between 2 and 4 GiB on a GPU."""

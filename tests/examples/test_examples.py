@@ -71,17 +71,17 @@ def test_best_of_n(run):
 
 
 def test_distillation(run):
-    before, *_, after = run("distillation", "--steps", 60)[:, 1]
+    before, *_, after = run("distillation", "--steps", 50)[:, 1]
     assert before < 0.05 and after > before + 0.1
 
 
 def test_multiple_choice(run):
-    before, *_, after = run("multiple_choice", "--steps", 200)[:, 1]
+    before, *_, after = run("multiple_choice", "--steps", 120)[:, 1]
     assert before < 0.45 and after > 0.8
 
 
 def test_custom_architecture(run):
-    losses, right, difference = run("custom_architecture", "--steps", 200)
+    losses, right, difference = run("custom_architecture", "--steps", 170)
     assert losses[-1] < losses[0] / 4 and right > 0.8 and difference < 1e-4
 
 
