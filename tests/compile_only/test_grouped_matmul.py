@@ -37,9 +37,9 @@ CASES = {
     "gpt-oss mxfp4": (GPT_OSS, MXFP4),
     "gpt-oss mxfp4, a part": (GPT_OSS_PART, MXFP4),
 }
-PROMPTS = ("qwen3", "qwen3 int4")
-OFTEN = [*((case, 8) for case in CASES), *((case, 512) for case in PROMPTS)]  # of a decode and of a prompt
-SIZES = with_seldom(OFTEN, [(case, n) for case in CASES for n in (1, 512) if (case, n) not in OFTEN])
+OFTEN = [("qwen3", 8), ("qwen3 int8", 8), ("qwen3 int4", 8), ("gpt-oss mxfp4", 8)]  # tokens of a decode
+OFTEN += [("qwen3", 512), ("qwen3 int4", 512)]  # of a prompt
+SIZES = with_seldom(OFTEN, [(case, n) for case in CASES for n in (1, 8, 512) if (case, n) not in OFTEN])
 
 
 def shapes_of(case, product, tokens):
