@@ -79,7 +79,7 @@ def test_a_group_that_slurm_tells_of(hosts, secret, alone):
         ("endless", "follower", 2),
         ("endless", "follower", 4),
         ("compiling", "leader", 2),
-        ("compiling", "follower", 2),
+        ("compiling", "follower", 4),
     ],
 )
 def test_a_member_that_dies_ends_the_others(hosts, secret, num_hosts, victim, when):
