@@ -19,7 +19,9 @@ LICENSE = (Path(__file__).parents[2] / "LICENSE").read_text()
 
 @pytest.fixture(scope="module")
 def llm(real):
-    with LLM(real(SMOLLM2), dtype="float32", max_model_len=4608, block_size=BLOCK_SIZE, num_blocks=640, max_num_seqs=64) as llm:
+    with LLM(
+        real(SMOLLM2), dtype="float32", max_model_len=4608, block_size=BLOCK_SIZE, num_blocks=640, max_num_seqs=64
+    ) as llm:
         yield llm
 
 
