@@ -18,9 +18,10 @@ from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight, panels
 from jaxllm.pallas_kernels.quantized_matmul.panels import panels_shape
 from jaxllm.sharding import rules
 
-_to_panels = jax.jit(panels.to_panels, static_argnames="num_inputs")
+to_panels = jax.jit(panels.to_panels, static_argnames=("num_inputs", "scales"))
 _LEAST_GROUP = 8  # of inputs with a scale of their own
 GROUP_AXIS = "scale_group"  # of the inputs that share a scale
+IN_PARTS = "int8_in_parts"  # how rows are rounded for products in panels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,10 @@ class WeightForm:
     group: int | None
     scales: str  # "float32", "bfloat16", "float16"; of groups also "float8_e4m3fn", "float8_e8m0fnu"
     has_offsets: bool = False  # only of groups
+    offsets_as_scales: bool = False  # whether offsets are numbers of the scales' dtype, though they are held in float32
     has_outer: bool = False  # one more scale of each output
     is_reordered: bool = False  # the inputs are taken in an order of the weight's own
-    # "int8" or "float8_e4m3fn": each row may be rounded to that, by its own scale; "int8_by_group": by one a group.
+    # "int8" or "float8_e4m3fn": each row may be rounded to that, by its own scale; "int8_in_parts": by scales of parts.
     activations: str | None = None
     in_panels: bool = False  # in the order that a CPU reads: see `jaxllm.pallas_kernels.quantized_matmul.panels`
 
@@ -57,12 +59,11 @@ class WeightForm:
         experts = {} if shape.experts is None else {"experts": shape.experts}
         inputs, outputs = dict(shape.inputs), dict(shape.outputs)
         if self.in_panels:
-            assert self.group is not None
             kind = {"codes": self.codes, "scales": self.scales, "has_offsets": self.has_offsets}
-            sizes = math.prod(inputs.values()), math.prod(outputs.values())
+            depth, width = math.prod(inputs.values()), math.prod(outputs.values())
             axes: tuple[str | None, ...] = ("panel", GROUP_AXIS, "group_bytes")
-            axes_of = dict(zip(axes, panels_shape(*sizes, group=self.group, **kind), strict=True))
-            return {"panels": (axes_of, jnp.dtype(jnp.uint8))}
+            axes_of = dict(zip(axes, panels_shape(depth, width, group=self.group or depth, **kind), strict=True))
+            return {"panels": (axes_of, jnp.dtype(jnp.uint8))} | self._order(shape)
         found: dict[str, tuple[dict[str | None, int], Any]] = {}
         if self.group is None:
             found["codes"] = (experts | outputs | inputs, jnp.dtype(self.codes))
@@ -76,9 +77,18 @@ class WeightForm:
                 found["offsets"] = (found["scales"][0], jnp.dtype(jnp.float32))
         if self.has_outer:
             found["outer"] = (experts | outputs, jnp.dtype(jnp.float32))
-        if self.is_reordered:
-            found["order"] = ({None: math.prod(inputs.values())}, jnp.dtype(jnp.int32))
-        return found
+        return found | self._order(shape)
+
+    def _order(self, shape: LinearShape) -> dict[str, tuple[dict[str | None, int], Any]]:
+        size = math.prod(dict(shape.inputs).values())
+        return {"order": ({None: size}, jnp.dtype(jnp.int32))} if self.is_reordered else {}
+
+    def to_panels(self, inputs: int) -> "WeightForm | None":
+        """That in which a CPU reads such a weight of so many inputs fastest; None if it can't be given that."""
+        scales = self.scales if not self.has_offsets or self.offsets_as_scales else "float32"
+        if self.in_panels or self.has_outer or not panels.fits(self.codes, self.group or inputs, scales):
+            return None
+        return replace(self, in_panels=True, scales=scales)
 
 
 class QuantizedLinear(Linear):
@@ -99,12 +109,10 @@ class QuantizedLinear(Linear):
         self.codes, self.scales, self.offsets = held("codes"), held("scales"), held("offsets")
         self.outer, self.order = held("outer"), held("order")
         self.panels = held("panels")
-        if form.in_panels:
-            return
         # For those who quantise dense weights.
-        has_experts, part_of = self.shape.experts is not None, self.shape.part_of
-        about = {"form": form, "num_inputs": len(self.shape.inputs), "has_experts": has_experts, "part_of": part_of}
-        self.codes.set_metadata(**about)
+        shape, variable = self.shape, self.panels if form.in_panels else self.codes
+        about = {"form": form, "num_inputs": len(shape.inputs), "has_experts": shape.experts is not None}
+        variable.set_metadata(**about, part_of=shape.part_of, dense_shape=tuple(shape.weight_axes.values()))
 
     @classmethod
     def abstract(cls, linear: Linear, form: WeightForm) -> "QuantizedLinear":
@@ -118,19 +126,32 @@ class QuantizedLinear(Linear):
         return cls(shape, form, _shapes(shape, form), bias)
 
     @property
+    def _in_panels(self) -> WeightForm | None:
+        """The form that it has in panels; None if it can't lie in them."""
+        if self.shape.experts is not None:
+            return None
+        return self.form.to_panels(math.prod(dict(self.shape.inputs).values()))
+
+    @property
     def can_lie_in_panels(self) -> bool:
         """Whether a CPU's kernel has a faster order for it, and its rows may be rounded as that rounds them."""
-        form, has_parts = self.form, self.shape.experts is not None or self.order is not None or self.outer is not None
-        by_group = form.activations == "int8_by_group" and panels.fits(form.codes, form.group, form.scales)
-        return by_group and not has_parts and not form.in_panels
+        return self.form.activations == IN_PARTS and self._in_panels is not None
+
+    def round_rows(self) -> None:
+        """Lets rows be rounded as that kernel rounds them, if it can be had. The arrays are shapes so far."""
+        if self._in_panels is not None:
+            form = replace(self.form, activations=IN_PARTS)
+            self.hold(form, _shapes(self.shape, form))
 
     def put_in_panels(self) -> None:
         """Its arrays, or their shapes."""
-        form, num_inputs = replace(self.form, in_panels=True), len(self.shape.inputs)
+        form = self._in_panels
+        assert form is not None
         if isinstance(self.codes.get_value(), jax.ShapeDtypeStruct):
             leaves: dict[str, Any] = _shapes(self.shape, form)
         else:
-            leaves = {"panels": _to_panels(self._held, num_inputs=num_inputs)}
+            made = to_panels(self._held, num_inputs=len(self.shape.inputs), scales=form.scales)
+            leaves = {"panels": made} | ({} if self.order is None else {"order": self.order[...]})
         self.hold(form, leaves)
 
     def fit(self, inner: int) -> None:
@@ -141,6 +162,9 @@ class QuantizedLinear(Linear):
 
     def product(self, x: Float[Array, "..."], ctx: StepContext, out_dtype: Any = None) -> Float[Array, "..."]:
         num_inputs = len(self.shape.inputs)
+        if self.order is not None:
+            rows, inputs = x.shape[: x.ndim - num_inputs], x.shape[x.ndim - num_inputs :]
+            x = x.reshape(*rows, -1)[..., self.order[...]].reshape(*rows, *inputs)
         if self.form.in_panels:
             return panels.panel_product(
                 x,
@@ -153,9 +177,6 @@ class QuantizedLinear(Linear):
                 out_dtype=out_dtype,
                 num_tokens=ctx.num_tokens,
             )
-        if self.order is not None:
-            rows, inputs = x.shape[: x.ndim - num_inputs], x.shape[x.ndim - num_inputs :]
-            x = x.reshape(*rows, -1)[..., self.order[...]].reshape(*rows, *inputs)
         weight = self._held
         if self.shape.experts is None:
             return self._product(x, weight, ctx, out_dtype)
@@ -212,12 +233,22 @@ class QuantizedLinear(Linear):
         return y
 
 
+def round_rows(model: nnx.Module) -> None:
+    """Lets rows of the abstract `model` be rounded for all products that can lie in panels, in place."""
+    for node in _products(model):
+        node.round_rows()
+
+
 def put_in_panels(model: nnx.Module) -> bool:
     """Puts the products in panels that can lie in them, in place. Returns whether there are some."""
-    nodes = [node for _, node in nnx.iter_graph(model) if isinstance(node, QuantizedLinear) and node.can_lie_in_panels]
+    nodes = [node for node in _products(model) if node.can_lie_in_panels]
     for node in nodes:
         node.put_in_panels()
     return bool(nodes)
+
+
+def _products(model: nnx.Module) -> list[QuantizedLinear]:
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, QuantizedLinear)]
 
 
 def _shapes(shape: LinearShape, form: WeightForm) -> dict[str, jax.ShapeDtypeStruct]:

@@ -66,18 +66,13 @@ def _quantized(got: dict[str, Any], want: dict[str, nnx.Variable]) -> dict[str, 
         path = name.removesuffix(".weight")
         if name in want:
             found[name] = leaf
-        elif f"{path}.panels" in want:
-            raise ValueError(
-                f"parameter {name} is dense, and the engine has it in blocks of a GGUF file, in the order that a CPU "
-                "reads; give LLM dtype='float32' for weights that change"
-            )
-        elif f"{path}.codes" in want:
-            if want[f"{path}.codes"].get_metadata("num_inputs", None) is None:
+        elif (codes := want.get(f"{path}.panels", want.get(f"{path}.codes"))) is not None:
+            if codes.get_metadata("num_inputs", None) is None:
                 raise ValueError(
                     f"parameter {name} is dense, and the model's table is quantised, which is done to products alone; "
                     "give its codes and scales, as LLM.params has them"
                 )
-            _check_leaf(name, leaf, dense_shape(want[f"{path}.codes"]))
+            _check_leaf(name, leaf, dense_shape(codes))
             found |= quantized_leaves(path, jnp.asarray(_value(leaf)), want)
         elif parts := {key: var for key, var in want.items() if key.startswith(f"{path}.parts.") and _place(var)}:
             for key, weight in _divided(name, leaf, parts).items():
@@ -110,16 +105,8 @@ def _divided(name: str, leaf: Any, parts: dict[str, nnx.Variable]) -> dict[str, 
 
 
 def dense_shape(codes: nnx.Variable) -> jax.ShapeDtypeStruct:
-    """The canonical shape of the dense weight of a product that has these codes."""
-    whole, num_inputs = canonical(codes).shape, codes.get_metadata("num_inputs")
-    experts, shape = (whole[:1], whole[1:]) if codes.get_metadata("has_experts") else ((), whole)
-    if codes.get_metadata("form").group is None:
-        first = len(shape) - num_inputs
-        shape = shape[first:] + shape[:first]
-    else:
-        inner = shape[num_inputs - 1] * shape[num_inputs]
-        shape = (*shape[: num_inputs - 1], inner, *shape[num_inputs + 1 :])
-    return jax.ShapeDtypeStruct(experts + shape, jnp.float32)
+    """The canonical shape of the dense weight of a product that has these codes, or panels."""
+    return jax.ShapeDtypeStruct(codes.get_metadata("dense_shape"), jnp.float32)
 
 
 def canonical_params(placed: Params, mesh: Mesh) -> Params:

@@ -84,7 +84,7 @@ def build_engine(
     suits = not batch_invariant and record is None and group is None
     reading = Reading(
         *(load_format, hf_overrides, skip_tokenizer_init, task, quantization, model_config),
-        keeps_blocks=suits and load_format != "dummy",
+        rounds_rows=suits and load_format != "dummy",
         suits_processor=suits and mesh.size == 1,  # XLA's own products serve where a mesh divides them
     )
     if record is not None and (load_format == "dummy" or hf_overrides or task or quantization or model_config):

@@ -39,7 +39,7 @@ from jaxllm.engine.model_interface import kv_dtype
 from jaxllm.engine.own_module import open_module, say_replicated
 from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
-from jaxllm.models.quantized import put_in_panels
+from jaxllm.models.quantized import put_in_panels, round_rows
 from jaxllm.models.transformer import Params
 from jaxllm.models.wrapped import name_of
 from jaxllm.pallas_kernels import native
@@ -125,7 +125,8 @@ class Reading(NamedTuple):
     task: str | None = None
     quantization: str | None = None
     config: Any = None
-    keeps_blocks: bool = False  # of a GGUF file on a CPU where neither quantization nor a dtype is asked for
+    # Whether a CPU where no dtype is asked for may round rows to int8, and keep blocks of a GGUF file for that.
+    rounds_rows: bool = False
     suits_processor: bool = False  # whether dtype "auto" may be what this CPU is fastest in
 
 
@@ -192,11 +193,14 @@ def _of_checkpoint(
         chosen = dtype_for_cpu(checkpoint, hf, has_files=reading.load_format != "dummy")
         spec = replace(spec, cfg=replace(spec.cfg, dtype=DTYPES[chosen]))
     abstract = transformer.abstract(spec.module.Model, spec.cfg)
-    if reading.keeps_blocks and dtype == "auto" and reading.quantization is None and _has_blocks(checkpoint, platform):
+    rounds_rows = reading.rounds_rows and dtype == "auto" and platform == "cpu" and native.is_built()
+    if rounds_rows and reading.quantization is None and _has_blocks(checkpoint):
         reading = reading._replace(quantization="gguf")
     if tokenizer is None and not reading.skip_tokenizer_init:
         tokenizer = checkpoint.tokenizer()
     load = _loader(checkpoint, spec, abstract, reading)
+    if rounds_rows:
+        round_rows(abstract)
     pooling = read_pooling(checkpoint, spec, reading.hf_overrides)
     source = ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint, pooling)
     if scheme is not None and reading.load_format != "dummy":
@@ -250,11 +254,9 @@ def _loader(
     return partial(load_quantized, checkpoint, spec)
 
 
-def _has_blocks(checkpoint: Checkpoint, platform: str) -> bool:
-    """Whether it has blocks that this platform's kernels multiply faster than what they stand for."""
-    if not isinstance(checkpoint, GgufCheckpoint) or platform != "cpu" or not native.is_built():
-        return False
-    return any(map(is_kept, checkpoint.tensors().values()))
+def _has_blocks(checkpoint: Checkpoint) -> bool:
+    """Whether it has blocks that a CPU's kernels multiply faster than what they stand for."""
+    return isinstance(checkpoint, GgufCheckpoint) and any(map(is_kept, checkpoint.tensors().values()))
 
 
 def _random_params(spec: ModelSpec, abstract: Params, mesh: Mesh) -> Params:

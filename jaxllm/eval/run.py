@@ -48,7 +48,7 @@ def evaluate(
     would be 512 KB. `ValueError` where there is nothing to score, or the two models don't share their tokens.
     """
     mesh = choose_mesh(mesh, tensor_parallel_size)
-    reading = Reading(quantization=quantization, keeps_blocks=True)
+    reading = Reading(quantization=quantization, rounds_rows=True)
     source = model_source(model, dtype, platform_of(mesh), tokenizer, reading).in_panels(mesh)
     inputs = _Inputs.of(texts, questions, source, context)
     make = partial(Scorer, source, mesh, kv_cache_dtype=kv_cache_dtype, calculate_kv_scales=calculate_kv_scales)

@@ -22,6 +22,10 @@ X86 = {  # instruction set -> its flags; one object each, chosen from at run tim
     "avx2": ["-mavx2", "-mfma"],
 }
 AMX = [*X86["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
+VNNI = {  # likewise, with the table that the rest is of
+    "avx512_vnni": ("kAvx512", [*_AVX512, "-mavx512vnni"]),
+    "avx2_vnni": ("kAvx2", [*X86["avx2"], "-mavxvnni"]),
+}
 TABLES = {"portable": "kPortable", "avx2": "kAvx2", "avx512": "kAvx512", "avx512_bf16": "kAvx512Bf16"}
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-Wno-psabi"]  # psabi: vectors as arguments, within one object only
 EXACT = "-ffp-contract=off"  # where results are equal bit by bit to numpy's
@@ -67,6 +71,10 @@ def _compile(command: list[str], include: Path, folder: Path) -> list[Path]:
             jobs.append([*command, *X86.get(isa, []), *names, *output])
     amx = AMX if is_x86 and _accepts(command, AMX) else []
     jobs.append([*command, *amx, "-c", str(HERE / "amx.cc"), "-o", str(folder / "amx.o")])
+    for isa, (base, flags) in VNNI.items() if is_x86 else ():
+        names = [f"-DJAXLLM_ISA={isa}", f"-DJAXLLM_BASE={base}", f'-DJAXLLM_ISA_NAME="{isa}"']
+        names += [f"-DJAXLLM_KERNELS={isa}_kernels", *(flags if _accepts(command, flags) else [])]
+        jobs.append([*command, *names, "-c", str(HERE / "vnni.cc"), "-o", str(folder / f"{isa}.o")])
     _wait([_start(job) for job in jobs])
     return [Path(job[-1]) for job in jobs]
 

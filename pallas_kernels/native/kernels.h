@@ -33,7 +33,7 @@ struct Gemm {
 };
 
 enum class Code { kInt8, kF8, kInt4, kUint4, kF4 };
-enum class Scale { kF32, kBf16, kF16, kF8, kPower };
+enum class Scale { kF32, kBf16, kF16, kF8, kPower };  // the first three as quantized_matmul/panels.py counts them
 
 constexpr int64_t kDotRows = 31;    // of a transposed Gemm: up to here there are no groups,
 constexpr int64_t kDirectRows = 4;  // and of a QuantizedGemm by output
@@ -53,11 +53,12 @@ struct QuantizedGemm {
 
 constexpr int64_t kPanel = 16;  // columns of a panel
 
-// Rows that are rounded to int8 group by group.
+// Rows that are rounded to int8 part by part.
 struct Int8Rows {
-  const int8_t* x;      // [rows, k]
-  const float* scales;  // [rows, k / group]: of a group
-  const int32_t* sums;  // likewise: of its int8 numbers
+  const int8_t* x;        // [rows, k]
+  const float* scales;    // [rows, parts]
+  const int32_t* starts;  // [rows, parts]: what a part's sum of products with codes begins with
+  const float* offsets;   // [rows, groups]: what the offsets of a group are multiplied by
 };
 
 // y[rows, n] = rows[rows, k] @ w, with w [k, n] in panels, see panels.h: ((codes - zero) * scales + offsets).
@@ -65,13 +66,17 @@ struct PanelGemm {
   Int8Rows rows;
   const uint8_t* panels;  // [panels, groups, record_bytes]
   float* y;
-  int64_t num_rows, k, n, group;
-  int32_t bits, zero;  // of codes
-  bool is_half, has_offsets;  // whether scales and offsets are float16, not float32; whether there are offsets
+  int64_t num_rows, k, n;
+  int64_t group, part;  // inputs that share a scale, of w; and of a row, which are a part of a group
+  int32_t bits, zero;   // of codes
+  Scale numbers;        // what scales and offsets are
+  bool has_offsets;
 
   int64_t groups() const { return k / group; }
-  int64_t number_bytes() const { return (is_half ? 2 : 4) * kPanel; }
-  int64_t record_bytes() const { return (has_offsets ? 2 : 1) * number_bytes() + group * kPanel * bits / 8; }
+  int64_t parts() const { return k / part; }
+  int64_t number_bytes() const { return (numbers == Scale::kF32 ? 4 : 2) * kPanel; }
+  int64_t code_bytes(int64_t inputs) const { return inputs * kPanel * bits / 8; }
+  int64_t record_bytes() const { return (has_offsets ? 2 : 1) * number_bytes() + code_bytes(group); }
 };
 
 // Attention of a ragged batch over paged keys and values; reference.py says what the arrays mean.
@@ -194,6 +199,10 @@ extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
 
 // Those for AMX; null where the CPU has none, the system gives none to this process, or the compiler knows none.
 const Kernels* amx_kernels();
+
+// Of vnni.cc; null where the CPU has none, or the compiler knows none.
+const Kernels* avx512_vnni_kernels();
+const Kernels* avx2_vnni_kernels();
 
 const Kernels& kernels();  // of the best instruction set that this CPU has, or the one that a test has chosen
 

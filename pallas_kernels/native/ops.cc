@@ -32,9 +32,13 @@ std::vector<const Kernels*> all_kernels() {
       if (const Kernels* const amx = amx_kernels()) all.push_back(amx);
       all.push_back(&kAvx512Bf16);
     }
+    if (const Kernels* const vnni = avx512_vnni_kernels()) all.push_back(vnni);
     all.push_back(&kAvx512);
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) all.push_back(&kAvx2);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    if (const Kernels* const vnni = avx2_vnni_kernels()) all.push_back(vnni);
+    all.push_back(&kAvx2);
+  }
 #endif
   all.push_back(&kPortable);
   return all;

@@ -23,8 +23,11 @@ bool is_integer(Code code) { return code == Code::kInt8 || code == Code::kInt4 |
 bool fits(const PanelGemm& g, const ffi::AnyBuffer& panels) {
   const auto ps = panels.dimensions();
   return panels.element_type() == ffi::U8 && ps.size() == 3 && ps[0] == (g.n + kPanel - 1) / kPanel && ps[1] > 0 &&
-         g.k % ps[1] == 0 && g.k / ps[1] == g.group && g.group % 8 == 0 && ps[2] == g.record_bytes();
+         g.k % ps[1] == 0 && g.k / ps[1] == g.group && g.part > 0 && g.part % 8 == 0 && g.group % g.part == 0 &&
+         ps[2] == g.record_bytes();
 }
+
+bool are_numbers(Scale scale) { return scale == Scale::kF32 || scale == Scale::kBf16 || scale == Scale::kF16; }
 
 // The records of a panel, one after the other, of which all bytes are zeros.
 void fill_panel(const QuantizedGemm& q, const PanelGemm& g, int64_t panel, uint8_t* record) {
@@ -38,7 +41,7 @@ void fill_panel(const QuantizedGemm& q, const PanelGemm& g, int64_t panel, uint8
     uint8_t* const codes = record + (g.has_offsets ? 2 : 1) * g.number_bytes();
     for (int64_t i = 0; i < g.group; i++)
       for (int64_t c = 0; c < columns; c++) {
-        const int64_t at = (group * g.group + i) * g.n + first + c;
+        const int64_t k = group * g.group + i, at = q.by_output ? (first + c) * g.k + k : k * g.n + first + c;
         if (g.bits == 8) {
           codes[i / 4 * 4 * kPanel + 4 * c + i % 4] = q.codes[at] + g.zero;
         } else {
@@ -52,18 +55,20 @@ void fill_panel(const QuantizedGemm& q, const PanelGemm& g, int64_t panel, uint8
 ffi::Error make_panels(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer scales, ffi::AnyBuffer offsets,
                        ffi::Result<ffi::AnyBuffer> panels) {
   const auto cs = codes.dimensions(), ss = scales.dimensions();
-  const bool is_half = scales.element_type() == ffi::F16, has_offsets = offsets.element_count() > 0;
+  const bool has_offsets = offsets.element_count() > 0, by_output = ss.size() == 1;
   QuantizedGemm q{};
-  if (!find(codes.element_type(), q.code) || !is_integer(q.code) || (!is_half && scales.element_type() != ffi::F32) ||
-      offsets.element_type() != scales.element_type())
+  q.by_output = by_output;
+  if (!find(codes.element_type(), q.code) || !is_integer(q.code) || !find(scales.element_type(), q.scale) ||
+      !are_numbers(q.scale) || offsets.element_type() != scales.element_type())
     return ffi::Error::InvalidArgument("jaxllm_make_panels: dtypes");
-  if (cs.size() != 2 || ss.size() != 2 || ss[0] < 1 || cs[0] % ss[0] || ss[1] != cs[1] ||
-      (has_offsets && offsets.element_count() != scales.element_count()))
+  if (cs.size() != 2 || ss.size() < 1 || ss.size() > 2 || ss[0] < 1 || ss.back() != cs[by_output ? 0 : 1] ||
+      (!by_output && cs[0] % ss[0]) || (has_offsets && offsets.element_count() != scales.element_count()))
     return ffi::Error::InvalidArgument("jaxllm_make_panels: shapes don't go together");
   q.codes = static_cast<const uint8_t*>(codes.untyped_data()), q.scales = scales.untyped_data();
   q.offsets = static_cast<const float*>(offsets.untyped_data());
-  const PanelGemm g{{}, nullptr, nullptr, 0, cs[0], cs[1], cs[0] / ss[0], static_cast<int32_t>(bits_of(q.code)),
-                    zero_of(q.code), is_half, has_offsets};
+  PanelGemm g{};
+  g.k = cs[by_output ? 1 : 0], g.n = ss.back(), g.group = g.part = by_output ? g.k : g.k / ss[0];
+  g.bits = bits_of(q.code), g.zero = zero_of(q.code), g.numbers = q.scale, g.has_offsets = has_offsets;
   if (!fits(g, *panels)) return ffi::Error::InvalidArgument("jaxllm_make_panels: the shape of the panels");
   const int64_t bytes = g.groups() * g.record_bytes();
   uint8_t* const to = static_cast<uint8_t*>(panels->untyped_data());
@@ -77,30 +82,36 @@ ffi::Error make_panels(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffe
 // Rows of x as int8.
 struct RoundedRows {
   std::unique_ptr<int8_t[]> x;
-  std::unique_ptr<float[]> scales;
-  std::unique_ptr<int32_t[]> sums;
+  std::unique_ptr<float[]> scales, offsets;
+  std::unique_ptr<int32_t[]> starts;
 
   Int8Rows of(ffi::ThreadPool& pool, const PanelGemm& g, const float* rows) {
-    const int64_t groups = g.groups();
+    const int64_t groups = g.groups(), parts = g.parts();
     x.reset(new int8_t[g.num_rows * g.k]);
-    scales.reset(new float[g.num_rows * groups]);
-    sums.reset(new int32_t[g.num_rows * groups]);
+    scales.reset(new float[g.num_rows * parts]);
+    starts.reset(new int32_t[g.num_rows * parts]);
+    offsets.reset(new float[g.num_rows * groups]);
     const auto round_row = [&](int64_t row) {
-      for (int64_t i = 0; i < groups; i++) {
-        const int64_t at = row * g.k + i * g.group, group = row * groups + i;
-        kernels().round_to_int8(rows + at, g.group, x.get() + at, &scales[group], &sums[group]);
+      std::fill_n(offsets.get() + row * groups, groups, 0.0f);
+      for (int64_t i = 0; i < parts; i++) {
+        const int64_t part = row * parts + i, at = part * g.part;
+        int32_t sum;
+        kernels().round_to_int8(rows + at, g.part, x.get() + at, &scales[part], &sum);
+        starts[part] = -g.zero * sum;
+        offsets[row * groups + i * g.part / g.group] += scales[part] * static_cast<float>(sum);
       }
     };
     if (g.num_rows * g.k < kAloneRounded)
       for (int64_t row = 0; row < g.num_rows; row++) round_row(row);
     else
       parallel(pool, g.num_rows, round_row);
-    return {x.get(), scales.get(), sums.get()};
+    return {x.get(), scales.get(), starts.get(), offsets.get()};
   }
 };
 
 ffi::Error panel_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, NumRows num_rows,
-                        ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t zero, bool is_half, bool has_offsets) {
+                        ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t zero, int64_t numbers, int64_t part,
+                        bool has_offsets) {
   const auto xs = x.dimensions(), ys = y->dimensions(), ps = panels.dimensions();
   const bool rounds = y->element_type() != ffi::F32;
   if ((x.element_type() != ffi::F32 && x.element_type() != ffi::BF16) || (rounds && y->element_type() != ffi::BF16))
@@ -109,8 +120,11 @@ ffi::Error panel_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer p
       !is_one_or_none(num_rows))
     return ffi::Error::InvalidArgument("jaxllm_panel_matmul: shapes don't go together");
   const int64_t rows = used_rows(num_rows, xs[0]), k = xs[1], n = ys[1];
-  PanelGemm g{{}, static_cast<const uint8_t*>(panels.untyped_data()), static_cast<float*>(y->untyped_data()), rows, k, n,
-              k / ps[1], static_cast<int32_t>(bits), static_cast<int32_t>(zero), is_half, has_offsets};
+  PanelGemm g{};
+  g.panels = static_cast<const uint8_t*>(panels.untyped_data()), g.y = static_cast<float*>(y->untyped_data());
+  g.num_rows = rows, g.k = k, g.n = n, g.group = k / ps[1], g.part = part;
+  g.bits = bits, g.zero = zero, g.numbers = static_cast<Scale>(numbers), g.has_offsets = has_offsets;
+  if (!are_numbers(g.numbers)) return ffi::Error::InvalidArgument("jaxllm_panel_matmul: dtypes");
   if (!fits(g, panels)) return ffi::Error::InvalidArgument("jaxllm_panel_matmul: the shape of the panels");
   if (rows == 0) return ffi::Error::Success();
   Gemm plain{nullptr, nullptr, nullptr, rows, k, n, 0, DType::kF32, false};  // whose rows are read one by one
@@ -152,5 +166,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_panel_matmul, jaxllm::panel_matmul,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("zero")
-                                  .Attr<bool>("is_half")
+                                  .Attr<int64_t>("numbers")
+                                  .Attr<int64_t>("part")
                                   .Attr<bool>("has_offsets"));

@@ -1,6 +1,6 @@
 // Products with a weight of few bits that lies in the order it is read, in panels of 16 columns: of each, group after
 // group of inputs, 16 scales, 16 offsets if there are some, and the codes, each four inputs of a column together. Rows are
-// rounded to int8 by groups, and four products at a time are summed as integers.
+// rounded to int8 by parts of groups, and four products at a time are summed as integers.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,11 @@ namespace jaxllm::JAXLLM_ISA {
 typedef uint8_t Quads __attribute__((vector_size(kWidth * 4)));  // four unsigned codes for each lane
 
 constexpr int kPanelVectors = kPanel / kWidth;
-constexpr int kPanelRows = kRegisters == 32 ? 6 : 2;  // of x that share codes once they are read
+constexpr int kPanelRows = kRegisters == 32 ? 6 : 2;  // of x that share codes once they are read,
+constexpr int kPanels = kRegisters == 32 ? 2 : 1;     // and panels that share rows
 constexpr int64_t kPanelBytesAhead = 1280;            // that are brought in before they are read
+constexpr int64_t kUsualPart = 32;                    // inputs, for which there is code of its own
+constexpr int64_t kRowBytes = 256 << 10;              // of x that stay in the second cache for all panels
 
 static inline Quads load_quads(const uint8_t* p) {
   Quads v;
@@ -26,6 +29,8 @@ static inline Quads load_quads(const uint8_t* p) {
 static inline Ints add_quads(Ints sum, Quads w, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x));
 #elif defined(__AVX512BW__)
   const __m512i four = _mm512_set1_epi32(x), low = _mm512_set1_epi16(255);
   const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(four, 8), 8), odd = _mm512_srai_epi16(four, 8);
@@ -52,68 +57,114 @@ static inline Quads panel_codes(const uint8_t* codes, int64_t i, int v) {
   return i % 2 ? both >> 4 : both & 15;
 }
 
-static inline Floats panel_numbers(const uint8_t* p, bool is_half, int v) {
-  if (is_half) return load_half(reinterpret_cast<const uint16_t*>(p) + v * kWidth);
-  return load(reinterpret_cast<const float*>(p) + v * kWidth);
+static inline Floats panel_numbers(const uint8_t* p, Scale numbers, int v) {
+  switch (numbers) {
+    case Scale::kF16: return load_half(reinterpret_cast<const uint16_t*>(p) + v * kWidth);
+    case Scale::kBf16: return load(reinterpret_cast<const Bf16*>(p) + v * kWidth);
+    default: return load(reinterpret_cast<const float*>(p) + v * kWidth);
+  }
 }
 
-// kRows rows of a panel; `y` gets [rows, kPanel].
-template <int kBits, int kRows>
-static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, float* y) {
-  const int64_t groups = g.groups(), numbers = g.number_bytes(), bytes = g.record_bytes();
-  const int8_t* const x = g.rows.x + row * g.k;
-  Floats total[kRows][kPanelVectors] = {};
-  for (int64_t group = 0; group < groups; group++, record += bytes) {
-    const uint8_t* const codes = record + (g.has_offsets ? 2 : 1) * numbers;
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(record + kPanelBytesAhead + line);
-    Ints acc[kRows][kPanelVectors];
-    for (int r = 0; r < kRows; r++)
-      for (int v = 0; v < kPanelVectors; v++) acc[r][v] = Ints{} - g.zero * g.rows.sums[(row + r) * groups + group];
+enum class Parts { kOne, kUsual, kAny };  // of a group: one of kUsualPart inputs; some of as many; or of any number
+
+// Adds to `acc` a part of `inputs`; codes of a panel are `panel` bytes after those of the one before.
+template <int kBits, int kRows, int kVectors>
+static inline void add_part(const int8_t* x, int64_t ldx, const uint8_t* codes, int64_t panel, int64_t inputs,
+                            Ints (&acc)[kRows][kVectors]) {
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < g.group / 4; i++)
-      for (int v = 0; v < kPanelVectors; v++) {
-        const Quads w = panel_codes<kBits>(codes, i, v);
-        for (int r = 0; r < kRows; r++) {
-          int32_t four;
-          std::memcpy(&four, x + r * g.k + group * g.group + 4 * i, sizeof four);
-          acc[r][v] = add_quads(acc[r][v], w, four);
+  for (int64_t i = 0; i < inputs / 4; i++) {
+    Quads w[kVectors];
+    for (int v = 0; v < kVectors; v++)
+      w[v] = panel_codes<kBits>(codes + v / kPanelVectors * panel, i, v % kPanelVectors);
+    for (int r = 0; r < kRows; r++) {
+      int32_t four;
+      std::memcpy(&four, x + r * ldx + 4 * i, sizeof four);
+      for (int v = 0; v < kVectors; v++) acc[r][v] = add_quads(acc[r][v], w[v], four);
+    }
+  }
+}
+
+// kRows rows of neighbouring panels; `y` gets [rows, kVectors * kWidth].
+template <int kBits, Parts kParts, int kVectors, int kRows>
+static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, float* y) {
+  const int64_t numbers = g.number_bytes(), bytes = g.record_bytes(), panel = g.groups() * bytes;
+  const int64_t part = kParts == Parts::kAny ? g.part : kUsualPart, code_bytes = part * kPanel * kBits / 8;
+  const int64_t parts = g.parts(), groups = g.groups(), head = (g.has_offsets ? 2 : 1) * numbers;
+  const int8_t* x = g.rows.x + row * g.k;
+  const float* scales = g.rows.scales + row * parts;
+  const int32_t* starts = g.rows.starts + row * parts;
+  Floats total[kRows][kVectors] = {};
+  for (int64_t group = 0; group < groups; group++, record += bytes) {
+    Floats sums[kRows][kVectors] = {};
+    const uint8_t *codes = record + head, *const end = record + bytes;
+    do {
+      for (int v = 0; v < kVectors; v += kPanelVectors)
+        for (int64_t line = 0; line < code_bytes; line += 64)
+          __builtin_prefetch(codes + v / kPanelVectors * panel + kPanelBytesAhead + line);
+      Ints acc[kRows][kVectors];
+      for (int r = 0; r < kRows; r++)
+        for (int v = 0; v < kVectors; v++) acc[r][v] = Ints{} + starts[r * parts];
+      add_part<kBits>(x, g.k, codes, panel, part, acc);
+      for (int r = 0; r < kRows; r++)
+        for (int v = 0; v < kVectors; v++) {
+          const Floats product = __builtin_convertvector(acc[r][v], Floats);
+          if constexpr (kParts == Parts::kOne)
+            sums[r][v] = product * scales[r * parts];
+          else
+            sums[r][v] += product * scales[r * parts];
         }
-      }
-    for (int v = 0; v < kPanelVectors; v++) {
-      const Floats scale = panel_numbers(record, g.is_half, v);
-      const Floats offset = g.has_offsets ? panel_numbers(record + numbers, g.is_half, v) : Floats{};
-      for (int r = 0; r < kRows; r++) {
-        const int64_t at = (row + r) * groups + group;
-        const float own = g.rows.scales[at];
-        total[r][v] += __builtin_convertvector(acc[r][v], Floats) * own * scale;
-        if (g.has_offsets) total[r][v] += offset * (own * (float)g.rows.sums[at]);
-      }
+      x += part, scales++, starts++, codes += code_bytes;
+    } while (kParts != Parts::kOne && codes < end);
+    for (int v = 0; v < kVectors; v++) {
+      const uint8_t* const at = record + v / kPanelVectors * panel;
+      const Floats scale = panel_numbers(at, g.numbers, v % kPanelVectors);
+      for (int r = 0; r < kRows; r++) total[r][v] += sums[r][v] * scale;
+      if (!g.has_offsets) continue;
+      const Floats offset = panel_numbers(at + numbers, g.numbers, v % kPanelVectors);
+      for (int r = 0; r < kRows; r++) total[r][v] += offset * g.rows.offsets[(row + r) * groups + group];
     }
   }
   for (int r = 0; r < kRows; r++)
-    for (int v = 0; v < kPanelVectors; v++) store(y + r * kPanel + v * kWidth, total[r][v]);
+    for (int v = 0; v < kVectors; v++) store(y + (r * kVectors + v) * kWidth, total[r][v]);
 }
 
-template <int kBits, int kRows = kPanelRows>
+template <int kBits, Parts kParts, int kVectors, int kRows = kPanelRows>
 static void panel_rows_of(int64_t rows, const PanelGemm& g, const uint8_t* record, int64_t row, float* y) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return panel_rows_of<kBits, kRows - 1>(rows, g, record, row, y);
+    if (rows < kRows) return panel_rows_of<kBits, kParts, kVectors, kRows - 1>(rows, g, record, row, y);
   }
-  panel_rows<kBits, kRows>(g, record, row, y);
+  panel_rows<kBits, kParts, kVectors, kRows>(g, record, row, y);
+}
+
+template <int kBits>
+static void few_panels(const PanelGemm& g, int64_t panel, bool is_one, int64_t rows, int64_t row, float* y) {
+  constexpr int kAll = kPanels * kPanelVectors;
+  const uint8_t* const record = g.panels + panel * g.groups() * g.record_bytes();
+  if (kPanels > 1 && is_one)
+    panel_rows_of<kBits, Parts::kAny, kPanelVectors>(rows, g, record, row, y);
+  else if (g.part != kUsualPart)
+    panel_rows_of<kBits, Parts::kAny, kAll>(rows, g, record, row, y);
+  else if (g.part == g.group)
+    panel_rows_of<kBits, Parts::kOne, kAll>(rows, g, record, row, y);
+  else
+    panel_rows_of<kBits, Parts::kUsual, kAll>(rows, g, record, row, y);
 }
 
 // Panels `begin` to `end` for all rows.
 static void panel_gemm(const PanelGemm& g, int64_t begin, int64_t end) {
-  for (int64_t panel = begin; panel < end; panel++) {
-    const uint8_t* const record = g.panels + panel * g.groups() * g.record_bytes();
-    const int64_t first = panel * kPanel, columns = std::min(kPanel, g.n - first);
-    for (int64_t row = 0; row < g.num_rows; row += kPanelRows) {
-      const int64_t rows = std::min<int64_t>(kPanelRows, g.num_rows - row);
-      alignas(64) float sums[kPanelRows * kPanel];
-      (g.bits == 4 ? panel_rows_of<4> : panel_rows_of<8>)(rows, g, record, row, sums);
-      for (int64_t r = 0; r < rows; r++) std::copy_n(sums + r * kPanel, columns, g.y + (row + r) * g.n + first);
+  const int64_t at_once = std::max<int64_t>(1, kRowBytes / g.k / kPanelRows) * kPanelRows;
+  for (int64_t first = 0; first < g.num_rows; first += at_once)
+    for (int64_t panel = begin; panel < end; panel += kPanels) {
+      const int64_t count = std::min<int64_t>(kPanels, end - panel), width = count * kPanel;
+      const int64_t column = panel * kPanel, columns = std::min(width, g.n - column);
+      const int64_t last = std::min(first + at_once, g.num_rows);
+      for (int64_t row = first; row < last; row += kPanelRows) {
+        const int64_t rows = std::min<int64_t>(kPanelRows, last - row);
+        alignas(64) float sums[kPanelRows * kPanels * kPanel];
+        (g.bits == 4 ? few_panels<4> : few_panels<8>)(g, panel, count == 1, rows, row, sums);
+        for (int64_t r = 0; r < rows; r++) std::copy_n(sums + r * width, columns, g.y + (row + r) * g.n + column);
+      }
     }
-  }
 }
 
 static void round_to_int8(const float* x, int64_t count, int8_t* to, float* scale, int32_t* sum) {

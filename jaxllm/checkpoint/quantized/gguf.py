@@ -12,7 +12,7 @@ from jaxllm.checkpoint.quantized.packing import centered
 from jaxllm.checkpoint.quantized.scheme import group_of_form
 from jaxllm.checkpoint.quantized.values import check_scales, wrong
 from jaxllm.checkpoint.tensors import StoredTensor, read_bytes
-from jaxllm.models.quantized import WeightForm
+from jaxllm.models.quantized import IN_PARTS, WeightForm
 
 _Blocks = np.ndarray  # uint8 [blocks, bytes]
 _Split = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # of each block: codes, scales, offsets
@@ -47,7 +47,8 @@ def module(name: str, tensor: StoredTensor, head_dim: int | None = None) -> Quan
         group=group_of_form(kind.group, num_inputs, has_offsets=kind.has_offsets),
         scales=kind.scales,
         has_offsets=kind.has_offsets,
-        activations="int8_by_group",  # as llama.cpp does
+        offsets_as_scales=kind.has_offsets,
+        activations=IN_PARTS,  # as llama.cpp does
     )
     unit = (head_dim if tensor.is_interleaved and head_dim else 1, BLOCKS[tensor.dtype].num_values)
 

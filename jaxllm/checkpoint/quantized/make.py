@@ -1,5 +1,6 @@
 """Quantises the dense weights of products, on the devices where they lie, one after the other."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -15,7 +16,8 @@ from jaxllm.checkpoint.quantized.quantize import KINDS, check_form, codes_and_sc
 from jaxllm.errors import ModelFormatError
 from jaxllm.models.linear import Linear
 from jaxllm.models.moe import GATES
-from jaxllm.models.quantized import QuantizedLinear, WeightForm
+from jaxllm.models.quantized import QuantizedLinear, WeightForm, to_panels
+from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight
 from jaxllm.sharding import rules
 
 
@@ -50,6 +52,8 @@ def quantized_leaves(
     """The arrays, by the parameters' names, of the product at `path` whose dense weight is `weight`: a canonical one,
     or as `mesh` holds it, then they lie on that. `abstract` are the parameters, of which the product's say its form.
     ModelFormatError if the weight is not finite, ValueError for a form that dense weights can't be given."""
+    if (held := abstract.get(f"{path}.panels")) is not None:
+        return {f"{path}.panels": _panels(path, weight, held)}
     names = [f"{path}.codes", f"{path}.scales"]
     shardings = None
     if mesh is not None:
@@ -58,11 +62,22 @@ def quantized_leaves(
     form, num_inputs = codes.get_metadata("form"), codes.get_metadata("num_inputs")
     has_experts = codes.get_metadata("has_experts")
     check_form(form, math.prod(weight.shape[int(has_experts) :][:num_inputs]))
-    make = _quantizer(form, num_inputs, has_experts, shardings)
+    arrays = _arrays(path, weight, _quantizer(form, num_inputs, has_experts, shardings))
+    return dict(zip(names, arrays, strict=True))
+
+
+def _panels(path: str, weight: Float[Array, "..."], held: nnx.Variable) -> Array:
+    form, num_inputs = dataclasses.replace(held.get_metadata("form"), in_panels=False), held.get_metadata("num_inputs")
+    check_form(form, math.prod(weight.shape[:num_inputs]))
+    codes, scales = _arrays(path, weight, _quantizer(form, num_inputs, False, None))
+    return to_panels(QuantizedWeight(codes, scales), num_inputs=num_inputs, scales=form.scales)
+
+
+def _arrays(path: str, weight: Float[Array, "..."], make: Callable[..., Any]) -> list[Array]:
     *arrays, is_finite = make(weight)
     if not is_finite:
         raise ModelFormatError(f"{path}.weight has values that are not finite, which can't be quantised")
-    return dict(zip(names, arrays, strict=True))
+    return arrays
 
 
 @cache

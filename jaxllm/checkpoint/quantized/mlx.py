@@ -66,7 +66,11 @@ class Mlx(Scheme):
         scales = parts.take("scales", tuple(FLOATS), (num_outputs, num_inputs // group))
         biases = parts.take("biases", (scales.dtype,), scales.shape)
         form = WeightForm(
-            codes="uint4" if bits <= 4 else "int8", group=group, scales=SCALE_NAMES[scales.dtype], has_offsets=True
+            codes="uint4" if bits <= 4 else "int8",
+            group=group,
+            scales=SCALE_NAMES[scales.dtype],
+            has_offsets=True,
+            offsets_as_scales=bits < 8,  # of which zero is not moved
         )
 
         def read(region: Region) -> StoredWeight:
