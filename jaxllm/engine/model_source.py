@@ -43,6 +43,7 @@ from jaxllm.models.quantized import put_in_panels, round_rows
 from jaxllm.models.transformer import Params
 from jaxllm.models.wrapped import name_of
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.quantized_matmul import panels
 from jaxllm.sharding.mesh import platform_of
 from jaxllm.text.tokenizer import FILE as TOKENIZER_FILE
 from jaxllm.text.tokenizer import Tokenizer, wrap
@@ -101,6 +102,11 @@ class ModelSource(NamedTuple):
         graph, abstract = nnx.split(self.model)
         if not put_in_panels(self.model):
             return self
+        log.info(
+            "products with weights of integers round their rows to int8, %d numbers by a scale at most; "
+            "dtype='float32' (--dtype float32) is slower and does not",
+            panels.PART,
+        )
 
         def load(_: Params, mesh: Mesh) -> Params:
             if isinstance(self.params, partial) and self.params.func is load_params:

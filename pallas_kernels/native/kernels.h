@@ -55,10 +55,10 @@ constexpr int64_t kPanel = 16;  // columns of a panel
 
 // Rows that are rounded to int8 part by part.
 struct Int8Rows {
-  const int8_t* x;        // [rows, k]
-  const float* scales;    // [rows, parts]
-  const int32_t* starts;  // [rows, parts]: what a part's sum of products with codes begins with
-  const float* offsets;   // [rows, groups]: what the offsets of a group are multiplied by
+  int8_t* x;        // [rows, k]
+  float* scales;    // [rows, parts]
+  int32_t* starts;  // [rows, parts]: what a part's sum of products with codes begins with
+  float* offsets;   // [rows, groups]: what the offsets of a group are multiplied by
 };
 
 // y[rows, n] = rows[rows, k] @ w, with w [k, n] in panels, see panels.h: ((codes - zero) * scales + offsets).
@@ -171,8 +171,7 @@ struct Kernels {
   // Columns begin to end of y.
   void (*gemm)(const Gemm&, int64_t begin, int64_t end);
   void (*quantized_gemm)(const QuantizedGemm&, int64_t begin, int64_t end);
-  // Rounds `count` numbers to multiples of `scale`. `sum`: of the int8.
-  void (*round_to_int8)(const float* x, int64_t count, int8_t* to, float* scale, int32_t* sum);
+  void (*round_row)(const PanelGemm&, const float* x, int64_t row);  // x[k] to the row of `rows`
   void (*panel_gemm)(const PanelGemm&, int64_t begin, int64_t end);  // panels begin to end
   // Writes K and V of tokens begin to end of sequence `seq`, counted from its first in the batch, into the pool.
   void (*write_kv)(const Attention&, int64_t seq, int64_t begin, int64_t end);

@@ -85,27 +85,18 @@ struct RoundedRows {
   std::unique_ptr<float[]> scales, offsets;
   std::unique_ptr<int32_t[]> starts;
 
-  Int8Rows of(ffi::ThreadPool& pool, const PanelGemm& g, const float* rows) {
-    const int64_t groups = g.groups(), parts = g.parts();
+  // Of `rows`, for the product `g`.
+  void take(ffi::ThreadPool& pool, PanelGemm& g, const float* rows) {
     x.reset(new int8_t[g.num_rows * g.k]);
-    scales.reset(new float[g.num_rows * parts]);
-    starts.reset(new int32_t[g.num_rows * parts]);
-    offsets.reset(new float[g.num_rows * groups]);
-    const auto round_row = [&](int64_t row) {
-      std::fill_n(offsets.get() + row * groups, groups, 0.0f);
-      for (int64_t i = 0; i < parts; i++) {
-        const int64_t part = row * parts + i, at = part * g.part;
-        int32_t sum;
-        kernels().round_to_int8(rows + at, g.part, x.get() + at, &scales[part], &sum);
-        starts[part] = -g.zero * sum;
-        offsets[row * groups + i * g.part / g.group] += scales[part] * static_cast<float>(sum);
-      }
-    };
+    scales.reset(new float[g.num_rows * g.parts()]);
+    starts.reset(new int32_t[g.num_rows * g.parts()]);
+    offsets.reset(new float[g.num_rows * g.groups()]);
+    g.rows = {x.get(), scales.get(), starts.get(), offsets.get()};
+    const auto round_row = [&](int64_t row) { kernels().round_row(g, rows + row * g.k, row); };
     if (g.num_rows * g.k < kAloneRounded)
       for (int64_t row = 0; row < g.num_rows; row++) round_row(row);
     else
       parallel(pool, g.num_rows, round_row);
-    return {x.get(), scales.get(), starts.get(), offsets.get()};
   }
 };
 
@@ -130,7 +121,7 @@ ffi::Error panel_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer p
   Gemm plain{nullptr, nullptr, nullptr, rows, k, n, 0, DType::kF32, false};  // whose rows are read one by one
   const std::unique_ptr<float[]> copy = pack_rows(pool, plain, x);
   RoundedRows rounded;
-  g.rows = rounded.of(pool, g, plain.x);
+  rounded.take(pool, g, plain.x);
   std::unique_ptr<float[]> sums;
   if (rounds) {
     sums.reset(new float[rows * n]);

@@ -167,7 +167,8 @@ static void panel_gemm(const PanelGemm& g, int64_t begin, int64_t end) {
     }
 }
 
-static void round_to_int8(const float* x, int64_t count, int8_t* to, float* scale, int32_t* sum) {
+// Rounds `count` numbers to multiples of `scale`, and returns the sum of those.
+static inline int32_t round_part(const float* x, int64_t count, int8_t* to, float* scale) {
   Floats most{};
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
@@ -178,16 +179,38 @@ static void round_to_int8(const float* x, int64_t count, int8_t* to, float* scal
   for (; i < count; i++) top = std::max(top, std::abs(x[i]));
   *scale = top / 127.0f;
   const float inverse = top > 0 ? 127.0f / top : 0.0f;
-  int32_t total = 0;
   const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-  for (i = 0; i < count; i++) {
+  Ints sums{};
+  for (i = 0; i + kWidth <= count; i += kWidth) {
+    const Ints codes = (Ints)(load(x + i) * inverse + shifter) - (Ints)(Floats{} + shifter);
+    const Bytes bytes = __builtin_convertvector(codes, Bytes);
+    std::memcpy(to + i, &bytes, sizeof bytes);
+    sums += codes;
+  }
+  int32_t sum = 0;
+  for (int lane = 0; lane < kWidth; lane++) sum += sums[lane];
+  for (; i < count; i++) {
     const float shifted = x[i] * inverse + shifter;
     int32_t bits;
     std::memcpy(&bits, &shifted, sizeof bits);
-    const int8_t code = (int8_t)bits;
-    total += to[i] = code;
+    sum += to[i] = (int8_t)bits;
   }
-  *sum = total;
+  return sum;
+}
+
+static void round_row(const PanelGemm& g, const float* x, int64_t row) {
+  const int64_t groups = g.groups(), each = g.group / g.part;  // parts of a group
+  int8_t* to = g.rows.x + row * g.k;
+  int64_t part = row * g.parts();
+  for (int64_t group = row * groups; group < (row + 1) * groups; group++) {
+    float offset = 0;
+    for (const int64_t end = part + each; part < end; part++, x += g.part, to += g.part) {
+      const int32_t sum = round_part(x, g.part, to, &g.rows.scales[part]);
+      g.rows.starts[part] = -g.zero * sum;
+      offset += g.rows.scales[part] * (float)sum;
+    }
+    g.rows.offsets[group] = offset;
+  }
 }
 
 }  // namespace jaxllm::JAXLLM_ISA

@@ -70,7 +70,8 @@ def panel_product(
     bits, zero = CODES[jnp.dtype(codes).name]
     result = jax.ShapeDtypeStruct((math.prod(rows), math.prod(outputs)), out_dtype)
     part = math.gcd(depth // panels.shape[1], PART)
-    options = {"bits": bits, "zero": zero, "numbers": SCALES.index(jnp.dtype(scales).name), "part": part}
+    numbers = {"bits": bits, "zero": zero, "numbers": SCALES.index(jnp.dtype(scales).name), "part": part}
     used = native.num_rows(num_tokens, rows)
-    y = native.ffi_call("jaxllm_panel_matmul", result)(x.reshape(-1, depth), panels, used, **options, has_offsets=has_offsets)
+    call = native.ffi_call("jaxllm_panel_matmul", result)
+    y = call(x.reshape(-1, depth), panels, used, **numbers, has_offsets=has_offsets)
     return y.reshape(*rows, *outputs)

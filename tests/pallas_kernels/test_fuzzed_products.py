@@ -2,6 +2,7 @@
 against numpy in float64. What is NaN stays in its own row or column.
 """
 
+import math
 from typing import NamedTuple
 
 import ml_dtypes
@@ -11,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.pallas_kernels import native
-from jaxllm.pallas_kernels.quantized_matmul.panels import panels_shape
+from jaxllm.pallas_kernels.quantized_matmul import panels as in_panels
 from tests.pallas_kernels.guarded import call, fuzzed, using, with_each_set
-from tests.pallas_kernels.test_quantized_matmul import CODES, codes_of, rounded_by_group
+from tests.pallas_kernels.test_quantized_matmul import CODES, codes_of, rounded_in_parts
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
 
@@ -166,31 +167,35 @@ def test_quantised_products(rows, outputs, dtypes, threads, seed, codes, scales,
 @given(
     rows=st.integers(1, 40),
     codes=st.sampled_from(["int8", "int4", "uint4"]),
-    scales=st.sampled_from(["float16", "float32"]),
-    group=st.sampled_from([8, 16, 24, 32, 128]),
+    scales=st.sampled_from(in_panels.SCALES),
+    group=st.sampled_from([8, 16, 24, 32, 96, 128]),
     groups=st.integers(1, 8),
     outputs=sizes,
-    has_offsets=st.booleans(),
+    layout=st.sampled_from(["by group", "with offsets", "by output"]),
     dtypes=dtypes,
     threads=threads,
     seed=seeds,
 )
-def test_products_in_panels(rows, codes, scales, group, groups, outputs, has_offsets, dtypes, threads, seed):
+def test_products_in_panels(rows, codes, scales, group, groups, outputs, layout, dtypes, threads, seed):
     """Every instruction set reads the panels that another one has made."""
     rng, (dtype, out_dtype) = np.random.default_rng(seed), dtypes
-    inputs, is_half = groups * group, scales == "float16"
+    inputs, has_offsets = groups * group, layout == "with offsets"
+    group = inputs if layout == "by output" else group
     weight = weight_of(rng, codes, "float32", inputs, outputs, group, has_offsets, False)
     held, scale, offsets, _ = weight.arrays
     scale, offsets = np.nan_to_num(scale, nan=0.5).astype(scales), offsets.astype(scales)
-    shape = panels_shape(inputs, outputs, codes=codes, group=group, scales=scales, has_offsets=has_offsets)
+    shape = in_panels.panels_shape(inputs, outputs, codes=codes, group=group, scales=scales, has_offsets=has_offsets)
     with using("portable"):
-        (panels,) = call("jaxllm_make_panels", [held, scale, offsets], [(shape, np.uint8)], threads=threads)
+        given = [held.T.copy(), scale[0], offsets] if layout == "by output" else [held, scale, offsets]
+        (panels,) = call("jaxllm_make_panels", given, [(shape, np.uint8)], threads=threads)
     x = (rng.normal(size=(rows, inputs)) * 10.0 ** rng.integers(-3, 4, (rows, 1))).astype(dtype)
     x[rng.integers(rows), :group] = 0
     scaled = held.astype(np.float64) * scale.astype(np.float64).repeat(group, axis=0)
     added = offsets.astype(np.float64).repeat(group, axis=0) if has_offsets else np.zeros(1)
-    options = {"bits": np.int64(8 if codes == "int8" else 4), "is_half": is_half, "has_offsets": has_offsets}
-    options["zero"] = np.int64({"int8": 128, "int4": 8, "uint4": 0}[codes])
+    bits, zero = in_panels.CODES[codes]
+    numbers = {"bits": bits, "zero": zero, "numbers": in_panels.SCALES.index(scales)}
+    numbers["part"] = math.gcd(group, in_panels.PART)
+    options = {name: np.int64(value) for name, value in numbers.items()} | {"has_offsets": has_offsets}
     used, count = some_rows(x, rng)
 
     def of_one_set():
@@ -198,7 +203,7 @@ def test_products_in_panels(rows, codes, scales, group, groups, outputs, has_off
         got = call("jaxllm_panel_matmul", [x, panels, count], results, threads=threads, **options)[0][:used]
         if not used:
             return
-        known = [rounded_by_group(x[:used], group, kind) for kind in (np.float32, np.float64)]
+        known = [rounded_in_parts(x[:used], group, kind) for kind in (np.float32, np.float64)]
         limit = 1e-6 if out_dtype == np.float32 else 5e-3
         size = np.abs(scaled) + np.abs(added)
         errors = [np.abs(got.astype(np.float64) - each @ (scaled + added)) for each in known]

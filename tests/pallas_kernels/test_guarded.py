@@ -48,7 +48,8 @@ def zeros(*shape, dtype=F32):
 
 
 ATTENTION = {"scale": F32(1), "causal": True, "window": np.int64(0), "soft_cap": F32(0), "batch_invariant": False}
-PANELS = {"bits": np.int64(4), "zero": np.int64(8), "is_half": False, "has_offsets": False}
+PANELS = {"bits": 4, "zero": 8, "numbers": 0, "part": 8}
+PANELS = {name: np.int64(value) for name, value in PANELS.items()} | {"has_offsets": False}
 COUNT = np.array([2], I32)  # of rows that are no padding
 QUANTISED = [zeros(16, 6, dtype=ml_dtypes.int4), zeros(2, 6), zeros(2, 6), zeros(6)]
 CALLS = {  # arguments, results, options, and aliases if there are some

@@ -71,10 +71,10 @@ def implementation(name, inputs):
     return partial(product, num_inputs=len(inputs), implementation=name)
 
 
-def rounded_by_group(x, group, dtype):
-    """Rows `[n, inputs]` as int8 has them, each group of inputs by its own scale. `dtype`: of products before they are
-    rounded, which machines that add to them at once have in more than float32."""
-    parts = x.reshape(len(x), -1, group).astype(np.float32)
+def rounded_in_parts(x, group, dtype):
+    """Rows `[n, inputs]` as int8 has them, each part of a group of inputs by its own scale. `dtype`: of products before
+    they are rounded, which machines that add to them at once have in more than float32."""
+    parts = x.reshape(len(x), -1, math.gcd(group, panels.PART)).astype(np.float32)
     top = np.abs(parts).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
     codes = np.rint(parts.astype(dtype) * inverse.astype(dtype))
@@ -94,19 +94,24 @@ FORMS = {
 @needs_library
 @pytest.mark.parametrize("codes", panels.CODES)
 @pytest.mark.parametrize("outputs", [1, 14, 16, 130, 400])
-@pytest.mark.parametrize(("inputs", "group"), [((32,), 32), ((2, 48), 8), ((256,), 128)])
-@pytest.mark.parametrize(("scales", "dtype"), [("float16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(("inputs", "group"), [((32,), 32), ((2, 48), 8), ((256,), 128), ((2, 36), None)])
+@pytest.mark.parametrize(
+    ("scales", "dtype"), [("float16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")]
+)
 def test_weights_in_panels(codes, outputs, inputs, group, scales, dtype):
-    """The product is that of rows rounded by groups, to the last bits of float32, in whatever number they come."""
-    weight = weight_of(codes, inputs, (outputs,), group, scales, offsets=codes != "int4")
+    """The product is that of rows rounded in parts, to the last bits of float32, in whatever number they come. Scales
+    may be given more bits than they have."""
+    weight = weight_of(codes, inputs, (outputs,), group, scales, offsets=codes != "int4" and group is not None)
+    scales = "float32" if scales == "bfloat16" and weight.offsets is not None else scales
     if weight.offsets is not None:
         weight = weight._replace(offsets=weight.offsets.astype(scales).astype(jnp.float32))
+    depth = math.prod(inputs)
     kind = {"codes": codes, "scales": scales, "has_offsets": weight.offsets is not None}
     fn = jax.jit(
         partial(panels.panel_product, num_inputs=len(inputs), outputs=(outputs,), out_dtype=jnp.float32, **kind)
     )
-    held = jax.jit(partial(panels.to_panels, num_inputs=len(inputs)))(weight)
-    assert held.shape == panels.panels_shape(math.prod(inputs), outputs, group=group, **kind)
+    held = jax.jit(partial(panels.to_panels, num_inputs=len(inputs), scales=scales))(weight)
+    assert held.shape == panels.panels_shape(depth, outputs, group=group or depth, **kind)
     rng = np.random.default_rng(0)
     dense, scaled = (
         np.asarray(each.dense(len(inputs))).astype(np.float64).reshape(-1, outputs)
@@ -114,18 +119,18 @@ def test_weights_in_panels(codes, outputs, inputs, group, scales, dtype):
     )
     sizes = np.abs(scaled) + np.abs(dense - scaled)
     for rows in (1, 2, 5, 6, 7, 33):
-        x = rng.normal(size=(rows, math.prod(inputs))) * 10.0 ** rng.integers(-3, 4, (rows, 1))
-        x[:, :group] *= rows != 2  # a group of zeros, or all of them
+        x = rng.normal(size=(rows, depth)) * 10.0 ** rng.integers(-3, 4, (rows, 1))
+        x[:, : group or 8] *= rows != 2  # a group of zeros, or all of them
         x = np.asarray(jnp.asarray(x, dtype))
         got = np.asarray(fn(x.reshape(rows, *inputs), held)).astype(np.float64)
-        known = (rounded_by_group(x, group, dtype) for dtype in (np.float32, np.float64))
+        known = (rounded_in_parts(x, group or depth, dtype) for dtype in (np.float32, np.float64))
         assert any((np.abs(got - each @ dense) <= 1e-6 * (np.abs(each) @ sizes)).all() for each in known)
 
 
 def test_what_can_lie_in_panels():
     assert panels.fits("uint4", 32, "float16") and panels.fits("int8", 16, "float32")
-    assert not panels.fits("float8_e4m3fn", 32, "float16") and not panels.fits("int4", None, "float32")
-    assert not panels.fits("int4", 4, "float32") and not panels.fits("int8", 32, "bfloat16")
+    assert not panels.fits("float8_e4m3fn", 32, "float16") and not panels.fits("int4", 4, "float32")
+    assert not panels.fits("int8", 32, "float8_e4m3fn")
 
 
 @needs_library

@@ -105,7 +105,9 @@ CASES = {
         f"mlx, {bits} bits": lambda rng, bits=bits: (
             {"quantization": {"group_size": 32, "bits": bits}},
             make.mlx(rng, bits),
-            INT4 | {"codes": "uint4" if bits <= 4 else "int8", "group": 32, "has_offsets": True},
+            INT4
+            | {"codes": "uint4" if bits <= 4 else "int8", "group": 32}
+            | {"has_offsets": True, "offsets_as_scales": bits < 8},
         )
         for bits in (2, 3, 4, 5, 6, 8)
     },

@@ -15,7 +15,7 @@ from tests.gguf_files import gguf, interleave, kind
 
 
 def _form(**parts):
-    return WeightForm(**parts, activations="int8_by_group")
+    return WeightForm(**parts, offsets_as_scales=parts.get("has_offsets", False), activations="int8_in_parts")
 
 
 FORMS = {
