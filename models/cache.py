@@ -4,6 +4,7 @@ Both have `attend(q, k, v, *, scale, causal, sliding_window, soft_cap, sinks) ->
 does both. What these mean is what `pallas_kernels.paged_attention.reference` says.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -163,6 +164,15 @@ class Dense:
             return self.mask
         same = self.segment_ids[:, :, None] == self.segment_ids[:, None, :]
         return same if self.mask is None else same & self.mask
+
+
+def check_segments(caches: Iterable[Any]) -> None:
+    """Raises `ValueError` for `Dense` ones that would let texts which are packed into a row see each other."""
+    if any(isinstance(each, Dense) and each.segment_ids is None and each.mask is None for each in caches):
+        raise ValueError(
+            "StepContext.of was given segment_ids and Dense was not, so that the texts of a row would see each other; "
+            "take Dense(segment_ids=segment_ids), too, or a mask that says what they see"
+        )
 
 
 def _block_attention(

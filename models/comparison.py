@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array
 
 from jaxllm.models.context import StepContext
 from jaxllm.models.state_cache import dense_caches
@@ -99,28 +100,34 @@ def _reference(reference: Any, ids: np.ndarray, inputs: list[np.ndarray]) -> dic
 
 def _outputs(module: nnx.Module, ids: np.ndarray) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
     """What each layer was given, and all outputs by name, without the batch's axis."""
-    calls: list[tuple[np.ndarray, np.ndarray]] = []
-    recorded: Any = nnx.clone(module)
-    for layer in {id(layer): layer for layer in recorded.layers}.values():
-        layer.__class__ = _recording(type(layer), calls)
-    tokens = jnp.asarray(ids)[None]
-    ctx = StepContext.of(tokens)
-    hidden, _ = recorded(tokens, ctx, dense_caches(recorded))
-    found = {f"layers.{i}": output for i, (_, output) in enumerate(calls)}
-    if calls:
-        found = {"embed": calls[0][0]} | found
-    if hasattr(recorded, "logits"):
-        found["logits"] = _float32(recorded.logits(hidden, ctx)[0])[:, : recorded.cfg.vocab]
+    graph, state = nnx.split(module)
+    vocab = module.cfg.vocab if hasattr(module, "logits") else None
+
+    @jax.jit
+    def run(state: Any, tokens: Array) -> tuple[list[tuple[Array, Array]], Array | None]:
+        recorded: Any = nnx.merge(graph, state)
+        calls: list[tuple[Array, Array]] = []
+        for layer in {id(layer): layer for layer in recorded.layers}.values():
+            layer.__class__ = _recording(type(layer), calls)
+        ctx = StepContext.of(tokens)
+        hidden, _ = recorded(tokens, ctx, dense_caches(recorded))
+        logits = None if vocab is None else recorded.logits(hidden, ctx)[0, :, :vocab].astype(jnp.float32)
+        return calls, logits
+
+    calls, logits = jax.tree.map(np.asarray, run(state, jnp.asarray(ids)[None]))
+    found = {} if not calls else {"embed": calls[0][0]} | {f"layers.{i}": output for i, (_, output) in enumerate(calls)}
+    if logits is not None:
+        found["logits"] = logits
     return [given for given, _ in calls], found
 
 
-def _recording(layer: type, calls: list[tuple[np.ndarray, np.ndarray]]) -> type:
+def _recording(layer: type, calls: list[tuple[Array, Array]]) -> type:
     """The class of a layer that notes what it is given, and what it returns beside its cache."""
 
-    def call(self: Any, x: jax.Array, *arguments: Any, **options: Any) -> Any:
+    def call(self: Any, x: Array, *arguments: Any, **options: Any) -> Any:
         result = layer.__call__(self, x, *arguments, **options)
         output = result[0] if isinstance(result, tuple) else result
-        calls.append((_float32(x[0]), _float32(output[0])))
+        calls.append((x[0].astype(jnp.float32), output[0].astype(jnp.float32)))
         return result
 
     return type(layer.__name__, (layer,), {"__call__": call})

@@ -50,7 +50,7 @@ class StepContext:
     ) -> "StepContext":
         """Of whole sequences `[len]` or `[batch, len]`, as in training and evaluation. `segment_ids` number the texts
         that are packed into a row, one after the other: positions count from the beginning of each, and 0 is padding,
-        on either side. `Dense` takes the same."""
+        on either side. `Dense` takes the same, and must be given them, too."""
         index = jnp.broadcast_to(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.shape)
         positions, is_token = index, None
         if segment_ids is not None:
@@ -62,6 +62,11 @@ class StepContext:
         if tokens.ndim == 2:
             rows = jnp.broadcast_to(jnp.arange(len(tokens), dtype=jnp.int32)[:, None], tokens.shape)
         return cls(positions, rows, adapters, is_token, placement=placement)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows hold several texts, by `segment_ids`; an engine's steps have the number of their tokens."""
+        return self.is_token is not None and self.num_tokens is None
 
     @property
     def token_adapters(self) -> Int[Array, "*t"] | None:

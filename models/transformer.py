@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
+from jaxllm.models.cache import check_segments
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
 from jaxllm.models.layers import ACTIVATIONS, NORMS, LayerSpec, make_norm
@@ -226,6 +227,8 @@ class Backbone(nnx.Module):
         """Final hidden states, and the caches after these tokens. `caches` is a list, or like one, with an entry a
         layer: its cache (`Paged` or `Dense`, say), or a list of them. Caches may lie in the same arrays: each is taken
         after the one before was put back."""
+        if ctx.is_packed:
+            check_segments(caches)
         x = self.embed_tokens(tokens, ctx)
         ropes = [spec.rope for spec in self.cfg.layers]
         sin_cos = {

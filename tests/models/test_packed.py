@@ -9,6 +9,7 @@ from flax import nnx
 from jaxllm.models import gemma2, gpt_oss, qwen3
 from jaxllm.models.cache import Dense
 from jaxllm.models.context import StepContext
+from jaxllm.models.state_cache import dense_caches
 
 HF = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -130,3 +131,11 @@ def test_positions_of_packed_rows():
     np.testing.assert_array_equal(ctx.positions[0], [*range(5), *range(11), *range(4)])
     np.testing.assert_array_equal(ctx.positions[1], [*range(16), *range(4)])
     np.testing.assert_array_equal(ctx.is_token, segments > 0)
+
+
+def test_segments_that_dense_is_not_given(tiny):
+    """Would be of no effect, and say nothing."""
+    ids = jnp.ones((1, 4), jnp.int32)
+    ctx = StepContext.of(ids, segment_ids=ids)
+    with pytest.raises(ValueError, match=r"take Dense\(segment_ids=segment_ids\), too"):
+        tiny.model(ids, ctx, dense_caches(tiny.model))
