@@ -18,7 +18,7 @@ from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight, panels
 from jaxllm.pallas_kernels.quantized_matmul.panels import panels_shape
 from jaxllm.sharding import rules
 
-to_panels = jax.jit(panels.to_panels, static_argnames=("num_inputs", "scales"))
+to_panels = jax.jit(panels.to_panels, static_argnames=("num_inputs", "scales", "has_experts"))
 _LEAST_GROUP = 8  # of inputs with a scale of their own
 GROUP_AXIS = "scale_group"  # of the inputs that share a scale
 IN_PARTS = "int8_in_parts"  # how rows are rounded for products in panels
@@ -63,7 +63,7 @@ class WeightForm:
             depth, width = math.prod(inputs.values()), math.prod(outputs.values())
             axes: tuple[str | None, ...] = ("panel", GROUP_AXIS, "group_bytes")
             axes_of = dict(zip(axes, panels_shape(depth, width, group=self.group or depth, **kind), strict=True))
-            return {"panels": (axes_of, jnp.dtype(jnp.uint8))} | self._order(shape)
+            return {"panels": (experts | axes_of, jnp.dtype(jnp.uint8))} | self._more(shape)
         found: dict[str, tuple[dict[str | None, int], Any]] = {}
         if self.group is None:
             found["codes"] = (experts | outputs | inputs, jnp.dtype(self.codes))
@@ -75,18 +75,22 @@ class WeightForm:
             found["scales"] = (groups | {GROUP_AXIS: 1} | outputs, jnp.dtype(self.scales))
             if self.has_offsets:
                 found["offsets"] = (found["scales"][0], jnp.dtype(jnp.float32))
-        if self.has_outer:
-            found["outer"] = (experts | outputs, jnp.dtype(jnp.float32))
-        return found | self._order(shape)
+        return found | self._more(shape)
 
-    def _order(self, shape: LinearShape) -> dict[str, tuple[dict[str | None, int], Any]]:
-        size = math.prod(dict(shape.inputs).values())
-        return {"order": ({None: size}, jnp.dtype(jnp.int32))} if self.is_reordered else {}
+    def _more(self, shape: LinearShape) -> dict[str, tuple[dict[str | None, int], Any]]:
+        """What each layout has beside codes, scales and offsets."""
+        found: dict[str, tuple[dict[str | None, int], Any]] = {}
+        if self.has_outer:
+            experts = {} if shape.experts is None else {"experts": shape.experts}
+            found["outer"] = (experts | dict(shape.outputs), jnp.dtype(jnp.float32))
+        if self.is_reordered:
+            found["order"] = ({None: math.prod(dict(shape.inputs).values())}, jnp.dtype(jnp.int32))
+        return found
 
     def to_panels(self, inputs: int) -> "WeightForm | None":
         """That in which a CPU reads such a weight of so many inputs fastest; None if it can't be given that."""
         scales = self.scales if not self.has_offsets or self.offsets_as_scales else "float32"
-        if self.in_panels or self.has_outer or not panels.fits(self.codes, self.group or inputs, scales):
+        if self.in_panels or not panels.fits(self.codes, self.group or inputs, scales):
             return None
         return replace(self, in_panels=True, scales=scales)
 
@@ -128,8 +132,6 @@ class QuantizedLinear(Linear):
     @property
     def _in_panels(self) -> WeightForm | None:
         """The form that it has in panels; None if it can't lie in them."""
-        if self.shape.experts is not None:
-            return None
         return self.form.to_panels(math.prod(dict(self.shape.inputs).values()))
 
     @property
@@ -150,8 +152,9 @@ class QuantizedLinear(Linear):
         if isinstance(self.codes.get_value(), jax.ShapeDtypeStruct):
             leaves: dict[str, Any] = _shapes(self.shape, form)
         else:
-            made = to_panels(self._held, num_inputs=len(self.shape.inputs), scales=form.scales)
-            leaves = {"panels": made} | ({} if self.order is None else {"order": self.order[...]})
+            options = {"scales": form.scales, "has_experts": self.shape.experts is not None}
+            leaves = {"panels": to_panels(self._held, num_inputs=len(self.shape.inputs), **options)}
+            leaves |= {name: getattr(self, name)[...] for name in form.leaves(self.shape) if name != "panels"}
         self.hold(form, leaves)
 
     def fit(self, inner: int) -> None:
@@ -165,29 +168,40 @@ class QuantizedLinear(Linear):
         if self.order is not None:
             rows, inputs = x.shape[: x.ndim - num_inputs], x.shape[x.ndim - num_inputs :]
             x = x.reshape(*rows, -1)[..., self.order[...]].reshape(*rows, *inputs)
-        if self.form.in_panels:
-            return panels.panel_product(
-                x,
-                self.panels[...],
-                num_inputs=num_inputs,
-                outputs=tuple(dict(self.shape.outputs).values()),
-                codes=self.form.codes,
-                scales=self.form.scales,
-                has_offsets=self.form.has_offsets,
-                out_dtype=out_dtype,
-                num_tokens=ctx.num_tokens,
-            )
-        weight = self._held
         if self.shape.experts is None:
-            return self._product(x, weight, ctx, out_dtype)
+            if self.form.in_panels:
+                options = {"num_inputs": num_inputs, "out_dtype": out_dtype, "num_tokens": ctx.num_tokens}
+                return panels.panel_product(x, self.panels[...], **self._about_panels, **options)
+            return self._product(x, self._held, ctx, out_dtype)
         axis = x.ndim - num_inputs - 1
         shared = x.shape[axis] == 1
+        if self.form.in_panels:
+            experts = self.shape.experts
+            x = jnp.moveaxis(jnp.repeat(x, experts, axis) if shared else x, axis, 0)
+            rows = x.reshape(-1, *x.shape[axis + 1 :])
+            offsets = jnp.arange(experts + 1, dtype=jnp.int32) * jnp.int32(len(rows) // experts)
+            y = panels.grouped_panel_product(rows, self.panels[...], offsets, **self._about_panels, out_dtype=out_dtype)
+            return jnp.moveaxis(y.reshape(*x.shape[: axis + 1], *y.shape[1:]), 0, axis)
+        weight = self._held
         each = jax.vmap(
             lambda x, weight: quantized_matmul.product(x, weight, num_inputs=num_inputs, out_dtype=out_dtype),
             in_axes=(None if shared else axis, 0),
             out_axes=axis,
         )
         return each(jnp.squeeze(x, axis) if shared else x, weight)
+
+    def grouped_product(
+        self, x: Float[Array, "rows ..."], offsets: Int[Array, " experts_plus_1"], ctx: StepContext
+    ) -> Float[Array, "rows ..."]:
+        if not self.form.in_panels:
+            return super().grouped_product(x, offsets, ctx)
+        return panels.grouped_panel_product(x, self.panels[...], offsets, **self._about_panels)
+
+    @property
+    def _about_panels(self) -> dict[str, Any]:
+        form, outer = self.form, None if self.outer is None else self.outer[...]
+        about = {"codes": form.codes, "scales": form.scales, "has_offsets": form.has_offsets, "outer": outer}
+        return about | {"outputs": tuple(dict(self.shape.outputs).values())}
 
     def columns(self, ids: Int[Array, " n"]) -> Float[Array, "*inputs n"]:
         axis = 0 if self.form.group is None else -1  # of the outputs

@@ -12,7 +12,7 @@ from jaxllm.checkpoint.placement import named
 from jaxllm.models.quantized import QuantizedLinear
 from jaxllm.models.transformer import Params
 
-LEAVES = ("codes", "scales", "offsets", "order")
+LEAVES = ("codes", "scales", "offsets", "outer", "order")
 
 
 def load_in_panels(load: Callable[..., Any], graph: Any, abstract: Params, mesh: Mesh) -> Params:

@@ -17,6 +17,7 @@ TARGETS = (
     "jaxllm_quantized_matmul",
     "jaxllm_make_panels",
     "jaxllm_panel_matmul",
+    "jaxllm_grouped_panel_matmul",
     "jaxllm_normalize",
     "jaxllm_rotate",
     "jaxllm_rotate_qkv",

@@ -1,5 +1,4 @@
 // The custom calls of mixtures of experts: they check shapes and divide the work among threads.
-#include <cstring>
 #include <memory>
 #include <string>
 
@@ -15,12 +14,6 @@ namespace jaxllm {
 namespace {
 
 bool is_float(ffi::DataType dtype) { return dtype == ffi::F32 || dtype == ffi::BF16; }
-
-bool are_offsets(const int32_t* offsets, int64_t experts, int64_t rows) {
-  for (int64_t e = 0; e < experts; e++)
-    if (offsets[e] > offsets[e + 1]) return false;
-  return offsets[0] >= 0 && offsets[experts] <= rows;
-}
 
 template <class T>
 void multiply_all(ffi::ThreadPool& pool, Weight weight, const int32_t* offsets, const T* x, ffi::AnyBuffer& y) {
@@ -57,10 +50,7 @@ ffi::Error grouped_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, Ints1D offsets
     multiply_all(pool, weight, ends, static_cast<const float*>(x.untyped_data()), *y);
   else
     multiply_all(pool, weight, ends, static_cast<const Bf16*>(x.untyped_data()), *y);
-  const int64_t row_bytes = ys[1] * (y->element_type() == ffi::F32 ? 4 : 2);
-  char* to = static_cast<char*>(y->untyped_data());
-  std::memset(to, 0, ends[0] * row_bytes);
-  std::memset(to + ends[weight.experts] * row_bytes, 0, (ys[0] - ends[weight.experts]) * row_bytes);
+  zero_other_rows(*y, ends[0], ends[weight.experts]);
   return ffi::Error::Success();
 }
 

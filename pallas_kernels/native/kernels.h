@@ -32,8 +32,14 @@ struct Gemm {
   int64_t first_row(int64_t group) const { return rows * group / groups; }
 };
 
-enum class Code { kInt8, kF8, kInt4, kUint4, kF4 };
-enum class Scale { kF32, kBf16, kF16, kF8, kPower };  // the first three as quantized_matmul/panels.py counts them
+enum class Code { kInt8, kF8, kInt4, kUint4, kF4 };    // as quantized_matmul/panels.py counts them,
+enum class Scale { kF32, kBf16, kF16, kF8, kPower };  // and these
+
+inline int64_t bits_of(Code code) { return code == Code::kInt8 || code == Code::kF8 ? 8 : 4; }
+
+inline int64_t bytes_of(Scale scale) {
+  return scale == Scale::kF32 ? 4 : scale == Scale::kBf16 || scale == Scale::kF16 ? 2 : 1;
+}
 
 constexpr int64_t kDotRows = 31;    // of a transposed Gemm: up to here there are no groups,
 constexpr int64_t kDirectRows = 4;  // and of a QuantizedGemm by output
@@ -61,22 +67,31 @@ struct Int8Rows {
   float* offsets;   // [rows, groups]: what the offsets of a group are multiplied by
 };
 
-// y[rows, n] = rows[rows, k] @ w, with w [k, n] in panels, see panels.h: ((codes - zero) * scales + offsets).
+// y[rows, n] = rows[rows, k] @ w, with w [k, n] in panels, see panels.h: (codes * scales + offsets) * outer.
 struct PanelGemm {
   Int8Rows rows;
   const uint8_t* panels;  // [panels, groups, record_bytes]
   float* y;
   int64_t num_rows, k, n;
   int64_t group, part;  // inputs that share a scale, of w; and of a row, which are a part of a group
-  int32_t bits, zero;   // of codes
+  Code code;            // not kF8
   Scale numbers;        // what scales and offsets are
   bool has_offsets;
+  const float* outer;  // [n], or null
+
+  // Codes are multiplied as unsigned ones: (codes + zero) / unit.
+  int32_t zero() const { return code == Code::kInt8 ? 128 : code == Code::kInt4 ? 8 : code == Code::kF4 ? 12 : 0; }
+  float unit() const { return code == Code::kF4 ? 0.5f : 1.0f; }
 
   int64_t groups() const { return k / group; }
   int64_t parts() const { return k / part; }
-  int64_t number_bytes() const { return (numbers == Scale::kF32 ? 4 : 2) * kPanel; }
-  int64_t code_bytes(int64_t inputs) const { return inputs * kPanel * bits / 8; }
-  int64_t record_bytes() const { return (has_offsets ? 2 : 1) * number_bytes() + code_bytes(group); }
+  int64_t number_bytes() const { return bytes_of(numbers) * kPanel; }
+  int64_t record_bytes() const { return (has_offsets ? 2 : 1) * number_bytes() + group * kPanel * bits_of(code) / 8; }
+
+  // Of the rows from `row` on.
+  Int8Rows rows_from(int64_t row) const {
+    return {rows.x + row * k, rows.scales + row * parts(), rows.starts + row * parts(), rows.offsets + row * groups()};
+  }
 };
 
 // Attention of a ragged batch over paged keys and values; reference.py says what the arrays mean.

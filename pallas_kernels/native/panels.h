@@ -25,7 +25,8 @@ static inline Quads load_quads(const uint8_t* p) {
   return v;
 }
 
-// Adds to each lane its four codes times the four numbers of `x`, a signed byte each.
+// Adds to each lane its four codes, of kBits, times the four numbers of `x`, a signed byte each.
+template <int kBits>
 static inline Ints add_quads(Ints sum, Quads w, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
@@ -33,11 +34,15 @@ static inline Ints add_quads(Ints sum, Quads w, int32_t x) {
   return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x));
 #elif defined(__AVX512BW__)
   const __m512i four = _mm512_set1_epi32(x), low = _mm512_set1_epi16(255);
+  if constexpr (kBits == 4)  // two products of such codes have no more than 16 bits
+    return sum + (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)w, four), _mm512_set1_epi16(1));
   const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(four, 8), 8), odd = _mm512_srai_epi16(four, 8);
   return sum + (Ints)_mm512_madd_epi16(_mm512_and_si512((__m512i)w, low), even) +
          (Ints)_mm512_madd_epi16(_mm512_srli_epi16((__m512i)w, 8), odd);
 #elif defined(__AVX2__)
   const __m256i four = _mm256_set1_epi32(x), low = _mm256_set1_epi16(255);
+  if constexpr (kBits == 4)
+    return sum + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, four), _mm256_set1_epi16(1));
   const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odd = _mm256_srai_epi16(four, 8);
   return sum + (Ints)_mm256_madd_epi16(_mm256_and_si256((__m256i)w, low), even) +
          (Ints)_mm256_madd_epi16(_mm256_srli_epi16((__m256i)w, 8), odd);
@@ -48,47 +53,55 @@ static inline Ints add_quads(Ints sum, Quads w, int32_t x) {
 #endif
 }
 
-// The codes of the i-th four inputs of a group for vector `v` of a panel; of 4 bits, the i-th four are the low ones of a
-// run of bytes and the next four its high ones.
-template <int kBits>
-static inline Quads panel_codes(const uint8_t* codes, int64_t i, int v) {
-  if constexpr (kBits == 8) return load_quads(codes + (i * kPanelVectors + v) * 4 * kWidth);
-  const Quads both = load_quads(codes + (i / 2 * kPanelVectors + v) * 4 * kWidth);
-  return i % 2 ? both >> 4 : both & 15;
+// Float4 codes as PanelGemm says: twice what they stand for, and 12.
+static inline Quads float4_codes(Quads codes) {
+  alignas(16) static constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if defined(__AVX512BW__)
+  const __m512i table = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)kTable));
+  return (Quads)_mm512_shuffle_epi8(table, (__m512i)codes);
+#elif defined(__AVX2__)
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)kTable));
+  return (Quads)_mm256_shuffle_epi8(table, (__m256i)codes);
+#else
+  for (int i = 0; i < 4 * kWidth; i++) codes[i] = kTable[codes[i]];
+  return codes;
+#endif
 }
 
-static inline Floats panel_numbers(const uint8_t* p, Scale numbers, int v) {
-  switch (numbers) {
-    case Scale::kF16: return load_half(reinterpret_cast<const uint16_t*>(p) + v * kWidth);
-    case Scale::kBf16: return load(reinterpret_cast<const Bf16*>(p) + v * kWidth);
-    default: return load(reinterpret_cast<const float*>(p) + v * kWidth);
-  }
+// The codes of the i-th four inputs of a group for vector `v` of a panel; of 4 bits, the i-th four are the low ones of a
+// run of bytes and the next four its high ones.
+template <Code kCode>
+static inline Quads panel_codes(const uint8_t* codes, int64_t i, int v) {
+  if constexpr (kCode == Code::kInt8) return load_quads(codes + (i * kPanelVectors + v) * 4 * kWidth);
+  const Quads both = load_quads(codes + (i / 2 * kPanelVectors + v) * 4 * kWidth);
+  const Quads four = i % 2 ? both >> 4 : both & 15;
+  return kCode == Code::kF4 ? float4_codes(four) : four;
 }
 
 enum class Parts { kOne, kUsual, kAny };  // of a group: one of kUsualPart inputs; some of as many; or of any number
 
 // Adds to `acc` a part of `inputs`; codes of a panel are `panel` bytes after those of the one before.
-template <int kBits, int kRows, int kVectors>
+template <Code kCode, int kRows, int kVectors>
 static inline void add_part(const int8_t* x, int64_t ldx, const uint8_t* codes, int64_t panel, int64_t inputs,
                             Ints (&acc)[kRows][kVectors]) {
 #pragma GCC unroll 8
   for (int64_t i = 0; i < inputs / 4; i++) {
     Quads w[kVectors];
     for (int v = 0; v < kVectors; v++)
-      w[v] = panel_codes<kBits>(codes + v / kPanelVectors * panel, i, v % kPanelVectors);
+      w[v] = panel_codes<kCode>(codes + v / kPanelVectors * panel, i, v % kPanelVectors);
     for (int r = 0; r < kRows; r++) {
       int32_t four;
       std::memcpy(&four, x + r * ldx + 4 * i, sizeof four);
-      for (int v = 0; v < kVectors; v++) acc[r][v] = add_quads(acc[r][v], w[v], four);
+      for (int v = 0; v < kVectors; v++) acc[r][v] = add_quads<kCode == Code::kInt8 ? 8 : 4>(acc[r][v], w[v], four);
     }
   }
 }
 
 // kRows rows of neighbouring panels; `y` gets [rows, kVectors * kWidth].
-template <int kBits, Parts kParts, int kVectors, int kRows>
+template <Code kCode, Parts kParts, int kVectors, int kRows>
 static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, float* y) {
   const int64_t numbers = g.number_bytes(), bytes = g.record_bytes(), panel = g.groups() * bytes;
-  const int64_t part = kParts == Parts::kAny ? g.part : kUsualPart, code_bytes = part * kPanel * kBits / 8;
+  const int64_t part = kParts == Parts::kAny ? g.part : kUsualPart, code_bytes = part * kPanel * bits_of(kCode) / 8;
   const int64_t parts = g.parts(), groups = g.groups(), head = (g.has_offsets ? 2 : 1) * numbers;
   const int8_t* x = g.rows.x + row * g.k;
   const float* scales = g.rows.scales + row * parts;
@@ -104,7 +117,7 @@ static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, f
       Ints acc[kRows][kVectors];
       for (int r = 0; r < kRows; r++)
         for (int v = 0; v < kVectors; v++) acc[r][v] = Ints{} + starts[r * parts];
-      add_part<kBits>(x, g.k, codes, panel, part, acc);
+      add_part<kCode>(x, g.k, codes, panel, part, acc);
       for (int r = 0; r < kRows; r++)
         for (int v = 0; v < kVectors; v++) {
           const Floats product = __builtin_convertvector(acc[r][v], Floats);
@@ -117,10 +130,10 @@ static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, f
     } while (kParts != Parts::kOne && codes < end);
     for (int v = 0; v < kVectors; v++) {
       const uint8_t* const at = record + v / kPanelVectors * panel;
-      const Floats scale = panel_numbers(at, g.numbers, v % kPanelVectors);
+      const Floats scale = load_numbers(at, g.numbers, v % kPanelVectors * kWidth);
       for (int r = 0; r < kRows; r++) total[r][v] += sums[r][v] * scale;
       if (!g.has_offsets) continue;
-      const Floats offset = panel_numbers(at + numbers, g.numbers, v % kPanelVectors);
+      const Floats offset = load_numbers(at + numbers, g.numbers, v % kPanelVectors * kWidth);
       for (int r = 0; r < kRows; r++) total[r][v] += offset * g.rows.offsets[(row + r) * groups + group];
     }
   }
@@ -128,30 +141,33 @@ static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, f
     for (int v = 0; v < kVectors; v++) store(y + (r * kVectors + v) * kWidth, total[r][v]);
 }
 
-template <int kBits, Parts kParts, int kVectors, int kRows = kPanelRows>
+template <Code kCode, Parts kParts, int kVectors, int kRows = kPanelRows>
 static void panel_rows_of(int64_t rows, const PanelGemm& g, const uint8_t* record, int64_t row, float* y) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return panel_rows_of<kBits, kParts, kVectors, kRows - 1>(rows, g, record, row, y);
+    if (rows < kRows) return panel_rows_of<kCode, kParts, kVectors, kRows - 1>(rows, g, record, row, y);
   }
-  panel_rows<kBits, kParts, kVectors, kRows>(g, record, row, y);
+  panel_rows<kCode, kParts, kVectors, kRows>(g, record, row, y);
 }
 
-template <int kBits>
+template <Code kCode>
 static void few_panels(const PanelGemm& g, int64_t panel, bool is_one, int64_t rows, int64_t row, float* y) {
   constexpr int kAll = kPanels * kPanelVectors;
   const uint8_t* const record = g.panels + panel * g.groups() * g.record_bytes();
   if (kPanels > 1 && is_one)
-    panel_rows_of<kBits, Parts::kAny, kPanelVectors>(rows, g, record, row, y);
+    panel_rows_of<kCode, Parts::kAny, kPanelVectors>(rows, g, record, row, y);
   else if (g.part != kUsualPart)
-    panel_rows_of<kBits, Parts::kAny, kAll>(rows, g, record, row, y);
+    panel_rows_of<kCode, Parts::kAny, kAll>(rows, g, record, row, y);
   else if (g.part == g.group)
-    panel_rows_of<kBits, Parts::kOne, kAll>(rows, g, record, row, y);
+    panel_rows_of<kCode, Parts::kOne, kAll>(rows, g, record, row, y);
   else
-    panel_rows_of<kBits, Parts::kUsual, kAll>(rows, g, record, row, y);
+    panel_rows_of<kCode, Parts::kUsual, kAll>(rows, g, record, row, y);
 }
 
 // Panels `begin` to `end` for all rows.
 static void panel_gemm(const PanelGemm& g, int64_t begin, int64_t end) {
+  const auto multiply = g.code == Code::kInt8 ? few_panels<Code::kInt8>
+                        : g.code == Code::kF4 ? few_panels<Code::kF4>
+                                              : few_panels<Code::kUint4>;
   const int64_t at_once = std::max<int64_t>(1, kRowBytes / g.k / kPanelRows) * kPanelRows;
   for (int64_t first = 0; first < g.num_rows; first += at_once)
     for (int64_t panel = begin; panel < end; panel += kPanels) {
@@ -161,13 +177,17 @@ static void panel_gemm(const PanelGemm& g, int64_t begin, int64_t end) {
       for (int64_t row = first; row < last; row += kPanelRows) {
         const int64_t rows = std::min<int64_t>(kPanelRows, last - row);
         alignas(64) float sums[kPanelRows * kPanels * kPanel];
-        (g.bits == 4 ? few_panels<4> : few_panels<8>)(g, panel, count == 1, rows, row, sums);
-        for (int64_t r = 0; r < rows; r++) std::copy_n(sums + r * width, columns, g.y + (row + r) * g.n + column);
+        multiply(g, panel, count == 1, rows, row, sums);
+        for (int64_t r = 0; r < rows; r++) {
+          float* const to = g.y + (row + r) * g.n + column;
+          std::copy_n(sums + r * width, columns, to);
+          for (int64_t c = 0; g.outer && c < columns; c++) to[c] *= g.outer[column + c];
+        }
       }
     }
 }
 
-// Rounds `count` numbers to multiples of `scale`, and returns the sum of those.
+// Rounds `count` numbers to integers times `scale`, and returns the sum of those integers.
 static inline int32_t round_part(const float* x, int64_t count, int8_t* to, float* scale) {
   Floats most{};
   int64_t i = 0;
@@ -205,9 +225,11 @@ static void round_row(const PanelGemm& g, const float* x, int64_t row) {
   for (int64_t group = row * groups; group < (row + 1) * groups; group++) {
     float offset = 0;
     for (const int64_t end = part + each; part < end; part++, x += g.part, to += g.part) {
-      const int32_t sum = round_part(x, g.part, to, &g.rows.scales[part]);
-      g.rows.starts[part] = -g.zero * sum;
-      offset += g.rows.scales[part] * (float)sum;
+      float scale;
+      const int32_t sum = round_part(x, g.part, to, &scale);
+      g.rows.scales[part] = scale * g.unit();
+      g.rows.starts[part] = -g.zero() * sum;
+      offset += scale * (float)sum;
     }
     g.rows.offsets[group] = offset;
   }

@@ -79,6 +79,21 @@ struct Sums {
   }
 };
 
+// Whether the rows of each expert e can be offsets[e] to offsets[e + 1].
+inline bool are_offsets(const int32_t* offsets, int64_t experts, int64_t rows) {
+  for (int64_t e = 0; e < experts; e++)
+    if (offsets[e] > offsets[e + 1]) return false;
+  return offsets[0] >= 0 && offsets[experts] <= rows;
+}
+
+// Writes zeros to those rows of y that lie before `begin` and from `end` on.
+inline void zero_other_rows(xla::ffi::AnyBuffer& y, int64_t begin, int64_t end) {
+  const int64_t row_bytes = y.dimensions()[1] * (y.element_type() == xla::ffi::F32 ? 4 : 2);
+  char* const to = static_cast<char*>(y.untyped_data());
+  std::memset(to, 0, begin * row_bytes);
+  std::memset(to + end * row_bytes, 0, (y.dimensions()[0] - end) * row_bytes);
+}
+
 // Into how many parts to divide `size` columns or rows of w, which has `bytes`.
 inline int64_t num_parts(const xla::ffi::ThreadPool& pool, int64_t size, int64_t bytes) {
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);

@@ -20,12 +20,6 @@ static inline Floats widen(Bytes b) {
 #endif
 }
 
-// 2^(code - 127), NaN for 255.
-static inline Floats load_powers(const uint8_t* p) {
-  const Words code = load_words(p), power = code == 0 ? Words{} + 0x400000u : code << 23;
-  return (Floats)(code == 255 ? Words{} + 0x7fc00000u : power);
-}
-
 // Each kind of code: how a pair of vectors is read from `at`, and what its numbers are to be multiplied by.
 struct Codes8 {
   static constexpr int kBits = 8;
@@ -93,20 +87,11 @@ static float code_at(const QuantizedGemm& q, int64_t i) {
 }
 
 // `kWidth` scales from the i-th on.
-static inline Floats load_scales(const QuantizedGemm& q, int64_t i) {
-  switch (q.scale) {
-    case Scale::kF32: return load(static_cast<const float*>(q.scales) + i);
-    case Scale::kBf16: return load(static_cast<const Bf16*>(q.scales) + i);
-    case Scale::kF16: return load_half(static_cast<const uint16_t*>(q.scales) + i);
-    case Scale::kF8: return load_float8(static_cast<const uint8_t*>(q.scales) + i);
-    case Scale::kPower: return load_powers(static_cast<const uint8_t*>(q.scales) + i);
-  }
-  __builtin_unreachable();
-}
+static inline Floats load_scales(const QuantizedGemm& q, int64_t i) { return load_numbers(q.scales, q.scale, i); }
 
 static float scale_at(const QuantizedGemm& q, int64_t i) {
   alignas(64) char some[kWidth * 4] = {};
-  const int bytes = q.scale == Scale::kF32 ? 4 : q.scale == Scale::kBf16 || q.scale == Scale::kF16 ? 2 : 1;
+  const int64_t bytes = bytes_of(q.scale);
   std::memcpy(some, static_cast<const char*>(q.scales) + i * bytes, bytes);
   QuantizedGemm one = q;
   one.scales = some;

@@ -143,6 +143,24 @@ static inline Floats load_float8(const uint8_t* p) {
 #endif
 }
 
+// 2^(code - 127), NaN for 255.
+static inline Floats load_powers(const uint8_t* p) {
+  const Words code = load_words(p), power = code == 0 ? Words{} + 0x400000u : code << 23;
+  return (Floats)(code == 255 ? Words{} + 0x7fc00000u : power);
+}
+
+// `kWidth` numbers of `from`, from the i-th on.
+static inline Floats load_numbers(const void* from, Scale kind, int64_t i) {
+  switch (kind) {
+    case Scale::kF32: return load(static_cast<const float*>(from) + i);
+    case Scale::kBf16: return load(static_cast<const Bf16*>(from) + i);
+    case Scale::kF16: return load_half(static_cast<const uint16_t*>(from) + i);
+    case Scale::kF8: return load_float8(static_cast<const uint8_t*>(from) + i);
+    case Scale::kPower: return load_powers(static_cast<const uint8_t*>(from) + i);
+  }
+  __builtin_unreachable();
+}
+
 static inline Floats broadcast(float f) { return f - Floats{}; }  // of a sum, unlike this, GCC keeps the + 0
 
 static inline Floats max(Floats a, Floats b) { return a > b ? a : b; }

@@ -36,12 +36,6 @@ inline bool find(xla::ffi::DataType dtype, Scale& scale) {
   }
 }
 
-inline int64_t bits_of(Code code) { return code == Code::kInt8 || code == Code::kF8 ? 8 : 4; }
-
-inline int64_t bytes_of(Scale scale) {
-  return scale == Scale::kF32 ? 4 : scale == Scale::kBf16 || scale == Scale::kF16 ? 2 : 1;
-}
-
 // Of experts that lie one after the other; without experts, of one.
 struct Weight {
   QuantizedGemm first{};  // of expert 0: its x, y, rows and groups are not set

@@ -13,8 +13,8 @@ from jaxllm.pallas_kernels.quantized_matmul.native import DTYPES, operands
 from jaxllm.pallas_kernels.quantized_matmul.weight import QuantizedWeight
 
 PANEL = 16  # outputs
-CODES = {"int8": (8, 128), "int4": (4, 8), "uint4": (4, 0)}  # bits, and what is added to make them unsigned
-SCALES = ("float32", "bfloat16", "float16")  # in the order of kernels.h
+CODES = {"int8": (0, 8), "int4": (2, 4), "uint4": (3, 4), "float4_e2m1fn": (4, 4)}  # kernels.h's number, and bits
+SCALES = {"float32": (0, 4), "bfloat16": (1, 2), "float16": (2, 2), "float8_e4m3fn": (3, 1), "float8_e8m0fnu": (4, 1)}
 PART = 32  # inputs of a row, at most, that share a scale
 
 
@@ -26,23 +26,28 @@ def fits(codes: Any, group: int, scales: Any) -> bool:
 def panels_shape(
     inputs: int, outputs: int, *, codes: Any, group: int, scales: Any, has_offsets: bool
 ) -> tuple[int, ...]:
-    """Of the panels, uint8 `[panels, groups, bytes of a group]`."""
-    bits, _ = CODES[jnp.dtype(codes).name]
-    numbers = (2 if has_offsets else 1) * PANEL * jnp.dtype(scales).itemsize
+    """Of the panels of a matrix, uint8 `[panels, groups, bytes of a group]`."""
+    (_, bits), (_, size) = CODES[jnp.dtype(codes).name], SCALES[jnp.dtype(scales).name]
+    numbers = (2 if has_offsets else 1) * PANEL * size
     return -(-outputs // PANEL), inputs // group, numbers + group * PANEL * bits // 8
 
 
-def to_panels(weight: QuantizedWeight, num_inputs: int, scales: Any) -> UInt8[Array, "panels groups bytes"]:
-    """A weight in panels, with scales and offsets of the dtype `scales`. One by output has a single group."""
-    (codes, own_scales, offsets, _), _ = operands(weight, num_inputs)
+def to_panels(
+    weight: QuantizedWeight, num_inputs: int, scales: Any, *, has_experts: bool = False
+) -> UInt8[Array, "*experts panels groups bytes"]:
+    """A weight in panels, with scales and offsets of the dtype `scales`, but without its outer scales. One by output has
+    a single group."""
+    lead = int(has_experts)
+    (codes, own_scales, offsets, _), _ = operands(weight, num_inputs, lead)
     own_scales, offsets = own_scales.astype(scales), offsets.astype(scales)
+    experts = codes.shape[:lead]
     if weight.is_grouped:
-        codes = codes.reshape(-1, codes.shape[-1])
-        (inputs, outputs), groups = codes.shape, len(own_scales)
+        codes = codes.reshape(*experts, -1, codes.shape[-1])
+        (inputs, outputs), groups = codes.shape[lead:], own_scales.shape[lead]
     else:
-        (outputs, inputs), groups = codes.shape, 1
+        (outputs, inputs), groups = codes.shape[lead:], 1
     kind = {"codes": codes.dtype, "scales": scales, "has_offsets": offsets.size > 0}
-    shape = panels_shape(inputs, outputs, group=inputs // groups, **kind)
+    shape = (*experts, *panels_shape(inputs, outputs, group=inputs // groups, **kind))
     return native.ffi_call("jaxllm_make_panels", jax.ShapeDtypeStruct(shape, jnp.uint8))(codes, own_scales, offsets)
 
 
@@ -55,23 +60,61 @@ def panel_product(
     codes: Any,
     scales: Any,
     has_offsets: bool,
+    outer: Float[Array, "*outputs"] | None = None,
     out_dtype: Any = None,
     num_tokens: Int[Array, ""] | None = None,
 ) -> Float[Array, "..."]:
     """`x[..., *inputs]`, summed over its last `num_inputs` axes with a weight in panels: `[..., *outputs]`.
 
     In the dtype of x or, not rounded to it, in `out_dtype`. A row counts as int8 times a scale of each `PART` of its
-    inputs, or of as many fewer as divide the weight's groups.
-    Of flat tokens those from `num_tokens` on are padding, whose results may be anything.
+    inputs, or of as many fewer as divide the weight's groups. `outer` is one more scale of each output. Of flat tokens
+    those from `num_tokens` on are padding, whose results may be anything.
     """
+    rows = x.shape[: x.ndim - num_inputs]
+    used = native.num_rows(num_tokens, rows)
+    about = {"codes": codes, "scales": scales, "has_offsets": has_offsets}
+    y = _call("jaxllm_panel_matmul", x.reshape(math.prod(rows), -1), panels, outer, used, outputs, out_dtype, **about)
+    return y.reshape(*rows, *outputs)
+
+
+def grouped_panel_product(
+    x: Float[Array, "rows ..."],
+    panels: UInt8[Array, "experts panels groups bytes"],
+    offsets: Int[Array, " experts_plus_1"],
+    *,
+    outputs: tuple[int, ...],
+    codes: Any,
+    scales: Any,
+    has_offsets: bool,
+    outer: Float[Array, "experts *outputs"] | None = None,
+    out_dtype: Any = None,
+) -> Float[Array, "rows ..."]:
+    """Likewise rows `offsets[e]:offsets[e + 1]` of `x[rows, *inputs]` with the weight of expert e, `[rows, *outputs]`;
+    rows of none come out as zeros."""
+    about = {"codes": codes, "scales": scales, "has_offsets": has_offsets}
+    rows = x.reshape(len(x), math.prod(x.shape[1:]))  # of which there may be none
+    y = _call("jaxllm_grouped_panel_matmul", rows, panels, outer, offsets, outputs, out_dtype, **about)
+    return y.reshape(len(x), *outputs)
+
+
+def _call(
+    target: str,
+    x: Array,
+    panels: Array,
+    outer: Array | None,
+    which: Array,
+    outputs: tuple[int, ...],
+    out_dtype: Any,
+    *,
+    codes: Any,
+    scales: Any,
+    has_offsets: bool,
+) -> Array:
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     assert x.dtype.name in DTYPES and out_dtype.name in DTYPES
-    rows, depth = x.shape[: x.ndim - num_inputs], math.prod(x.shape[x.ndim - num_inputs :])
-    bits, zero = CODES[jnp.dtype(codes).name]
-    result = jax.ShapeDtypeStruct((math.prod(rows), math.prod(outputs)), out_dtype)
-    part = math.gcd(depth // panels.shape[1], PART)
-    numbers = {"bits": bits, "zero": zero, "numbers": SCALES.index(jnp.dtype(scales).name), "part": part}
-    used = native.num_rows(num_tokens, rows)
-    call = native.ffi_call("jaxllm_panel_matmul", result)
-    y = call(x.reshape(-1, depth), panels, used, **numbers, has_offsets=has_offsets)
-    return y.reshape(*rows, *outputs)
+    result = jax.ShapeDtypeStruct((len(x), math.prod(outputs)), out_dtype)
+    outer = jnp.zeros(0) if outer is None else outer.reshape(-1)
+    part = math.gcd(x.shape[1] // panels.shape[-2], PART)
+    code, numbers = CODES[jnp.dtype(codes).name][0], SCALES[jnp.dtype(scales).name][0]
+    call = native.ffi_call(target, result)
+    return call(x, panels, outer, which, code=code, numbers=numbers, part=part, has_offsets=has_offsets)

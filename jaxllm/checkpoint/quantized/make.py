@@ -68,9 +68,11 @@ def quantized_leaves(
 
 def _panels(path: str, weight: Float[Array, "..."], held: nnx.Variable) -> Array:
     form, num_inputs = dataclasses.replace(held.get_metadata("form"), in_panels=False), held.get_metadata("num_inputs")
-    check_form(form, math.prod(weight.shape[:num_inputs]))
-    codes, scales = _arrays(path, weight, _quantizer(form, num_inputs, False, None))
-    return to_panels(QuantizedWeight(codes, scales), num_inputs=num_inputs, scales=form.scales)
+    has_experts = held.get_metadata("has_experts")
+    check_form(form, math.prod(weight.shape[int(has_experts) :][:num_inputs]))
+    codes, scales = _arrays(path, weight, _quantizer(form, num_inputs, has_experts, None))
+    options = {"num_inputs": num_inputs, "scales": form.scales, "has_experts": has_experts}
+    return to_panels(QuantizedWeight(codes, scales), **options)
 
 
 def _arrays(path: str, weight: Float[Array, "..."], make: Callable[..., Any]) -> list[Array]:
