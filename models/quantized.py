@@ -205,8 +205,13 @@ class QuantizedLinear(Linear):
 
     def columns(self, ids: Int[Array, " n"]) -> Float[Array, "*inputs n"]:
         axis = 0 if self.form.group is None else -1  # of the outputs
-        parts = {name: jnp.take(part, ids, axis) for name, part in self._held._asdict().items() if part is not None}
-        values = QuantizedWeight(**parts).dense(len(self.shape.inputs))
+        if self.form.in_panels:
+            about = {name: value for name, value in self._about_panels.items() if name != "outputs"}
+            flat = panels.columns(self.panels[...], ids, **about)
+            values = flat.reshape(*dict(self.shape.inputs).values(), len(ids))
+        else:
+            parts = {name: jnp.take(part, ids, axis) for name, part in self._held._asdict().items() if part is not None}
+            values = QuantizedWeight(**parts).dense(len(self.shape.inputs))
         if self.order is None:
             return values
         flat = values.reshape(-1, len(ids))

@@ -16,7 +16,6 @@ constexpr int kPanelVectors = kPanel / kWidth;
 constexpr int kPanelRows = kRegisters == 32 ? 6 : 2;  // of x that share codes once they are read,
 constexpr int kPanels = kRegisters == 32 ? 2 : 1;     // and panels that share rows
 constexpr int64_t kPanelBytesAhead = 1280;            // that are brought in before they are read
-constexpr int64_t kUsualPart = 32;                    // inputs, for which there is code of its own
 constexpr int64_t kRowBytes = 256 << 10;              // of x that stay in the second cache for all panels
 
 static inline Quads load_quads(const uint8_t* p) {
@@ -78,7 +77,23 @@ static inline Quads panel_codes(const uint8_t* codes, int64_t i, int v) {
   return kCode == Code::kF4 ? float4_codes(four) : four;
 }
 
-enum class Parts { kOne, kUsual, kAny };  // of a group: one of kUsualPart inputs; some of as many; or of any number
+// Of a group: how many inputs a part has (0: as g says), and whether there is one.
+struct OfAny {
+  static constexpr int64_t kPart = 0;
+  static constexpr bool kIsOne = false;
+};
+struct Of32 {
+  static constexpr int64_t kPart = 32;
+  static constexpr bool kIsOne = false;
+};
+struct One32 {
+  static constexpr int64_t kPart = 32;
+  static constexpr bool kIsOne = true;
+};
+struct One16 {
+  static constexpr int64_t kPart = 16;
+  static constexpr bool kIsOne = true;
+};
 
 // Adds to `acc` a part of `inputs`; codes of a panel are `panel` bytes after those of the one before.
 template <Code kCode, int kRows, int kVectors>
@@ -98,10 +113,10 @@ static inline void add_part(const int8_t* x, int64_t ldx, const uint8_t* codes, 
 }
 
 // kRows rows of neighbouring panels; `y` gets [rows, kVectors * kWidth].
-template <Code kCode, Parts kParts, int kVectors, int kRows>
+template <Code kCode, class Parts, int kVectors, int kRows>
 static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, float* y) {
   const int64_t numbers = g.number_bytes(), bytes = g.record_bytes(), panel = g.groups() * bytes;
-  const int64_t part = kParts == Parts::kAny ? g.part : kUsualPart, code_bytes = part * kPanel * bits_of(kCode) / 8;
+  const int64_t part = Parts::kPart ? Parts::kPart : g.part, code_bytes = part * kPanel * bits_of(kCode) / 8;
   const int64_t parts = g.parts(), groups = g.groups(), head = (g.has_offsets ? 2 : 1) * numbers;
   const int8_t* x = g.rows.x + row * g.k;
   const float* scales = g.rows.scales + row * parts;
@@ -121,13 +136,13 @@ static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, f
       for (int r = 0; r < kRows; r++)
         for (int v = 0; v < kVectors; v++) {
           const Floats product = __builtin_convertvector(acc[r][v], Floats);
-          if constexpr (kParts == Parts::kOne)
+          if constexpr (Parts::kIsOne)
             sums[r][v] = product * scales[r * parts];
           else
             sums[r][v] += product * scales[r * parts];
         }
       x += part, scales++, starts++, codes += code_bytes;
-    } while (kParts != Parts::kOne && codes < end);
+    } while (!Parts::kIsOne && codes < end);
     for (int v = 0; v < kVectors; v++) {
       const uint8_t* const at = record + v / kPanelVectors * panel;
       const Floats scale = load_numbers(at, g.numbers, v % kPanelVectors * kWidth);
@@ -141,26 +156,44 @@ static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, f
     for (int v = 0; v < kVectors; v++) store(y + (r * kVectors + v) * kWidth, total[r][v]);
 }
 
-template <Code kCode, Parts kParts, int kVectors, int kRows = kPanelRows>
+template <Code kCode, class Parts, int kVectors, int kRows = kPanelRows>
 static void panel_rows_of(int64_t rows, const PanelGemm& g, const uint8_t* record, int64_t row, float* y) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return panel_rows_of<kCode, kParts, kVectors, kRows - 1>(rows, g, record, row, y);
+    if (rows < kRows) return panel_rows_of<kCode, Parts, kVectors, kRows - 1>(rows, g, record, row, y);
   }
-  panel_rows<kCode, kParts, kVectors, kRows>(g, record, row, y);
+  panel_rows<kCode, Parts, kVectors, kRows>(g, record, row, y);
 }
 
+// Puts sums[rows, count * kPanel] of `count` panels where they belong in y.
+static void put_sums(const PanelGemm& g, const float* sums, int64_t row, int64_t rows, int64_t panel, int64_t count) {
+  const int64_t column = panel * kPanel, columns = std::min(count * kPanel, g.n - column);
+  for (int64_t r = 0; r < rows; r++) {
+    float* const to = g.y + (row + r) * g.n + column;
+    std::copy_n(sums + r * count * kPanel, columns, to);
+    for (int64_t c = 0; g.outer && c < columns; c++) to[c] *= g.outer[column + c];
+  }
+}
+
+// One to kPanels panels. Usual parts have code of their own; others, and a panel that is left, take one by one.
 template <Code kCode>
-static void few_panels(const PanelGemm& g, int64_t panel, bool is_one, int64_t rows, int64_t row, float* y) {
+static void few_panels(const PanelGemm& g, int64_t row, int64_t rows, int64_t panel, int64_t count) {
   constexpr int kAll = kPanels * kPanelVectors;
-  const uint8_t* const record = g.panels + panel * g.groups() * g.record_bytes();
-  if (kPanels > 1 && is_one)
-    panel_rows_of<kCode, Parts::kAny, kPanelVectors>(rows, g, record, row, y);
-  else if (g.part != kUsualPart)
-    panel_rows_of<kCode, Parts::kAny, kAll>(rows, g, record, row, y);
-  else if (g.part == g.group)
-    panel_rows_of<kCode, Parts::kOne, kAll>(rows, g, record, row, y);
-  else
-    panel_rows_of<kCode, Parts::kUsual, kAll>(rows, g, record, row, y);
+  alignas(64) float sums[kPanelRows * kPanels * kPanel];
+  const int64_t bytes = g.groups() * g.record_bytes();
+  const uint8_t* const record = g.panels + panel * bytes;
+  const bool is_one = g.part == g.group;
+  if (count < kPanels || (g.part != 32 && !(g.part == 16 && is_one))) {
+    for (int64_t i = 0; i < count; i++) {
+      panel_rows_of<kCode, OfAny, kPanelVectors>(rows, g, record + i * bytes, row, sums);
+      put_sums(g, sums, row, rows, panel + i, 1);
+    }
+    return;
+  }
+  const auto multiply = g.part == 16 ? panel_rows_of<kCode, One16, kAll>
+                        : is_one     ? panel_rows_of<kCode, One32, kAll>
+                                     : panel_rows_of<kCode, Of32, kAll>;
+  multiply(rows, g, record, row, sums);
+  put_sums(g, sums, row, rows, panel, kPanels);
 }
 
 // Panels `begin` to `end` for all rows.
@@ -169,22 +202,12 @@ static void panel_gemm(const PanelGemm& g, int64_t begin, int64_t end) {
                         : g.code == Code::kF4 ? few_panels<Code::kF4>
                                               : few_panels<Code::kUint4>;
   const int64_t at_once = std::max<int64_t>(1, kRowBytes / g.k / kPanelRows) * kPanelRows;
-  for (int64_t first = 0; first < g.num_rows; first += at_once)
-    for (int64_t panel = begin; panel < end; panel += kPanels) {
-      const int64_t count = std::min<int64_t>(kPanels, end - panel), width = count * kPanel;
-      const int64_t column = panel * kPanel, columns = std::min(width, g.n - column);
-      const int64_t last = std::min(first + at_once, g.num_rows);
-      for (int64_t row = first; row < last; row += kPanelRows) {
-        const int64_t rows = std::min<int64_t>(kPanelRows, last - row);
-        alignas(64) float sums[kPanelRows * kPanels * kPanel];
-        multiply(g, panel, count == 1, rows, row, sums);
-        for (int64_t r = 0; r < rows; r++) {
-          float* const to = g.y + (row + r) * g.n + column;
-          std::copy_n(sums + r * width, columns, to);
-          for (int64_t c = 0; g.outer && c < columns; c++) to[c] *= g.outer[column + c];
-        }
-      }
-    }
+  for (int64_t first = 0; first < g.num_rows; first += at_once) {
+    const int64_t last = std::min(first + at_once, g.num_rows);
+    for (int64_t panel = begin; panel < end; panel += kPanels)
+      for (int64_t row = first; row < last; row += kPanelRows)
+        multiply(g, row, std::min<int64_t>(kPanelRows, last - row), panel, std::min<int64_t>(kPanels, end - panel));
+  }
 }
 
 // Rounds `count` numbers to integers times `scale`, and returns the sum of those integers.

@@ -35,8 +35,8 @@ def panels_shape(
 def to_panels(
     weight: QuantizedWeight, num_inputs: int, scales: Any, *, has_experts: bool = False
 ) -> UInt8[Array, "*experts panels groups bytes"]:
-    """A weight in panels, with scales and offsets of the dtype `scales`, but without its outer scales. One by output has
-    a single group."""
+    """A weight in panels, with scales and offsets of the dtype `scales`, without its outer scales. One by output has a
+    single group."""
     lead = int(has_experts)
     (codes, own_scales, offsets, _), _ = operands(weight, num_inputs, lead)
     own_scales, offsets = own_scales.astype(scales), offsets.astype(scales)
@@ -86,7 +86,7 @@ def grouped_panel_product(
     codes: Any,
     scales: Any,
     has_offsets: bool,
-    outer: Float[Array, "experts *outputs"] | None = None,
+    outer: Float[Array, "experts ..."] | None = None,
     out_dtype: Any = None,
 ) -> Float[Array, "rows ..."]:
     """Likewise rows `offsets[e]:offsets[e + 1]` of `x[rows, *inputs]` with the weight of expert e, `[rows, *outputs]`;
@@ -95,6 +95,38 @@ def grouped_panel_product(
     rows = x.reshape(len(x), math.prod(x.shape[1:]))  # of which there may be none
     y = _call("jaxllm_grouped_panel_matmul", rows, panels, outer, offsets, outputs, out_dtype, **about)
     return y.reshape(len(x), *outputs)
+
+
+def columns(
+    panels: UInt8[Array, "panels groups bytes"],
+    ids: Int[Array, " n"],
+    *,
+    codes: Any,
+    scales: Any,
+    has_offsets: bool,
+    outer: Float[Array, " outputs"] | None = None,
+) -> Float[Array, "inputs n"]:
+    """What the weight of these outputs stands for, in float32."""
+    records, column = panels[ids // PANEL], (ids % PANEL)[:, None, None, None]
+    (_, bits), (_, size) = CODES[jnp.dtype(codes).name], SCALES[jnp.dtype(scales).name]
+    head = (2 if has_offsets else 1) * PANEL * size
+    numbers = records[..., :head].reshape(*records.shape[:2], -1, PANEL, size)
+    numbers = jnp.take_along_axis(numbers, column[..., None], axis=3)[:, :, :, 0]
+    numbers = jax.lax.bitcast_convert_type(numbers if size > 1 else numbers[..., 0], scales).astype(jnp.float32)
+    held = records[..., head:].reshape(*records.shape[:2], -1, PANEL, 4)
+    held = jnp.take_along_axis(held, column[..., None], axis=3)[:, :, :, 0]  # n, groups, runs, 4
+    if bits == 4:
+        held = jnp.stack([held & 15, held >> 4], axis=3)
+    values = _numbers_of(held.reshape(*records.shape[:2], -1), codes) * numbers[:, :, :1]
+    values = (values + numbers[:, :, 1:] if has_offsets else values).reshape(len(ids), -1).T
+    return values if outer is None else values * outer[ids][None]
+
+
+def _numbers_of(held: UInt8[Array, "..."], codes: Any) -> Float[Array, "..."]:
+    name = jnp.dtype(codes).name
+    if name == "float4_e2m1fn":
+        return jnp.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], jnp.float32)[held]
+    return held.astype(jnp.float32) - {"int8": 128.0, "int4": 8.0, "uint4": 0.0}[name]
 
 
 def _call(

@@ -22,6 +22,7 @@ BF16 = ml_dtypes.bfloat16
 TOLERANCE = {"float32": 3e-6, "bfloat16": 5e-3}  # of the sum of products' magnitudes; bfloat16 rounds the result
 NOTHING = np.zeros(0, np.float32)
 ALL = np.zeros(0, np.int32)  # rows
+WIDTHS = (np.float32, np.float64)  # of products, which machines that add to them at once have in more than float32
 DTYPES = [(np.float32, np.float32), (BF16, BF16), (BF16, np.float32)]  # of what is multiplied, and of the result
 SCALES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu")
 
@@ -163,51 +164,112 @@ def test_quantised_products(rows, outputs, dtypes, threads, seed, codes, scales,
     with_each_set(of_one_set)
 
 
-@fuzzed
-@given(
-    rows=st.integers(1, 40),
-    codes=st.sampled_from(["int8", "int4", "uint4"]),
-    scales=st.sampled_from(in_panels.SCALES),
-    group=st.sampled_from([8, 16, 24, 32, 96, 128]),
-    groups=st.integers(1, 8),
-    outputs=sizes,
-    layout=st.sampled_from(["by group", "with offsets", "by output"]),
-    dtypes=dtypes,
-    threads=threads,
-    seed=seeds,
-)
-def test_products_in_panels(rows, codes, scales, group, groups, outputs, layout, dtypes, threads, seed):
-    """Every instruction set reads the panels that another one has made."""
-    rng, (dtype, out_dtype) = np.random.default_rng(seed), dtypes
-    inputs, has_offsets = groups * group, layout == "with offsets"
-    group = inputs if layout == "by output" else group
-    weight = weight_of(rng, codes, "float32", inputs, outputs, group, has_offsets, False)
-    held, scale, offsets, _ = weight.arrays
-    scale, offsets = np.nan_to_num(scale, nan=0.5).astype(scales), offsets.astype(scales)
-    shape = in_panels.panels_shape(inputs, outputs, codes=codes, group=group, scales=scales, has_offsets=has_offsets)
+class PanelWeight(NamedTuple):
+    """Of some experts; `values` are float64 `[experts, inputs, outputs]`, and what they are a sum of."""
+
+    panels: np.ndarray
+    outer: np.ndarray
+    options: dict
+    values: np.ndarray
+    sizes: np.ndarray
+
+
+def panel_weight(rng, experts, codes, scales, group, groups, outputs, layout, has_outer, threads) -> PanelWeight:
+    """Put in panels by code without vectors. One by output has a group alone."""
+    inputs, has_offsets, by_output = groups * group, layout == "with offsets", layout == "by output"
+    group = inputs if by_output else group
+    scales = "float16" if has_offsets and scales.startswith("float8") else scales  # which hold no sign, or few numbers
+    each = [weight_of(rng, codes, "float32", inputs, outputs, group, has_offsets, has_outer) for _ in range(experts)]
+    codes_, scale, offsets, outer = (np.stack(arrays) for arrays in zip(*(w.arrays for w in each), strict=True))
+    scale = np.nan_to_num(scale, nan=0.5)
+    scale = (2.0 ** np.rint(np.log2(scale)) if scales == "float8_e8m0fnu" else scale).astype(np.dtype(scales))
+    offsets = offsets.astype(np.dtype(scales)) if has_offsets else np.zeros(0, np.dtype(scales))
+    lead = () if experts == 1 else (experts,)
+    kind = {"codes": codes, "group": group, "scales": scales, "has_offsets": has_offsets}
+    shape = lead + in_panels.panels_shape(inputs, outputs, **kind)
     with using("portable"):
-        given = [held.T.copy(), scale[0], offsets] if layout == "by output" else [held, scale, offsets]
-        (panels,) = call("jaxllm_make_panels", given, [(shape, np.uint8)], threads=threads)
-    x = (rng.normal(size=(rows, inputs)) * 10.0 ** rng.integers(-3, 4, (rows, 1))).astype(dtype)
-    x[rng.integers(rows), :group] = 0
-    scaled = held.astype(np.float64) * scale.astype(np.float64).repeat(group, axis=0)
-    added = offsets.astype(np.float64).repeat(group, axis=0) if has_offsets else np.zeros(1)
-    bits, zero = in_panels.CODES[codes]
-    numbers = {"bits": bits, "zero": zero, "numbers": in_panels.SCALES.index(scales)}
+        given = [codes_.swapaxes(1, 2).copy(), scale[:, 0]] if by_output else [codes_, scale]
+        given = [array.reshape(*lead, *array.shape[1:]) for array in given]
+        offsets_ = offsets.reshape(given[1].shape) if has_offsets else offsets
+        (panels,) = call("jaxllm_make_panels", [*given, offsets_], [(shape, np.uint8)], threads=threads)
+    numbers = {"code": in_panels.CODES[codes][0], "numbers": in_panels.SCALES[scales][0]}
     numbers["part"] = math.gcd(group, in_panels.PART)
     options = {name: np.int64(value) for name, value in numbers.items()} | {"has_offsets": has_offsets}
+    factor = outer.astype(np.float64)[:, None] if has_outer else 1.0
+    scaled = codes_.astype(np.float32).astype(np.float64) * scale.astype(np.float64).repeat(group, axis=1)
+    added = offsets.astype(np.float64).repeat(group, axis=1) if has_offsets else np.zeros(1)
+    outer = outer.reshape(-1) if has_outer else NOTHING
+    return PanelWeight(panels, outer, options, (scaled + added) * factor, (np.abs(scaled) + np.abs(added)) * factor)
+
+
+def check_rounded(got, x, part, values, sizes):
+    """That `got` is the product of rows that were rounded in parts."""
+    limit, known = (1e-6 if got.dtype == np.float32 else 5e-3), [rounded_in_parts(x, part, kind) for kind in WIDTHS]
+    errors = [np.abs(got.astype(np.float64) - each @ values) for each in known]
+    assert any((error <= limit * (np.abs(each) @ sizes)).all() for each, error in zip(known, errors, strict=True))
+
+
+panel_weights = {
+    "codes": st.sampled_from([*in_panels.CODES]),
+    "scales": st.sampled_from([*in_panels.SCALES]),
+    "group": st.sampled_from([8, 16, 16, 24, 32, 32, 96, 128]),
+    "groups": st.integers(1, 8),
+    "layout": st.sampled_from(["by group", "with offsets", "by output"]),
+    "has_outer": st.booleans(),
+    "dtypes": dtypes,
+    "threads": threads,
+    "seed": seeds,
+}
+
+
+def rows_for(rng, rows, inputs, dtype):
+    x = (rng.normal(size=(rows, inputs)) * 10.0 ** rng.integers(-3, 4, (rows, 1))).astype(dtype)
+    x[rng.integers(rows), : inputs // 2] = 0
+    return x
+
+
+@fuzzed
+@given(rows=st.integers(1, 40), outputs=sizes, **panel_weights)
+def test_products_in_panels(rows, outputs, dtypes, threads, seed, groups, group, **kind):
+    """Every instruction set reads the panels that another one has made."""
+    rng, (dtype, out_dtype) = np.random.default_rng(seed), dtypes
+    weight = panel_weight(rng, 1, outputs=outputs, groups=groups, group=group, threads=threads, **kind)
+    x = rows_for(rng, rows, groups * group, dtype)
     used, count = some_rows(x, rng)
 
     def of_one_set():
-        results = [((rows, outputs), out_dtype)]
-        got = call("jaxllm_panel_matmul", [x, panels, count], results, threads=threads, **options)[0][:used]
-        if not used:
-            return
-        known = [rounded_in_parts(x[:used], group, kind) for kind in (np.float32, np.float64)]
-        limit = 1e-6 if out_dtype == np.float32 else 5e-3
-        size = np.abs(scaled) + np.abs(added)
-        errors = [np.abs(got.astype(np.float64) - each @ (scaled + added)) for each in known]
-        assert any((error <= limit * (np.abs(known) @ size)).all() for known, error in zip(known, errors, strict=True))
+        arrays, results = [x, weight.panels, weight.outer, count], [((rows, outputs), out_dtype)]
+        (got,) = call("jaxllm_panel_matmul", arrays, results, threads=threads, **weight.options)
+        if used:
+            part = int(weight.options["part"])
+            check_rounded(got[:used], x[:used], part, weight.values[0], weight.sizes[0])
+
+    with_each_set(of_one_set)
+
+
+@fuzzed
+@given(
+    lengths=st.lists(st.integers(0, 5) | st.sampled_from([12, 13, 40]), min_size=2, max_size=5),
+    around=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    outputs=sizes,
+    **panel_weights,
+)
+def test_experts_in_panels(lengths, around, outputs, dtypes, threads, seed, groups, group, **kind):
+    """Rows of nobody are NaN."""
+    rng, (dtype, out_dtype), experts = np.random.default_rng(seed), dtypes, len(lengths)
+    weight = panel_weight(rng, experts, outputs=outputs, groups=groups, group=group, threads=threads, **kind)
+    offsets = around[0] + np.cumsum([0, *lengths], dtype=np.int32)
+    x = rows_for(rng, max(1, offsets[-1] + around[1]), groups * group, dtype)
+    x[: offsets[0]] = x[offsets[-1] :] = np.nan
+
+    def of_one_set():
+        arrays, results = [x, weight.panels, weight.outer, offsets], [((len(x), outputs), out_dtype)]
+        (got,) = call("jaxllm_grouped_panel_matmul", arrays, results, threads=threads, **weight.options)
+        assert (got[: offsets[0]] == 0).all() and (got[offsets[-1] :] == 0).all()
+        for i in range(experts):
+            some = slice(offsets[i], offsets[i + 1])
+            part = int(weight.options["part"])
+            check_rounded(got[some], x[some], part, weight.values[i], weight.sizes[i])
 
     with_each_set(of_one_set)
 

@@ -48,7 +48,7 @@ def zeros(*shape, dtype=F32):
 
 
 ATTENTION = {"scale": F32(1), "causal": True, "window": np.int64(0), "soft_cap": F32(0), "batch_invariant": False}
-PANELS = {"bits": 4, "zero": 8, "numbers": 0, "part": 8}
+PANELS = {"code": 2, "numbers": 0, "part": 8}
 PANELS = {name: np.int64(value) for name, value in PANELS.items()} | {"has_offsets": False}
 COUNT = np.array([2], I32)  # of rows that are no padding
 QUANTISED = [zeros(16, 6, dtype=ml_dtypes.int4), zeros(2, 6), zeros(2, 6), zeros(6)]
@@ -64,7 +64,12 @@ CALLS = {  # arguments, results, options, and aliases if there are some
         [zeros(1, 2, 128, dtype=np.uint8)],
         {},
     ),
-    "jaxllm_panel_matmul": ([zeros(3, 16), zeros(1, 2, 128, dtype=np.uint8), COUNT], [zeros(3, 6)], PANELS),
+    "jaxllm_panel_matmul": ([zeros(3, 16), zeros(1, 2, 128, dtype=np.uint8), zeros(6), COUNT], [zeros(3, 6)], PANELS),
+    "jaxllm_grouped_panel_matmul": (
+        [zeros(5, 16), zeros(3, 1, 2, 128, dtype=np.uint8), zeros(18), np.array([0, 2, 3, 5], I32)],
+        [zeros(5, 6)],
+        PANELS,
+    ),
     "jaxllm_grouped_matmul": (
         [zeros(5, 16), np.array([0, 2, 3, 5], I32), *(np.stack([x] * 3) for x in QUANTISED)],
         [zeros(5, 6, dtype=F32)],
