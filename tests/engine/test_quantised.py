@@ -18,6 +18,7 @@ from jaxllm.engine.device.memory import leaf_bytes
 from jaxllm.engine.model_source import Reading, model_source
 from jaxllm.errors import ModelFormatError
 from jaxllm.models.quantized import QuantizedLinear
+from jaxllm.pallas_kernels import native
 from jaxllm.sharding.mesh import make_mesh
 from tests import hf_models
 from tests.checkpoint.quantized import make
@@ -49,12 +50,17 @@ def folder(tmp_path_factory):
 WORDS = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(24)}, "unk_token": "w0"}}
 
 
-def test_new_parameters_are_quantised_too(folder):
-    with LLM(folder, quantization="int4", skip_tokenizer_init=True, dtype="float32", **ENGINE) as llm:
+@pytest.mark.parametrize(("dtype", "held"), [("float32", jnp.int4), ("auto", jnp.uint8)])
+def test_new_parameters_are_quantised_too(folder, dtype, held):
+    """Also where a CPU has them in panels, as no dtype is asked for."""
+    if dtype == "auto" and not native.is_built():
+        pytest.skip("not built: python -m jaxllm.pallas_kernels.native.build")
+    with LLM(folder, quantization="int4", skip_tokenizer_init=True, dtype=dtype, **ENGINE) as llm:
         (before,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
         assert len(before.outputs[0].token_ids) == 8
         given = llm.params
-        assert any(leaf.dtype == jnp.int4 for leaf in jax.tree.leaves(given))
+        kinds = {str(path[-1].key): leaf.dtype for path, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(given))}
+        assert kinds["panels" if dtype == "auto" else "codes"] == held
         llm.update_params(params(folder))
         check_same(llm.params, given)
         doubled = jax.tree.map(lambda x: -2 * x, nnx.to_pure_dict(params(folder)))
