@@ -123,6 +123,14 @@ static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, f
   const int32_t* starts = g.rows.starts + row * parts;
   Floats total[kRows][kVectors] = {};
   for (int64_t group = 0; group < groups; group++, record += bytes) {
+    // In memory, as few registers are left until they are needed.
+    alignas(64) float own_scales[kVectors * kWidth], own_offsets[kVectors * kWidth];
+    for (int v = 0; v < kVectors; v++) {
+      const uint8_t* const at = record + v / kPanelVectors * panel;
+      store(own_scales + v * kWidth, load_numbers(at, g.numbers, v % kPanelVectors * kWidth));
+      if (g.has_offsets)
+        store(own_offsets + v * kWidth, load_numbers(at + numbers, g.numbers, v % kPanelVectors * kWidth));
+    }
     Floats sums[kRows][kVectors] = {};
     const uint8_t *codes = record + head, *const end = record + bytes;
     do {
@@ -144,11 +152,10 @@ static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, f
       x += part, scales++, starts++, codes += code_bytes;
     } while (!Parts::kIsOne && codes < end);
     for (int v = 0; v < kVectors; v++) {
-      const uint8_t* const at = record + v / kPanelVectors * panel;
-      const Floats scale = load_numbers(at, g.numbers, v % kPanelVectors * kWidth);
+      const Floats scale = load(own_scales + v * kWidth);
       for (int r = 0; r < kRows; r++) total[r][v] += sums[r][v] * scale;
       if (!g.has_offsets) continue;
-      const Floats offset = load_numbers(at + numbers, g.numbers, v % kPanelVectors * kWidth);
+      const Floats offset = load(own_offsets + v * kWidth);
       for (int r = 0; r < kRows; r++) total[r][v] += offset * g.rows.offsets[(row + r) * groups + group];
     }
   }
