@@ -61,13 +61,13 @@ class LLM(LLMRollout):
         any object with `encode` and `decode`. `skip_tokenizer_init=True` is for prompts and outputs of ids alone.
       dtype: "auto" is bfloat16 on accelerators. On a CPU it is float32, or bfloat16 where the files hold 16-bit floats
         and the processor multiplies pairs of them (AVX512-BF16); not on several hosts or devices, nor with `record` or
-        `batch_invariant`, nor for the model in the package. A GGUF file's blocks are multiplied as they are there, see
-        `quantization`; with a dtype they are dequantised to it.
+        `batch_invariant`, nor for the model in the package. There a CPU also multiplies a GGUF file's blocks as they
+        are, which a dtype dequantises; and rounds to int8, 32 numbers by a scale, what it multiplies with weights of
+        integers or float4, which a dtype does not.
       load_format: "dummy" for random weights; "auto", "safetensors" and "gguf" read them.
       quantization: "int8", "int4" or "fp8": dense weights of the layers' products become that while they load, one
         scale an output or, of int4, a group of 128 inputs. "gguf": the blocks of a GGUF file stay as they are, instead
-        of being dequantised; one CPU rounds what they are multiplied with to int8, by groups. Other checkpoints that
-        are quantised need no argument.
+        of being dequantised. Other checkpoints that are quantised need no argument.
       hf_overrides: keys of config.json, and what they shall be.
       task: "embed" for a model that generates, so that it makes embeddings alone; None: what its files say it is for.
       generation_config, override_generation_config: what `get_default_sampling_params` returns: of the model's files
