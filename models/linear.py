@@ -268,8 +268,8 @@ def with_forms(linear: Linear, forms: Mapping[str, Callable[[Linear], Linear]]) 
 class Embedding(nnx.Module):
     """A table of vectors, `weight[rows, width]`: looked up by row and, where the head is tied to it, the head."""
 
-    def __init__(self, weight: nnx.Param):
-        self.weight = weight
+    def __init__(self, weight: nnx.Param, dtype: Any = None):
+        self.weight, self.dtype = weight, dtype  # of what is looked up; None: that of the weight
 
     @classmethod
     def random(cls, rows: Mapping[str, int], width: Mapping[str, int], *, dtype: Any, rngs: nnx.Rngs) -> "Embedding":
@@ -277,7 +277,8 @@ class Embedding(nnx.Module):
         return cls(param(rngs, dtype, fan_in=math.prod(width.values()), **rows, **width))
 
     def __call__(self, ids: Int[Array, "*t"]) -> Float[Array, "*t width"]:
-        return self.weight[...].at[ids].get(out_sharding=_rows_sharding(ids))
+        found = self.weight[...].at[ids].get(out_sharding=_rows_sharding(ids))
+        return found if self.dtype is None else found.astype(self.dtype)
 
     def rows(self, ids: Int[Array, "*t"]) -> Float[Array, "*t width"]:
         """In float32."""
@@ -287,6 +288,17 @@ class Embedding(nnx.Module):
         """The product with each row, as float32 sums."""
         options = {"num_tokens": ctx.num_tokens, "placement": ctx.placement}
         return matmul.einsum("...d,vd->...v", hidden, self.weight[...], out_dtype=jnp.float32, **options)
+
+
+def hold_in(model: nnx.Module, dtype: Any) -> None:
+    """Holds the dense weights of products and tables in `dtype`, in place, of the abstract `model`, which computes in
+    more bits."""
+    for _, node in list(nnx.iter_graph(model)):
+        if type(node) in (Linear, Embedding):
+            shape = node.weight.get_value()
+            node.weight.set_value(jax.ShapeDtypeStruct(shape.shape, dtype))
+            if isinstance(node, Embedding):
+                node.dtype = shape.dtype
 
 
 def _rows_sharding(ids: Array) -> NamedSharding | None:

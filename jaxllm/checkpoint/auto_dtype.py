@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxllm.checkpoint.formats import Checkpoint
 from jaxllm.checkpoint.gguf.blocks import BLOCKS
+from jaxllm.checkpoint.tensors import FLOATS
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.pallas_kernels import native
 
@@ -30,6 +31,20 @@ def dtype_for_cpu(checkpoint: Checkpoint, hf: Mapping[str, Any], *, has_files: b
         kind,
     )
     return "bfloat16"
+
+
+def holds_bfloat16(checkpoint: Checkpoint) -> bool:
+    """Whether one CPU that computes in float32 can hold the dense weights as they are stored: all are bfloat16."""
+    tensors = checkpoint.tensors().values()
+    dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) >= 2 and tensor.dtype in FLOATS}
+    is_held = dtypes == {"BF16"} and checkpoint.path != DEFAULT_MODEL
+    if is_held:
+        log.info(
+            "%s is held in bfloat16, as it is stored, and computed in float32; dtype='float32' (--dtype float32) holds "
+            "it in that, too, as parameters that are updated may want",
+            checkpoint.path,
+        )
+    return is_held
 
 
 def _stored_kind(checkpoint: Checkpoint) -> str | None:

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.argument_checks import a_type
-from jaxllm.checkpoint.auto_dtype import dtype_for_cpu
+from jaxllm.checkpoint.auto_dtype import dtype_for_cpu, holds_bfloat16
 from jaxllm.checkpoint.config import DTYPES, ModelSpec, read_spec, resolve_dtype
 from jaxllm.checkpoint.formats import Checkpoint, GivenConfig, open_checkpoint
 from jaxllm.checkpoint.forms import give_forms
@@ -39,6 +39,7 @@ from jaxllm.engine.model_interface import kv_dtype
 from jaxllm.engine.own_module import open_module, say_replicated
 from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
+from jaxllm.models.linear import hold_in
 from jaxllm.models.quantized import put_in_panels, round_rows
 from jaxllm.models.transformer import Params
 from jaxllm.models.wrapped import name_of
@@ -195,8 +196,9 @@ def _of_checkpoint(
     hf = checkpoint.config() | (reading.hf_overrides or {})
     scheme = scheme_of(checkpoint, hf)
     _check_load_format(checkpoint, reading.load_format, scheme)
+    has_files = reading.load_format != "dummy"
     if dtype == "auto" and platform == "cpu" and reading.suits_processor:
-        chosen = dtype_for_cpu(checkpoint, hf, has_files=reading.load_format != "dummy")
+        chosen = dtype_for_cpu(checkpoint, hf, has_files=has_files)
         spec = replace(spec, cfg=replace(spec.cfg, dtype=DTYPES[chosen]))
     abstract = transformer.abstract(spec.module.Model, spec.cfg)
     rounds_rows = reading.rounds_rows and dtype == "auto" and platform == "cpu" and native.is_built()
@@ -207,6 +209,9 @@ def _of_checkpoint(
     load = _loader(checkpoint, spec, abstract, reading)
     if rounds_rows:
         round_rows(abstract)
+    is_float32 = dtype == "auto" and platform == "cpu" and spec.cfg.dtype == jnp.float32
+    if is_float32 and reading.suits_processor and has_files and native.is_built() and holds_bfloat16(checkpoint):
+        hold_in(abstract, jnp.bfloat16)
     pooling = read_pooling(checkpoint, spec, reading.hf_overrides)
     source = ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint, pooling)
     if scheme is not None and reading.load_format != "dummy":

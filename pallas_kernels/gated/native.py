@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.gated import reference
 from jaxllm.pallas_kernels.gradients import with_gradient_of
+from jaxllm.pallas_kernels.matmul.native import DTYPES as OF_PRODUCTS
 
 DTYPES = ("float32", "bfloat16")
 KINDS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -15,12 +16,8 @@ KINDS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gel
 
 def supports(x: Array, activation: str, weight: Array | None = None) -> bool:
     """Whether the kernels are built and have this activation and these dtypes."""
-    return (
-        (x if weight is None else weight).dtype == x.dtype
-        and x.dtype.name in DTYPES
-        and activation in KINDS
-        and native.is_built()
-    )
+    has_dtypes = x.dtype.name in DTYPES if weight is None else (x.dtype.name, weight.dtype.name) in OF_PRODUCTS
+    return has_dtypes and activation in KINDS and native.is_built()
 
 
 def gated(

@@ -12,12 +12,12 @@ from jaxllm.pallas_kernels.gradients import with_gradient_of
 from jaxllm.pallas_kernels.matmul import reference
 from jaxllm.pallas_kernels.matmul.reference import as_matrices
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))  # of rows, and of the weight
 
 
 def supports(equation: str, x: Array, weight: Array) -> bool:
     """Whether the kernel is built and supports these dtypes."""
-    return x.dtype.name in DTYPES and x.dtype == weight.dtype and native.is_built()
+    return (x.dtype.name, weight.dtype.name) in DTYPES and native.is_built()
 
 
 def einsum(

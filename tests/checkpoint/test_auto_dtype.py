@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from jaxllm import LLM
+from jaxllm import LLM, SamplingParams
 from jaxllm.checkpoint.auto_dtype import dtype_for_cpu
 from jaxllm.checkpoint.formats import HuggingFaceDirectory, open_checkpoint
+from jaxllm.checkpoint.placement import named
 from jaxllm.checkpoint.tensors import StoredTensor
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.pallas_kernels import native
+from tests import hf_models
 from tests.checkpoints import random_tensors, write_config
 from tests.tiny import greedy, ids
 
@@ -89,6 +91,74 @@ def test_an_engine_is_in_it(tmp_path):
             assert len(out.outputs[0].token_ids) == 4
             pools = jax.tree.leaves(llm.engine.runner.executor.state.kv_pools)
             assert {pool.dtype for pool in pools} == {jnp.dtype(dtype)}
+
+
+NO_PAIRS = pytest.mark.parametrize("processor", [False], indirect=True, ids=["no pairs"])
+needs_library = pytest.mark.skipif(
+    not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build"
+)
+
+
+def answer(path, **options):
+    """What an engine says, and the dtypes of its parameters by name."""
+    with LLM(path, **SIZES, **options) as llm:
+        held = {name: leaf.get_value().dtype.name for name, leaf in named(llm.params).items()}
+        params = SamplingParams(temperature=0, max_tokens=12, logprobs=4, ignore_eos=True)
+        (out,) = llm.generate(ids([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]), params)
+        pools = jax.tree.leaves(llm.engine.runner.executor.state.kv_pools)
+        assert {pool.dtype.name for pool in pools} == {"float32"}
+        return out.outputs[0], held
+
+
+def same(ours, theirs):
+    """To the bit: a bfloat16 number is a float32 number."""
+    one, other = ([{t: each.logprob for t, each in row.items()} for row in out.logprobs] for out in (ours, theirs))
+    assert one == other and list(ours.token_ids) == list(theirs.token_ids) and len(one) == 12
+
+
+@needs_library
+@NO_PAIRS
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("Llama", {"tie_word_embeddings": True}), ("Qwen2", {}), ("Gemma2", {}), ("Mixtral", {}), ("OPT", {})],
+)
+def test_without_pairs_weights_are_held_as_they_are_stored(family, more, tmp_path, caplog):
+    """And computed in float32, with the results of weights in float32."""
+    caplog.set_level(logging.INFO)
+    hf_models.checkpoint(tmp_path, family, **more)
+    file = tmp_path / "model.safetensors"
+    save_file({name: value.astype(HALF) for name, value in load_file(file).items()}, file)
+    ours, held = answer(tmp_path)
+    assert any("held in bfloat16, as it is stored" in message for message in caplog.messages)
+    assert {"bfloat16"} <= {*held.values()} and held["embed.weight"] == "bfloat16"
+    assert all(dtype == "bfloat16" for name, dtype in held.items() if name.endswith(".weight") and "norm" not in name)
+    theirs, whole = answer(tmp_path, dtype="float32")
+    assert {*whole.values()} == {"float32"}
+    same(ours, theirs)
+
+
+@needs_library
+@NO_PAIRS
+def test_a_quantised_models_head_is_held_so_too(tmp_path):
+    path = stored(tmp_path, HALF)
+    _, held = answer(path, quantization="int8")
+    assert held["embed.weight"] == "bfloat16" and held["layers.0.attn.qkv.panels"] == "uint8"
+
+
+@needs_library
+@NO_PAIRS
+@pytest.mark.parametrize("where", ["tensors of float32, too", "batch_invariant", "random"])
+def test_where_weights_are_held_in_float32(where, tmp_path):
+    path, options = stored(tmp_path, HALF), {}
+    if where == "batch_invariant":
+        options = {"batch_invariant": True}
+    elif where == "random":
+        options = {"load_format": "dummy"}
+    else:
+        tensors = random_tensors(HALF)
+        name = next(name for name, value in tensors.items() if value.ndim == 2)
+        save_file(tensors | {name: tensors[name].astype(np.float32)}, path / "model.safetensors")
+    assert {*answer(path, **options)[1].values()} == {"float32"}
 
 
 @pytest.mark.parametrize(
