@@ -62,9 +62,9 @@ class LLM(LLMRollout):
       dtype: "auto" is bfloat16 on accelerators. On a CPU it is float32, or bfloat16 where the files hold 16-bit floats
         and the processor multiplies pairs of them (AVX512-BF16); not on several hosts or devices, nor with `record` or
         `batch_invariant`, nor for the model in the package. There other processors hold weights in bfloat16 that are
-        stored so, to compute in float32: results are those of float32, and `update_params` rounds to it. And there a CPU also multiplies a GGUF file's blocks as they
-        are, which a dtype dequantises; and rounds to int8, 32 numbers by a scale, what it multiplies with weights of
-        integers or float4, which a dtype does not.
+        stored so, to compute in float32: results are those of float32, and `update_params` rounds to bfloat16. And a
+        CPU multiplies a GGUF file's blocks as they are, which a dtype dequantises; and rounds to int8, 32 numbers by a
+        scale, what it multiplies with weights of integers or float4, which a dtype does not.
       load_format: "dummy" for random weights; "auto", "safetensors" and "gguf" read them.
       quantization: "int8", "int4" or "fp8": dense weights of the layers' products become that while they load, one
         scale an output or, of int4, a group of 128 inputs. "gguf": the blocks of a GGUF file stay as they are, instead
