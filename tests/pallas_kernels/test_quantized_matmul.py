@@ -94,7 +94,7 @@ FORMS = {
 
 @needs_library
 @pytest.mark.parametrize("codes", panels.CODES)
-@pytest.mark.parametrize("outputs", [1, 14, 16, 130, 400])
+@pytest.mark.parametrize("outputs", [14, 130])
 @pytest.mark.parametrize(("inputs", "group"), [((32,), 32), ((2, 48), 8), ((256,), 128), ((2, 36), None)])
 @pytest.mark.parametrize(
     ("scales", "dtype"),
@@ -125,7 +125,7 @@ def test_weights_in_panels(codes, outputs, inputs, group, scales, dtype):
         for each in (weight, weight._replace(offsets=None))
     )
     sizes = np.abs(scaled) + np.abs(dense - scaled)
-    for rows in (1, 2, 5, 6, 7, 33):
+    for rows in (1, 2, 7, 33):
         x = rng.normal(size=(rows, depth)) * 10.0 ** rng.integers(-3, 4, (rows, 1))
         x[:, : group or 8] *= rows != 2  # a group of zeros, or all of them
         x = np.asarray(jnp.asarray(x, dtype))

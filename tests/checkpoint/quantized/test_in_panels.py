@@ -25,6 +25,7 @@ from tests.mixtures import write_mixture
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
 
 ROUNDING = 0.05  # of the largest result, in models so small
+COLUMNS = jax.jit(panels.columns, static_argnames=("codes", "scales", "has_offsets"))
 
 
 def load_rounded(folder, scheme):
@@ -48,12 +49,12 @@ def check_same_weights(plain, rounded):
     num_inputs, outputs = len(plain.shape.inputs), dict(plain.shape.outputs).values()
     ids, about = jnp.arange(np.prod([*outputs]), dtype=jnp.int32), dict(rounded._about_panels)
     outer, _ = about.pop("outer"), about.pop("outputs")
+    dense_of = jax.jit(lambda held: held.dense(num_inputs).reshape(-1, len(ids)))
     for expert in range(num_experts or 1):
         held = plain._held if num_experts is None else jax.tree.map(lambda array, i=expert: array[i], plain._held)
         of = rounded.panels[...] if num_experts is None else rounded.panels[expert]
         own = None if outer is None else outer.reshape(-1, len(ids))[expert]
-        dense = held.dense(num_inputs)
-        np.testing.assert_array_equal(panels.columns(of, ids, outer=own, **about), dense.reshape(-1, len(ids)))
+        np.testing.assert_array_equal(COLUMNS(of, ids, outer=own, **about), dense_of(held))
 
 
 def check(plain, rounded):
