@@ -232,10 +232,9 @@ static inline int32_t round_part(const float* x, int64_t count, int8_t* to, floa
   const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
   Ints sums{};
   for (i = 0; i + kWidth <= count; i += kWidth) {
-    const Ints codes = (Ints)(load(x + i) * inverse + shifter) - (Ints)(Floats{} + shifter);
-    const Bytes bytes = __builtin_convertvector(codes, Bytes);
-    std::memcpy(to + i, &bytes, sizeof bytes);
-    sums += codes;
+    const Bytes codes = __builtin_convertvector((Ints)(load(x + i) * inverse + shifter), Bytes);
+    std::memcpy(to + i, &codes, sizeof codes);
+    sums += __builtin_convertvector(codes, Ints);
   }
   int32_t sum = 0;
   for (int lane = 0; lane < kWidth; lane++) sum += sums[lane];
