@@ -290,17 +290,6 @@ class Embedding(nnx.Module):
         return matmul.einsum("...d,vd->...v", hidden, self.weight[...], out_dtype=jnp.float32, **options)
 
 
-def hold_in(model: nnx.Module, dtype: Any) -> None:
-    """Holds the dense weights of products and tables in `dtype`, in place, of the abstract `model`, which computes in
-    more bits."""
-    for _, node in list(nnx.iter_graph(model)):
-        if type(node) in (Linear, Embedding):
-            shape = node.weight.get_value()
-            node.weight.set_value(jax.ShapeDtypeStruct(shape.shape, dtype))
-            if isinstance(node, Embedding):
-                node.dtype = shape.dtype
-
-
 def _rows_sharding(ids: Array) -> NamedSharding | None:
     """Of what is looked up for `ids`, in the caller's program with explicit axes; elsewhere the compiler chooses."""
     found = jax.typeof(ids).sharding

@@ -1,10 +1,11 @@
 """Which forms the weights of a model get: those that its files say, those of its configuration where there are no
-files, or one that is asked for."""
+files, or one that is asked for; and in which dtype those are held that stay dense."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
 from jaxllm.checkpoint.config import ModelSpec
@@ -18,7 +19,7 @@ from jaxllm.checkpoint.quantized.plan import QuantizedPlan, dense_owner
 from jaxllm.checkpoint.quantized.scheme import Place, Scheme
 from jaxllm.checkpoint.tensors import has_tensors
 from jaxllm.checkpoint.weights_table import expert_tables, weights_table
-from jaxllm.models.linear import Embedding
+from jaxllm.models.linear import Embedding, Linear
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # of a configuration, and in files
 _IN_LAYER = re.compile(r"(^|\.)\d+\.")
@@ -55,6 +56,17 @@ def give_forms(
     if wanted is not None:
         quantize_model(model, wanted)
     return None
+
+
+def hold_in(model: nnx.Module, dtype: Any) -> None:
+    """Holds the dense weights of products and tables in `dtype`, in place, of the abstract `model`, which computes in
+    more bits."""
+    for _, node in list(nnx.iter_graph(model)):
+        if type(node) in (Linear, Embedding):
+            shape = node.weight.get_value()
+            node.weight.set_value(jax.ShapeDtypeStruct(shape.shape, dtype))
+            if isinstance(node, Embedding):
+                node.dtype = shape.dtype
 
 
 def _plan_expected(spec: ModelSpec, model: nnx.Module, scheme: Scheme, dtype: str) -> QuantizedPlan:

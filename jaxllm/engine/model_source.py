@@ -18,7 +18,7 @@ from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.auto_dtype import dtype_for_cpu, holds_bfloat16
 from jaxllm.checkpoint.config import DTYPES, ModelSpec, read_spec, resolve_dtype
 from jaxllm.checkpoint.formats import Checkpoint, GivenConfig, open_checkpoint
-from jaxllm.checkpoint.forms import give_forms
+from jaxllm.checkpoint.forms import give_forms, hold_in
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
 from jaxllm.checkpoint.in_panels import load_in_panels
 from jaxllm.checkpoint.loader import load_params, load_quantized, stored_kv_scales
@@ -39,7 +39,6 @@ from jaxllm.engine.model_interface import kv_dtype
 from jaxllm.engine.own_module import open_module, say_replicated
 from jaxllm.errors import MeshError
 from jaxllm.models import registry, transformer
-from jaxllm.models.linear import hold_in
 from jaxllm.models.quantized import put_in_panels, round_rows
 from jaxllm.models.transformer import Params
 from jaxllm.models.wrapped import name_of
@@ -214,7 +213,7 @@ def _of_checkpoint(
         hold_in(abstract, jnp.bfloat16)
     pooling = read_pooling(checkpoint, spec, reading.hf_overrides)
     source = ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint, pooling)
-    if scheme is not None and reading.load_format != "dummy":
+    if scheme is not None and has_files:
         source = source._replace(kv_scales=partial(stored_kv_scales, checkpoint, spec, scheme))
     return source
 

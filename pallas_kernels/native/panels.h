@@ -78,22 +78,15 @@ static inline Quads panel_codes(const uint8_t* codes, int64_t i, int v) {
 }
 
 // Of a group: how many inputs a part has (0: as g says), and whether there is one.
-struct OfAny {
-  static constexpr int64_t kPart = 0;
-  static constexpr bool kIsOne = false;
+template <int64_t kInputs, bool kAlone>
+struct PartsOf {
+  static constexpr int64_t kPart = kInputs;
+  static constexpr bool kIsOne = kAlone;
 };
-struct Of32 {
-  static constexpr int64_t kPart = 32;
-  static constexpr bool kIsOne = false;
-};
-struct One32 {
-  static constexpr int64_t kPart = 32;
-  static constexpr bool kIsOne = true;
-};
-struct One16 {
-  static constexpr int64_t kPart = 16;
-  static constexpr bool kIsOne = true;
-};
+using OfAny = PartsOf<0, false>;
+using Of32 = PartsOf<32, false>;
+using One32 = PartsOf<32, true>;
+using One16 = PartsOf<16, true>;
 
 // Adds to `acc` a part of `inputs`; codes of a panel are `panel` bytes after those of the one before.
 template <Code kCode, int kRows, int kVectors>

@@ -134,6 +134,9 @@ def check_form(form: WeightForm, inputs: int) -> None:
     """ValueError for a form that dense weights of so many inputs can't be given."""
     more = form.has_offsets or form.has_outer or form.is_reordered
     if form.codes not in _LARGEST or more or not form.scales.startswith(("float32", "bfloat16", "float16")):
-        raise ValueError(f"dense weights can't be quantised to {form}; only to int8, int4 and fp8 codes with scales")
+        raise ValueError(
+            f"dense weights can't be quantised to {form}; only to int8, int4 and fp8 codes with scales. Load the model "
+            "dense for weights that change: its original checkpoint, or a GGUF file with a dtype"
+        )
     if form.group is not None and inputs % form.group:
         raise ValueError(f"groups of {form.group} do not divide {inputs} inputs; choose a group that does")
