@@ -69,8 +69,9 @@ def _directory(path: Path) -> str | None:
         return f"{path} is a pipeline of diffusers, which makes images; take a text model"
     if is_orbax(path) or (path / "manifest.ocdbt").exists():
         return (
-            f"{path} is an Orbax checkpoint: arrays without a configuration. Give that too, LLM(path, config=...), or "
-            "restore it, and give LLM a pair (configuration, parameters), or a Flax module"
+            f"{path} is an Orbax checkpoint: arrays without a configuration. Give that too, LLM(path, config=...) or "
+            "jaxllm.models.load(path, config=...); or restore it, and give LLM a pair (configuration, parameters) or a "
+            "Flax module"
         )
     if (path / "params.json").is_file():
         return (

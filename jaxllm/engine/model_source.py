@@ -17,14 +17,13 @@ from jax.sharding import Mesh
 from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.auto_dtype import dtype_for_cpu, holds_bfloat16
 from jaxllm.checkpoint.config import DTYPES, ModelSpec, read_spec, resolve_dtype
-from jaxllm.checkpoint.formats import Checkpoint, GivenConfig, open_checkpoint
+from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
 from jaxllm.checkpoint.forms import give_forms, hold_in
 from jaxllm.checkpoint.gguf.checkpoint import GgufCheckpoint
 from jaxllm.checkpoint.in_panels import load_in_panels
 from jaxllm.checkpoint.loader import load_params, load_quantized, stored_kv_scales
 from jaxllm.checkpoint.mesh_form import expand_model
-from jaxllm.checkpoint.orbax_files import is_orbax
-from jaxllm.checkpoint.orbax_tree import restore_params
+from jaxllm.checkpoint.orbax_model import OrbaxModel
 from jaxllm.checkpoint.placement import named, place_params
 from jaxllm.checkpoint.pooling_config import PoolingConfig, read_pooling
 from jaxllm.checkpoint.quantized.detect import scheme_of
@@ -152,12 +151,7 @@ def model_source(model: Any, dtype: str, platform: str, tokenizer: Any, reading:
 
 def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, reading: Reading) -> ModelSource:
     if reading.config is not None:
-        if not (isinstance(model, str | Path) and is_orbax(Path(model))):
-            raise ValueError(
-                f"config= is for a directory that Orbax has written, which {model!s:.200} is not; leave it out, or "
-                "give a pair (configuration, parameter pytree) as the model"
-            )
-        return _of_orbax(Path(model), dtype, platform, tokenizer, reading)
+        return _of_orbax(OrbaxModel.of(model, reading.config, dtype, platform), tokenizer, reading)
     if model is None or isinstance(model, str | Path):
         return _of_checkpoint(
             open_checkpoint(DEFAULT_MODEL if model is None else model), dtype, platform, tokenizer, reading
@@ -218,37 +212,20 @@ def _of_checkpoint(
     return source
 
 
-def _of_orbax(path: Path, dtype: str, platform: str, tokenizer: Tokenizer | None, reading: Reading) -> ModelSource:
+def _of_orbax(saved: OrbaxModel, tokenizer: Tokenizer | None, reading: Reading) -> ModelSource:
     if reading.load_format != "auto" or reading.hf_overrides or reading.task:
         raise ValueError(
             "load_format, hf_overrides and task are for checkpoints with a config.json; put it into config"
         )
-    given, eos_ids = reading.config, () if tokenizer is None else (tokenizer.eos_token_id,)
-    cfg: Any = given
-    if isinstance(given, dict | str | Path):
-        described = GivenConfig(given) if isinstance(given, dict) else open_checkpoint(given)
-        spec = read_spec(described, resolve_dtype(dtype, platform))
-        cfg, eos_ids = spec.cfg, spec.eos_token_ids
-        if tokenizer is None and not reading.skip_tokenizer_init and not isinstance(given, dict):
-            tokenizer = described.tokenizer()
-    elif not dataclasses.is_dataclass(given) or isinstance(given, type):
-        raise TypeError(
-            f"config is {a_type(given)}; give a Config of jaxllm.models, a directory in Hugging Face format, or what "
-            "its config.json holds as a dict"
-        )
-    elif dtype != "auto":
-        cfg = replace(given, dtype=resolve_dtype(dtype, platform))
-    kind = registry.model_for(cfg)
-    model = transformer.abstract(kind, cfg)
+    eos_ids = saved.eos_ids
+    if eos_ids is None:
+        eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    if tokenizer is None and not reading.skip_tokenizer_init and saved.described_by is not None:
+        tokenizer = saved.described_by.tokenizer()
+    model = saved.abstract()
     if reading.quantization is not None:
         quantize_model(model, reading.quantization)
-
-    def load(params: Params, mesh: Mesh) -> Params:
-        dense = transformer.abstract(kind, cfg)
-        expand_model(dense, mesh)
-        return restore_params(path, nnx.state(dense, nnx.Param), params, mesh)
-
-    return ModelSource(cfg, model, load, tuple(one for one in eos_ids if one is not None), tokenizer)
+    return ModelSource(saved.cfg, model, saved.restore, eos_ids, tokenizer)
 
 
 def _loader(

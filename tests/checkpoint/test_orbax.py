@@ -16,7 +16,7 @@ from jaxllm.checkpoint.orbax_tree import restore_params
 from jaxllm.checkpoint.placement import canonical_params, named, place_params
 from jaxllm.errors import ModelFormatError
 from jaxllm.interchange.hf_config import made_config
-from jaxllm.models import save_hf, transformer
+from jaxllm.models import load, save_hf, transformer
 from jaxllm.sharding.mesh import make_mesh
 from tests.tiny import Tiny, greedy, ids, make_llm, tokens
 
@@ -85,6 +85,27 @@ def test_the_engine_serves_it_with_the_directory_of_such_a_model(saved, tmp_path
     with make_llm(str(path), config=str(tmp_path / "hf"), skip_tokenizer_init=True) as llm:
         tiny.assert_greedy(PROMPT, tokens(llm.generate(ids(PROMPT), greedy(4)))[0])
         assert llm.model_config.hf_config.hidden_size == tiny.cfg.embed
+
+
+def test_a_module_that_trains_is_loaded_with_a_config(saved, tmp_path):
+    tiny, path = saved
+    save_hf(tiny.model, tmp_path / "hf")
+    for config in (tiny.cfg, str(tmp_path / "hf"), made_config(tiny.cfg)):
+        model = load(path, config=config)
+        assert type(model) is type(tiny.model)
+        assert_equal(nnx.state(model, nnx.Param), tiny)
+        assert getattr(model, "source", None) == (config if isinstance(config, str) else None)
+    save_hf(model, tmp_path / "again")
+    assert_equal(nnx.state(load(tmp_path / "again"), nnx.Param), tiny)
+
+
+def test_a_module_is_loaded_onto_a_mesh_in_a_dtype(saved):
+    tiny, path = saved
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = load(path, "bfloat16", mesh, axes={"tensor": "tp"}, config=tiny.cfg)
+    down = model.layers[0].mlp.down.weight.get_value()
+    assert down.dtype == jnp.bfloat16 and down.sharding.spec == jax.sharding.PartitionSpec("tp", None)
+    assert down.sharding.mesh == mesh
 
 
 def test_the_engine_quantises_them_and_takes_keys_of_a_config(saved):
@@ -167,8 +188,15 @@ def test_config_is_asked_for_and_is_for_nothing_else(saved, tmp_path):
     for model in (tiny.model, None):
         with pytest.raises(ValueError, match="config= is for a directory that Orbax has written"):
             LLM(model, config=tiny.cfg)
-    with pytest.raises(TypeError, match="config is an int; give a Config"):
-        LLM(path, config=3)
+        with pytest.raises(ValueError, match="config= is for a directory that Orbax has written"):
+            load(None if model is None else tmp_path, config=tiny.cfg)
+    for make in (LLM, load):
+        with pytest.raises(TypeError, match="config is an int; give a Config"):
+            make(path, config=3)
+    with pytest.raises(ModelFormatError, match=r"jaxllm.models.load\(path, config=...\)"):
+        load(path)
+    with pytest.raises(ValueError, match="revision='main' is of a model on the hub"):
+        load(path, config=tiny.cfg, revision="main")
     with pytest.raises(ValueError, match="put it into config"):
         LLM(path, config=tiny.cfg, task="embed")
     with pytest.raises(ValueError, match="record notes neither"):
