@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import secrets
 import time
@@ -71,4 +72,5 @@ async def _serve(config: Any, options: dict[str, Any], traces: str | None) -> in
     listener = run.bind(config)
     model = read_model(config, options.get("model"), options.get("tokenizer"), created=int(time.time()))
     client = RestartingClient(partial(ProcessClient, options)) if "cluster" in options else ProcessClient(options)
+    gc.freeze()  # as the engine's process does
     return await run.serve(Server(config, client, model, tracing=tracing), listener)

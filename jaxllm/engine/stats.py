@@ -57,6 +57,11 @@ class EngineStats:
     num_failed_executables: int  # of those, failed to compile twice: the engine does without them
     compile_s: float
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether nothing is left to compile."""
+        return self.num_compiled + self.num_failed_executables >= self.num_executables
+
 
 def read_stats(
     scheduler: Scheduler | Shards, compile_plan: CompilePlan, peak_blocks_used: int, steps: StepCounter

@@ -1,6 +1,7 @@
 """The engine's process: steps in its main thread, and beside it one thread that reads, one that writes, one that says
 how it is. Started by `process_client`; its standard input and output are not used."""
 
+import gc
 import logging
 import os
 import queue
@@ -193,6 +194,7 @@ class EngineProcess:
 
     def beat(self) -> None:
         """The heartbeat's thread. Loading is no silence."""
+        is_frozen = False
         while True:
             if self.outbox.qsize() < _MOST_UNSENT:  # a suspended server doesn't read, and beats would pile up
                 loop, trouble = self.loop, None if self.group is None else self.group.links.trouble
@@ -200,6 +202,9 @@ class EngineProcess:
                 if loop is not None:
                     beat = wire.Beat(loop.silent_s, loop.patience_s, loop.engine.stats(), trouble)
                 self.outbox.put(beat)
+                if not is_frozen and beat.stats is not None and beat.stats.is_compiled:
+                    gc.freeze()  # what lives now lives on: while the collector searches it, each stream stands still
+                    is_frozen = True
             time.sleep(BEAT_S)
 
 

@@ -4,21 +4,25 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxllm import SamplingParams, StructuredOutputs
 from jaxllm.errors import EngineDeadError, JaxLLMError, RequestEndedError
 from jaxllm.sampling_params import RequestOutputKind
-from jaxllm.server.engine import wire
+from jaxllm.server.engine import engine_process, wire
 from jaxllm.server.engine.client import EngineCommand
 from jaxllm.server.engine.process_client import ProcessClient
 from tests.fake_engine_process import BUG, COMPILING, GARBLED, POISON, REFUSED, SLOW
+from tests.fake_server import STATS
 
 ROOT = Path(__file__).parents[3]
 MODULE = "tests.fake_engine_process"
@@ -324,6 +328,25 @@ def test_a_process_that_ends_before_it_calls():
         await client.close()
 
     asyncio.run(main())
+
+
+def test_what_lives_once_all_is_compiled_is_left_to_itself(monkeypatch):
+    """Python's collector would search it again and again, while each stream stands still."""
+    beats, frozen = iter([1, 2, 2, 2]), []
+    with socket.socket(socket.AF_UNIX) as unused:
+        process = engine_process.EngineProcess(unused)
+
+    def stats():
+        if (num := next(beats, None)) is None:
+            raise InterruptedError
+        return replace(STATS, num_executables=3, num_compiled=num, num_failed_executables=1)
+
+    process.loop = SimpleNamespace(silent_s=0.0, patience_s=1.0, engine=SimpleNamespace(stats=stats))
+    monkeypatch.setattr(engine_process.gc, "freeze", lambda: frozen.append(process.outbox.qsize()))
+    monkeypatch.setattr(engine_process, "BEAT_S", 0.0)
+    with pytest.raises(InterruptedError):
+        process.beat()
+    assert frozen == [2]
 
 
 ORPHAN = """
