@@ -26,6 +26,7 @@ from jaxllm.engine.model_source import ModelSource, Reading, model_source
 from jaxllm.engine.pooling import Pooler
 from jaxllm.engine.sizing import size_engine, wanted_config
 from jaxllm.models.transformer import Params
+from jaxllm.pallas_kernels import native
 from jaxllm.sharding.mesh import all_devices, make_mesh, platform_of
 
 
@@ -123,7 +124,10 @@ def build_engine(
     )
     shape = with_config(shape, source.model, config)
     executor: CommandExecutor = Executor(  # compiles while the parameters load
-        shape, config, mesh, compilation_cache=compilation_cache, claim=claim
+        *(shape, config, mesh),
+        compilation_cache=compilation_cache,
+        claim=claim,
+        starts_quickly=suits and mesh.size == 1 and native.is_built(),  # XLA's own loops need to be optimised
     )
     try:
         if group is not None:

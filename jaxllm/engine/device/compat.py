@@ -1,8 +1,15 @@
-"""What differs between versions of JAX for those who run executables."""
+"""What differs between versions of JAX for those who compile and run executables."""
 
 from typing import Any
 
 import jax
+
+Options = dict[str, Any] | None  # of XLA's compiler
+
+# On a CPU: LLVM optimises nothing. Before JAX 0.12, which has no other way, fusions don't go through MLIR either.
+QUICKLY: Options = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    QUICKLY["xla_cpu_use_fusion_emitters"] = False
 
 
 def takes_four_bits(executable: Any) -> Any:

@@ -1,5 +1,6 @@
 """The compile plan: every executable the engine will ever run, known before the start, compiled in the background."""
 
+import itertools
 import logging
 import os
 import sys
@@ -45,6 +46,9 @@ class CompilePlan:
     goes through the rest in the order of `jobs` while the first has nothing to do: when the engine idles, and while it
     steps for no more than `share` of the time.
 
+    `compile` makes an executable of what is lowered. `compile_quickly` makes one sooner, and tells whether it is the
+    same: one that is not is in its place until the second thread has made that, or until `wait_all`.
+
     An executable accepts only the shapes, dtypes and shardings it was compiled for: anything else raises a TypeError
     that names the argument, so nothing ever compiles behind the engine's back.
 
@@ -58,16 +62,20 @@ class CompilePlan:
         check: Callable[[Hashable, Any], None] = lambda name, compiled: None,
         *,
         compile: Callable[[Any], Any] = lambda lowered: lowered.compile(),
+        compile_quickly: Callable[[Any], tuple[Any, bool]] | None = None,
         first: Collection[Hashable] = (),
         share: float = 1.0,
     ):
-        self._check, self._compile, self._share = check, compile, share
+        self._check, self._share = check, share
+        self._compile, self._compile_quickly = compile, compile_quickly
         self.names = tuple(jobs)
         self.seconds = self.longest_s = 0.0  # of all executables, and of the one that took longest
         self.waited_at = 0.0  # time.monotonic() when someone last waited for an executable: no hang, but work
         self._elsewhere: Elsewhere | None = None
         self._jobs = dict(jobs)  # left to do
         self._done: dict[Hashable, Any] = {}
+        self._passing: dict[Hashable, Any] = {}  # of those, what was compiled quickly, as it was lowered
+        self._awaits_all = False
         self._retries: set[Hashable] = set()  # failed once
         self._failures: dict[Hashable, Exception] = {}  # failed twice
         self._awaited_elsewhere: set[Hashable] = set()
@@ -152,9 +160,10 @@ class CompilePlan:
 
     def wait_all(self) -> None:
         """Blocks until nothing is left to compile. Raises like `wait`."""
+        self._awaits_all = True
         self.want(self.names)
         with self._changed:
-            while len(self._done) + self.num_failed < self.total:
+            while len(self._done) + self.num_failed < self.total or self._passing:
                 self._sleep(lambda: None)
             self._raise_failures(self.names)
         if self._elsewhere is not None:
@@ -214,18 +223,36 @@ class CompilePlan:
         while (name := self._take(take)) is not None:
             self._is_trimmed = False
             start = time.perf_counter()
-            compiled, error = None, None
+            compiled, passing, error = None, None, None
             try:
                 with own_settings():
-                    compiled = self._compile(self._jobs[name]())
+                    compiled, passing = self._make(name)
                 self._check(name, compiled)
             except Exception as raised:  # noqa: BLE001 - whatever the compiler raises is told to those who wait
                 error = raised
             with self._changed:
                 self._finish(name, compiled, error, time.perf_counter() - start)
+                if error is None and passing is not None:
+                    self._passing[name] = passing
                 self._changed.notify_all()
-            if not self._jobs or self._is_idle:
+            if not self._is_left or self._is_idle:
                 self._trim()
+
+    def _make(self, name: Hashable) -> tuple[Any, Any]:
+        """The executable, and what it was lowered to if that is to be compiled once more."""
+        if (lowered := self._passing.get(name)) is not None:
+            return self._compile(lowered), None
+        is_wanted = name in self._wanted or any(name in names for names in self._awaited)
+        lowered = self._jobs[name]()
+        if not is_wanted or self._awaits_all or self._compile_quickly is None:
+            return self._compile(lowered), None
+        compiled, is_same = self._compile_quickly(lowered)
+        return compiled, None if is_same else lowered
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether anything is left to compile."""
+        return bool(self._jobs or self._passing)
 
     @property
     def _is_idle(self) -> bool:
@@ -239,7 +266,7 @@ class CompilePlan:
     def _take(self, take: Callable[[], Hashable | None]) -> Hashable | None:
         """The next job of a thread, once there is one; None when all are done, or the plan is closed."""
         with self._changed:
-            while self._jobs and not self._stop.is_set():
+            while self._is_left and not self._stop.is_set():
                 if (name := take()) is not None:
                     self._compiling.add(name)
                     return name
@@ -251,14 +278,18 @@ class CompilePlan:
         free = self._jobs.keys() - self._compiling
         for name in (name for names in self._awaited for name in names if name in free):
             return name
-        return next((name for name in self._wanted if name in free - self._retries), None)
+        wanted = (name for name in self._wanted if name in free - self._retries)
+        passing = (name for name in self._passing if name not in self._compiling) if self._awaits_all else ()
+        return next(itertools.chain(wanted, passing), None)
 
     def _next_of_rest(self) -> Hashable | None:
-        """The first of the rest if now is the time for it; one that failed before comes last."""
+        """The first of the rest if now is the time for it; before all what takes another's place, and last one that
+        failed before."""
         is_time = self._is_idle or time.monotonic() >= self._rest_at
         if self._compiling or self._next_wanted() is not None or not is_time:
             return None
-        return next((name for name in self._jobs if name not in self._retries), next(iter(self._jobs)))
+        rest = (name for name in self._jobs if name not in self._retries)
+        return next(itertools.chain(self._passing, rest, self._jobs), None)
 
     def _finish(self, name: Hashable, compiled: Any, error: Exception | None, seconds: float) -> None:
         self.seconds += seconds
@@ -269,7 +300,11 @@ class CompilePlan:
             self._active_at = time.monotonic()  # whoever waits is about to step
         if error is None:
             self._done[name] = compiled
-        else:
+        if self._passing.pop(name, None) is not None:
+            if error is not None:
+                log.warning("compiling %s once more failed; it stays as it is: %s", name, error)
+            return
+        if error is not None:
             self._note(name, error)
         if error is None or name in self._failures:
             del self._jobs[name]

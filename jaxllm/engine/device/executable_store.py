@@ -13,7 +13,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jaxlib.version
@@ -21,6 +21,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
+from jaxllm.engine.device.compat import QUICKLY, Options
 from jaxllm.sharding.mesh import platform_of
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,12 @@ MAX_BYTES = 2 << 30
 _SUFFIX = ".executable"
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
-Compile = Callable[[Any], Any]  # a `jax.stages.Lowered` to a `jax.stages.Compiled`
+
+class Compilers(NamedTuple):
+    """What make a `jax.stages.Compiled` of a `jax.stages.Lowered`."""
+
+    compile: Callable[[Any], Any]
+    compile_quickly: Callable[[Any], tuple[Any, bool]]  # as in `CompilePlan`: on a CPU, little of it optimised
 
 
 class ExecutableStore:
@@ -49,18 +55,34 @@ class ExecutableStore:
 
     def compile(self, lowered: Any) -> Any:
         """The executable of a `jax.stages.Lowered`, from the folder if it is there."""
+        return self._find(lowered) or self._make(lowered, None)
+
+    def compile_quickly(self, lowered: Any) -> tuple[Any, bool]:
+        """That of `compile` if it is in the folder, or another that is there sooner; and which it is."""
+        if (compiled := self._find(lowered)) is not None:
+            return compiled, True
+        return self._find(lowered, QUICKLY) or self._make(lowered, QUICKLY), False
+
+    def _find(self, lowered: Any, options: Options = None) -> Any:
+        file = self._file(lowered, options)
+        return None if file is None else self._load(file, lowered)
+
+    def _make(self, lowered: Any, options: Options) -> Any:
+        compiled = lowered.compile(compiler_options=options)
+        if (file := self._file(lowered, options)) is not None:
+            self._save(file, compiled)
+        return compiled
+
+    def _file(self, lowered: Any, options: Options) -> Path | None:
+        """Where an executable of these options is, or would be; None if it can't be kept."""
         text = lowered.as_text()
         # What calls back names places in this process's memory. What comes out of another cache can't be written once
         # more: the runtime drops functions of an executable that it has loaded itself.
         if "callback" in text or _jax_has_cache():
-            return lowered.compile()
-        digest = hashlib.sha256(self._target + _interface(lowered) + text.encode())
-        file = self._folder / f"{digest.hexdigest()}{_SUFFIX}"
-        compiled = self._load(file, lowered)
-        if compiled is None:
-            compiled = lowered.compile()
-            self._save(file, compiled)
-        return compiled
+            return None
+        target = self._target + (repr(sorted(options.items())).encode() if options else b"")
+        digest = hashlib.sha256(target + _interface(lowered) + text.encode())
+        return self._folder / f"{digest.hexdigest()}{_SUFFIX}"
 
     def _load(self, file: Path, lowered: Any) -> Any:
         try:
@@ -88,9 +110,10 @@ class ExecutableStore:
     def _save(self, file: Path, compiled: Any) -> None:
         try:
             payload, _, _ = serialize_executable.serialize(compiled)
-            self._make_room(len(payload))
+            data = hashlib.sha256(payload).digest() + payload
+            self._make_room(len(data))
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as written:
-                written.write(hashlib.sha256(payload).digest() + payload)
+                written.write(data)
             os.replace(written.name, file)
         except Exception as error:  # noqa: BLE001 - not every runtime can serialize; the executable itself is sound
             log.info("an executable is not kept for the next start: %s", error)
@@ -112,8 +135,8 @@ class ExecutableStore:
         return [(-(status := file.stat()).st_mtime, status.st_size, file) for file in self._folder.glob(f"*{_SUFFIX}")]
 
 
-def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
-    """What compiles for devices of `mesh`. `where` is a folder, or whether there is one: None is jaxllm's own unless
+def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compilers:
+    """What compile for devices of `mesh`. `where` is a folder, or whether there is one: None is jaxllm's own unless
     JAX has a cache configured or switched off. ValueError for a folder that is not private, or beside JAX's cache."""
     if where is None:
         options = jax.config.values
@@ -121,9 +144,9 @@ def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
     if jax.process_count() > 1:
         # GPUs' processes would share their trials of kernels, and wait for who compiles in another order.
         options = {"xla_gpu_shard_autotuning": False} if platform_of(mesh) == "gpu" else None
-        return lambda lowered: lowered.compile(compiler_options=options)
+        return _unkept(options)
     if where is False:
-        return lambda lowered: lowered.compile()
+        return _unkept()
     if _jax_has_cache():
         raise ValueError(
             f"compilation_cache={where!r} is given, and JAX has a cache of its own "
@@ -134,8 +157,16 @@ def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compile:
         folder = own_folder() if where is True else private_folder(Path(where).expanduser())
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         log.warning("there is no compilation cache, so that each start compiles everything: %s", error)
-        return lambda lowered: lowered.compile()
-    return ExecutableStore(folder, mesh).compile
+        return _unkept()
+    store = ExecutableStore(folder, mesh)
+    return Compilers(store.compile, store.compile_quickly)
+
+
+def _unkept(options: Options = None) -> Compilers:
+    return Compilers(
+        lambda lowered: lowered.compile(compiler_options=options),
+        lambda lowered: (lowered.compile(compiler_options=QUICKLY), False),
+    )
 
 
 def _jax_has_cache() -> bool:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,7 +35,9 @@ Results = list[Array | np.ndarray]  # of commands, in their order
 
 class Executor:
     """Runs on `mesh`. Compiling starts at once; the commands "update_params" and "init" must come before the others.
-    `compilation_cache` is as in `open_store`; `claim` is what it takes of the devices, until it is closed."""
+    `compilation_cache` is as in `open_store`; `claim` is what it takes of the devices, until it is closed. An executor
+    for a CPU that `starts_quickly` replaces its first executables later by others, whose results may differ in the last
+    bits."""
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Executor:
         *,
         compilation_cache: bool | str | Path | None = False,
         claim: Claim | None = None,
+        starts_quickly: bool = False,
     ):
         self.mesh, self.model_shape = mesh, model_shape
         self._claim = claim
@@ -51,11 +55,19 @@ class Executor:
         lowering = Lowering(model_shape, config, mesh)
         self.temp_bound = memory.step_bytes(model_shape, config, mesh)
         check = partial(_check_memory, ("step", config.max_num_batched_tokens), self.temp_bound)
-        jobs, compile = lowering.jobs(), open_store(compilation_cache, mesh)
-        share = _COMPILE_SHARE if lowering.placement.platform == "cpu" else 1.0
-        first = list(jobs)[: lowering.num_first]
+        jobs, compilers = lowering.jobs(), open_store(compilation_cache, mesh)
+        is_cpu = lowering.placement.platform == "cpu"
+
+        def compile_quickly(lowered: Any) -> tuple[Any, bool]:
+            compiled, is_same = compilers.compile_quickly(lowered)
+            return takes_four_bits(compiled), is_same
+
         self.compile_plan = CompilePlan(
-            jobs, check, compile=lambda lowered: takes_four_bits(compile(lowered)), first=first, share=share
+            *(jobs, check),
+            compile=lambda lowered: takes_four_bits(compilers.compile(lowered)),
+            compile_quickly=compile_quickly if starts_quickly and is_cpu else None,
+            first=list(jobs)[: lowering.num_first],
+            share=_COMPILE_SHARE if is_cpu else 1.0,
         )
         self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory
         self._num_shards = config.num_shards

@@ -95,7 +95,7 @@ class Runner:
         self._buckets = self._encoder.all  # those of the step that is planned now
         self._usable: dict[bool, Buckets] = {}  # with and without the full sampler
         self._compiled_at = -1  # executables there were when these were last looked for
-        self._demand = Demand(self._buckets.tokens)
+        self._demand = Demand(self._buckets.tokens, free_padding=config.free_padding)
         self._expected: list[Hashable] = []  # executables that will be there before steps without them are over
         weakref.finalize(self, self.compile_plan.abandon)  # nobody waits for the rest
         self.costs = PreemptionCosts(executor.page_bytes)

@@ -92,6 +92,48 @@ def test_what_failed_once_is_tried_next_if_someone_waits_for_it(made):
     assert plan.ready("flaky") and order[:2] == ["flaky"] * 2
 
 
+def quickly(lowered):
+    """Of what is called so, the executable that is wanted is at hand."""
+    return (lowered.name, True) if lowered.name == "kept" else (f"quick {lowered.name}", False)
+
+
+def test_what_is_wanted_is_compiled_quickly_and_then_once_more_before_the_rest(made):
+    order, gate = [], threading.Event()
+
+    def compile(lowered):
+        gate.wait(10)
+        order.append(lowered.name)
+        return lowered.name
+
+    jobs = [Fake(name) for name in ("first", "kept", "later", "last")]
+    plan = made(*jobs, first=["first", "kept"], compile=compile, compile_quickly=quickly)
+    plan.wait(["first", "kept"])
+    assert (plan["first"], plan["kept"], plan.num_done) == ("quick first", "kept", 2)
+    plan.stepped(is_stepping=False)
+    gate.set()
+    wait_until(lambda: plan.num_done == 4)
+    assert order == ["first", "later", "last"] and plan["first"] == "first"
+
+
+def test_who_waits_for_all_waits_for_what_is_compiled_once_more(made):
+    plan = made(Fake("first"), Fake("other"), first=["first"], compile_quickly=quickly)
+    plan.stepped(is_stepping=True)  # so that the rest is not for now
+    plan.wait(["first"])
+    plan.wait_all()
+    assert (plan["first"], plan["other"]) == ("first", "other")
+
+
+def test_what_can_not_be_compiled_once_more_stays_as_it_is(made, caplog):
+    def compile(lowered):
+        raise RuntimeError("out of registers")
+
+    plan = made(Fake("first"), first=["first"], compile=compile, compile_quickly=quickly)
+    plan.wait_all()
+    plan.wait(["first"])
+    assert plan["first"] == "quick first" and plan.num_failed == 0
+    assert "compiling first once more failed; it stays as it is: out of registers" in caplog.text
+
+
 def test_closing_stops_after_the_current_job(made):
     started, gate = threading.Event(), threading.Event()
     plan = made(Fake("slow", lambda: started.set() or gate.wait(10)), Fake("never"))

@@ -35,3 +35,12 @@ def test_what_is_wanted_serves_smaller_steps_too():
     assert demand.observe(60, 8, 1.0, patience=0.3) is None  # the larger one comes
     assert demand.observe(400, 512, 1.0, patience=0.3) is None
     assert demand.observe(60, 512, 1.0, patience=0.3) == 64  # it is there, and too large
+
+
+def test_small_steps_cost_little_where_padding_is_free():
+    demand = Demand(SIZES, free_padding=True)
+    assert [demand.observe(5, 64, 1.0, patience=0.1) for _ in range(9)] == [None] * 9  # what is too large costs nothing
+    told = [demand.observe(512, 64, 0.1, patience=0.4) for _ in range(3)]  # 7/16 of each step, and of 7 more half
+    assert told == [None, 512, None]
+    few = Demand(SIZES, free_padding=True)
+    assert [few.observe(512, 8, 0.1, patience=0.4) for _ in range(2)] == [None, 512]  # as without

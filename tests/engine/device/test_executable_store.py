@@ -23,9 +23,9 @@ class Lowering:
     def __getattr__(self, name):
         return getattr(self._lowered, name)
 
-    def compile(self):
+    def compile(self, **options):
         self.count += 1
-        return self._lowered.compile()
+        return self._lowered.compile(**options)
 
 
 VECTOR = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -46,6 +46,25 @@ def test_what_is_compiled_once_is_loaded_later(tmp_path):
     assert lowered.count == 0 and len(list(tmp_path.iterdir())) == 1
     with pytest.raises(TypeError):
         compiled[1](jnp.arange(5.0), jnp.ones(5))
+
+
+def test_what_is_compiled_quickly_is_kept_until_there_is_better(tmp_path):
+    for is_best, count in ((False, 1), (False, 0), (True, 0)):
+        lowered, store = Lowering(add, VECTOR, VECTOR), ExecutableStore(tmp_path, make_mesh(None))
+        compiled, is_same = store.compile_quickly(lowered)
+        np.testing.assert_array_equal(compiled(jnp.arange(4.0), jnp.ones(4))["sum"], np.arange(4) + 1)
+        assert (is_same, lowered.count) == (is_best, count)
+        if count == 0 and not is_same:
+            store.compile(lowered)
+            assert lowered.count == 1 and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("where", [False, None])
+def test_without_a_store_something_is_compiled_quickly(where):
+    with option("jax_enable_compilation_cache", False):
+        compiled, is_same = open_store(where, make_mesh(None)).compile_quickly(Lowering(add, VECTOR, VECTOR))
+    assert not is_same
+    np.testing.assert_array_equal(compiled(jnp.arange(4.0), jnp.ones(4))["sum"], np.arange(4) + 1)
 
 
 def test_arguments_that_are_not_used_count(tmp_path):
@@ -191,7 +210,7 @@ def test_which_cache_serves(tmp_path, monkeypatch, caplog):
     mesh, own = make_mesh(None), tmp_path / "jaxllm" / "executables"
 
     def files(where):
-        open_store(where, mesh)(Lowering(add, VECTOR, VECTOR))
+        open_store(where, mesh).compile(Lowering(add, VECTOR, VECTOR))
         return len(list(own.iterdir())) if own.exists() else None
 
     assert files(False) is None
@@ -202,8 +221,8 @@ def test_which_cache_serves(tmp_path, monkeypatch, caplog):
         with pytest.raises(ValueError, match="JAX has a cache of its own .*leave compilation_cache out"):
             open_store(True, mesh)
     assert files(None) == files(True) == 1
-    open_store(tmp_path / "mine", mesh)(Lowering(add, VECTOR, VECTOR))
+    open_store(tmp_path / "mine", mesh).compile(Lowering(add, VECTOR, VECTOR))
     assert len(list((tmp_path / "mine").iterdir())) == 1
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert callable(open_store(None, mesh)) and "each start compiles everything" in caplog.text
+    assert callable(open_store(None, mesh).compile) and "each start compiles everything" in caplog.text
