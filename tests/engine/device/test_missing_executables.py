@@ -5,6 +5,7 @@ import pytest
 from jaxllm import LLM, SamplingParams
 from jaxllm.engine.device.lowering import Lowering
 from jaxllm.errors import EngineDeadError
+from jaxllm.pallas_kernels import native
 from tests.on_demand import as_for_users
 from tests.tiny import clean, greedy, ids, prompts_of, tokens
 
@@ -57,3 +58,17 @@ def test_a_kind_of_step_that_nothing_can_run_raises_the_cause(tiny, without):
     tiny.assert_greedy([1, 2], tokens(llm.generate(ids([1, 2]), greedy(2)))[0])
     with pytest.raises(EngineDeadError, match=r"\('sample_full', 1\) failed twice: internal compiler error"):
         llm.generate(ids([1, 2]), SamplingParams(logprobs=1, max_tokens=2))
+
+
+@pytest.mark.skipif(not native.is_built(), reason="XLA's own loops are optimised from the first")
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_first_executables_are_replaced_and_tokens_stay(tiny, is_fixed):
+    with as_for_users(), LLM(tiny.model, **SIZES, batch_invariant=is_fixed, compilation_cache=False) as llm:
+        plan = llm.engine.runner.compile_plan
+        first = {name: plan[name] for name in ("init", ("admit", 1), ("step", 1), ("sample", 1))}
+        prompts = ids(*prompts_of((5, 9)))
+        before = tokens(llm.generate(prompts, greedy(6)))
+        llm.wait_compiled()
+        after = {name: plan[name] for name in first}
+        assert all((first[name] is after[name]) == is_fixed for name in first)
+        assert tokens(llm.generate(prompts, greedy(6))) == before
