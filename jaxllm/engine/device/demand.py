@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxllm.engine.device.packing import pick_bucket
 
-_FIXED_TOKENS = 32  # of a CPU, whose steps take about as long for reading and laying out weights
+_FIXED_TOKENS = 64  # of a CPU, whose steps take about as long for reading and laying out weights
 
 
 class Demand:
