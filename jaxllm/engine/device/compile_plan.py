@@ -241,9 +241,11 @@ class CompilePlan:
         """The executable, and what it was lowered to if that is to be compiled once more."""
         if (lowered := self._passing.get(name)) is not None:
             return self._compile(lowered), None
-        is_wanted = name in self._wanted or any(name in names for names in self._awaited)
+        with self._changed:
+            is_wanted = name in self._wanted or any(name in names for names in self._awaited)
+            is_urgent = is_wanted and not self._awaits_all and name not in self._retries
         lowered = self._jobs[name]()
-        if not is_wanted or self._awaits_all or self._compile_quickly is None:
+        if self._compile_quickly is None or not is_urgent:
             return self._compile(lowered), None
         compiled, is_same = self._compile_quickly(lowered)
         return compiled, None if is_same else lowered

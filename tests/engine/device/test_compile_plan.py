@@ -123,6 +123,15 @@ def test_who_waits_for_all_waits_for_what_is_compiled_once_more(made):
     assert (plan["first"], plan["other"]) == ("first", "other")
 
 
+def test_what_can_not_be_compiled_quickly_is_compiled_as_always(made):
+    def compile_quickly(lowered):
+        raise RuntimeError("no such option")
+
+    plan = made(Fake("first"), first=["first"], compile_quickly=compile_quickly)
+    plan.wait(["first"])
+    assert plan["first"] == "first" and plan.num_failed == 0
+
+
 def test_what_can_not_be_compiled_once_more_stays_as_it_is(made, caplog):
     def compile(lowered):
         raise RuntimeError("out of registers")
