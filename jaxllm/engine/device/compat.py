@@ -6,7 +6,7 @@ import jax
 
 Options = dict[str, Any] | None  # of XLA's compiler
 
-# On a CPU: LLVM optimises nothing. Before JAX 0.12, which has no other way, fusions don't go through MLIR either.
+# On a CPU: LLVM optimises nothing. With JAX 0.10 fusions don't go through MLIR either; 0.12 has no other way.
 QUICKLY: Options = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):
     QUICKLY["xla_cpu_use_fusion_emitters"] = False

@@ -55,34 +55,38 @@ class ExecutableStore:
 
     def compile(self, lowered: Any) -> Any:
         """The executable of a `jax.stages.Lowered`, from the folder if it is there."""
-        return self._find(lowered) or self._make(lowered, None)
+        return self._get(lowered, self._digest(lowered))
 
     def compile_quickly(self, lowered: Any) -> tuple[Any, bool]:
         """That of `compile` if it is in the folder, or another that is there sooner; and which it is."""
-        if (compiled := self._find(lowered)) is not None:
+        digest = self._digest(lowered)
+        if digest is not None and (compiled := self._load(self._file(digest), lowered)) is not None:
             return compiled, True
-        return self._find(lowered, QUICKLY) or self._make(lowered, QUICKLY), False
+        return self._get(lowered, digest, QUICKLY), False
 
-    def _find(self, lowered: Any, options: Options = None) -> Any:
-        file = self._file(lowered, options)
-        return None if file is None else self._load(file, lowered)
-
-    def _make(self, lowered: Any, options: Options) -> Any:
-        compiled = lowered.compile(compiler_options=options)
-        if (file := self._file(lowered, options)) is not None:
+    def _get(self, lowered: Any, digest: bytes | None, options: Options = None) -> Any:
+        if digest is None:
+            return lowered.compile(compiler_options=options)
+        file = self._file(digest, options)
+        compiled = self._load(file, lowered)
+        if compiled is None:
+            compiled = lowered.compile(compiler_options=options)
             self._save(file, compiled)
         return compiled
 
-    def _file(self, lowered: Any, options: Options) -> Path | None:
-        """Where an executable of these options is, or would be; None if it can't be kept."""
+    def _file(self, digest: bytes, options: Options = None) -> Path:
+        """Where an executable of these options is, or would be."""
+        name = hashlib.sha256(digest + repr(options and sorted(options.items())).encode()).hexdigest()
+        return self._folder / f"{name}{_SUFFIX}"
+
+    def _digest(self, lowered: Any) -> bytes | None:
+        """Of the program and what it is for; None if its executable can't be kept."""
         text = lowered.as_text()
         # What calls back names places in this process's memory. What comes out of another cache can't be written once
         # more: the runtime drops functions of an executable that it has loaded itself.
         if "callback" in text or _jax_has_cache():
             return None
-        target = self._target + (repr(sorted(options.items())).encode() if options else b"")
-        digest = hashlib.sha256(target + _interface(lowered) + text.encode())
-        return self._folder / f"{digest.hexdigest()}{_SUFFIX}"
+        return hashlib.sha256(self._target + _interface(lowered) + text.encode()).digest()
 
     def _load(self, file: Path, lowered: Any) -> Any:
         try:

@@ -39,9 +39,8 @@ def test_what_is_wanted_serves_smaller_steps_too():
 
 def test_small_steps_cost_little_where_padding_is_free():
     demand = Demand((64, 256, 2048), free_padding=True)
-    assert [demand.observe(5, 256, 1.0, patience=0.1) for _ in range(9)] == [
-        None
-    ] * 9  # what is too large costs nothing
+    told = {demand.observe(5, 256, 1.0, patience=0.1) for _ in range(9)}
+    assert told == {None}, "what is too large costs nothing"
     told = [demand.observe(2048, 256, 0.1, patience=0.2) for _ in range(3)]  # a quarter of 7/8, and of seven more steps
     assert told == [None, 2048, None]
     few = Demand(SIZES, free_padding=True)
