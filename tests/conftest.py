@@ -10,11 +10,12 @@ import tempfile
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxllm-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
-# LLVM optimises little of what is compiled, and fusions don't go through MLIR, which takes less than half the time;
-# XLA's own passes are all there. Nor are there fused multiply-adds, which round once where two executables fuse as they
-# like. CI's smoke test and some of its slow tests set 0; what is compiled for chips that are not there is as for users.
+# LLVM optimises little of what is compiled, in one module, and fusions don't go through MLIR, which takes a third of
+# the time; XLA's own passes are all there. Nor are there fused multiply-adds, which round once where two executables
+# fuse as they like. CI's smoke test and some of its slow tests set 0; what is compiled for chips that are not there is
+# as for users.
 if "JAXLLM_TARGETS" not in os.environ and os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1":
-    flags = [os.environ.get("XLA_FLAGS", "")]
+    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # JAX 0.12's XLA ends the process if it is given
         flags.append("--xla_cpu_use_fusion_emitters=false")
     if platform.machine() == "x86_64":

@@ -44,12 +44,16 @@ def library(jaxlib_version: str) -> Path:
 
 
 def build(extra_flags: tuple[str, ...] = ()) -> Path:
-    """Compiles the library against the jaxlib of this environment. Raises `BuildError`."""
+    """Compiles the library against the jaxlib of this environment, unless it is there: minutes on two cores, which pip
+    would take each time that it installs a checkout. Further flags are for one who wants it made anew. Raises
+    `BuildError`."""
+    include, version = _jaxlib()
+    target = library(version)
+    if target.exists() and not extra_flags:
+        return target
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if compiler is None:
         raise BuildError("no C++ compiler is found (g++, clang++, or what CXX names)")
-    include, version = _jaxlib()
-    target = library(version)
     with tempfile.TemporaryDirectory(dir=HERE) as folder:
         objects = _compile([*compiler.split(), *FLAGS, *extra_flags], include, Path(folder))
         made = Path(folder) / target.name
@@ -118,7 +122,7 @@ def try_build() -> Path | None:
     except BuildError as error:
         print(f"jaxllm: the native CPU kernels are not built, XLA does their work: {error}", file=sys.stderr)
         return None
-    print(f"jaxllm: built the native CPU kernels: {library}")
+    print(f"jaxllm: the native CPU kernels are built: {library}")
     return library
 
 

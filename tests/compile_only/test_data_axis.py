@@ -7,9 +7,16 @@ import pytest
 
 from jaxllm.aot import chips, collectives, hlo
 from jaxllm.aot.prepare import Prepared
-from jaxllm.aot.report import Executable, compile_one
+from jaxllm.aot.report import Executable
 from jaxllm.engine.device import memory
-from tests.compile_only.targets import MIXTURE_CONFIG, chip_names, prepare_config, prepare_few_layers, with_seldom
+from tests.compile_only.targets import (
+    MIXTURE_CONFIG,
+    chip_names,
+    compile_structure,
+    prepare_config,
+    prepare_few_layers,
+    with_seldom,
+)
 
 LAYERS, CONTEXT, TOKENS, SEQS = 2, 131072, 2048, 16
 MESHES = {"tpu": ("v5p-16", "data=4,tensor=4"), "gpu": ("h200-8", "data=2,tensor=4")}
@@ -29,10 +36,9 @@ def test_a_prompt_of_128k_tokens_is_shared(platform):
     target, mesh = MESHES[platform]
     sizes = {"max_model_len": CONTEXT, "max_num_seqs": SEQS, "max_num_batched_tokens": TOKENS}
     plan = prepare_few_layers("llama-3.1-8b", LAYERS, chips.parse_target(target), mesh=mesh, **sizes)
-    jobs = plan.jobs()
     found = {}
     for kind in ("step", "step_shared"):
-        step = compile_one(plan, (kind, TOKENS), jobs[kind, TOKENS])
+        step = compile_structure(plan, (kind, TOKENS))
         found[kind] = re.findall(COLLECTIVES, step.text)
         pool = memory.leaf_bytes(plan.lowering.state().kv_pools)
         assert step.alias_bytes >= pool and step.temp_bytes <= memory.step_bytes(plan.shape, plan.config, plan.mesh)
@@ -51,7 +57,7 @@ def mixture(chip: str) -> Prepared:
 def compiled(chip: str, name: object) -> tuple[Executable, collectives.Collectives]:
     """An executable of the mixture, and what devices send: by kind, and whether it goes to the other shard."""
     plan = mixture(chip)
-    found = compile_one(plan, name, plan.jobs()[name])
+    found = compile_structure(plan, name)
     return found, collectives.count(hlo.parse(found.text), [0] * 4 + [1] * 4, has_network=False)
 
 

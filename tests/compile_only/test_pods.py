@@ -7,9 +7,8 @@ import pytest
 from jaxllm.aot import floors
 from jaxllm.aot.chips import parse_target
 from jaxllm.aot.prepare import Prepared
-from jaxllm.aot.report import compile_one
 from jaxllm.engine.device import memory
-from tests.compile_only.targets import chip_names, prepare_few_layers
+from tests.compile_only.targets import chip_names, compile_structure, prepare_few_layers
 
 LAYERS, ROWS, EMBED, VOCAB = 2, 64, 8192, 128256
 
@@ -27,7 +26,7 @@ def test_a_step_sums_twice_a_layer_and_once_for_the_table(chip):
     """On 16 devices, which several hosts have: no other collective, and nothing else crosses."""
     plan = prepared(chip, 16)
     assert len(set(plan.hosts)) == plan.target.num_hosts == (2 if plan.target.chip.platform == "gpu" else 4)
-    found = compile_one(plan, ("step", ROWS), plan.jobs()["step", ROWS])
+    found = compile_structure(plan, ("step", ROWS))
     (((kind, crosses), sent),) = floors.sent_by(plan, {"step": found.text}, 1).items()
     assert (kind, crosses) == ("all-reduce", True)
     assert (sent.count, sent.operand_bytes) == (2 * LAYERS + 1, (2 * LAYERS + 1) * ROWS * EMBED * 2)
@@ -42,7 +41,7 @@ def test_a_step_sums_twice_a_layer_and_once_for_the_table(chip):
 def test_a_sampler_sends_logits_at_most(chip):
     """And no weight: the head stays where it lies, and the bound on temporary memory covers the sampler."""
     plan = prepared(chip, 8)
-    found = compile_one(plan, ("sample", ROWS), plan.jobs()["sample", ROWS])
+    found = compile_structure(plan, ("sample", ROWS))
     sent = floors.sent_by(plan, {"sample": found.text}, 1)
     assert sum(each.operand_bytes for each in sent.values()) <= ROWS * VOCAB // 8 * 4 + 16 * ROWS * 4
     assert found.temp_bytes <= memory.step_bytes(plan.shape, plan.config, plan.mesh)

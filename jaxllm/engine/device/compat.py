@@ -6,8 +6,9 @@ import jax
 
 Options = dict[str, Any] | None  # of XLA's compiler
 
-# On a CPU: LLVM optimises nothing. With JAX 0.10 fusions don't go through MLIR either; 0.12 has no other way.
-QUICKLY: Options = {"xla_backend_optimization_level": 0}
+# On a CPU: LLVM optimises nothing, and has one module, where it would set up 32 for as many threads, which takes longer
+# than what is left to do in them. With JAX 0.10 fusions don't go through MLIR either; 0.12 has no other way.
+QUICKLY: Options = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 if jax.__version_info__ < (0, 11):
     QUICKLY["xla_cpu_use_fusion_emitters"] = False
 
