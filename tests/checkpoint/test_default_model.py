@@ -86,7 +86,8 @@ def test_it_has_learnt_python():
     assert bits_per_byte < 2.0  # random parameters give 3.3
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("muon", marks=pytest.mark.slow), "adamw"])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_training_lowers_the_loss_and_writes_a_model(optimizer, tmp_path):
     source = Path(sysconfig.get_paths()["stdlib"]) / "email"
     options = ["--source", str(source), "--holdout", "0.1", "--steps", "30", "--lr", "1e-2", *SIZES.split()]

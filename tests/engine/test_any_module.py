@@ -11,6 +11,7 @@ from flax import nnx
 from jaxllm.models import qwen3
 from jaxllm.models.cache import Dense
 from jaxllm.models.context import StepContext
+from tests.seldom import all_but
 from tests.tiny import Tiny, clean, logprobs_of, make_llm, prompts_of, served_logprobs
 
 CFG = Tiny().cfg
@@ -111,7 +112,7 @@ def wrapped(qwix, model, provider):
 
 
 @QWIX_IS_BEHIND
-@pytest.mark.parametrize("mesh", [None, "tensor=4"])
+@pytest.mark.parametrize("mesh", all_but(("tensor=4",), [None, "tensor=4"]))
 def test_a_model_that_qwix_quantised(tiny, mesh, qwix):
     model = wrapped(qwix, tiny.model, qwix.PtqProvider([qwix.QuantizationRule(module_path=".*", weight_qtype="int8")]))
     dtypes = {name[-3]: leaf.dtype for name, leaf in nnx.to_flat_state(nnx.state(model)) if name[-1] == "qvalue"}
@@ -124,7 +125,7 @@ def test_a_model_that_qwix_quantised(tiny, mesh, qwix):
 
 
 @QWIX_IS_BEHIND
-@pytest.mark.parametrize("mesh", [None, "tensor=4"])
+@pytest.mark.parametrize("mesh", all_but(("tensor=4",), [None, "tensor=4"]))
 def test_low_rank_weights_of_qwix(tiny, mesh, qwix):
     """In a loop that trains them: all parameters, and them alone."""
     model = wrapped(qwix, tiny.model, qwix.LoraProvider(module_path=".*(attn|mlp).*", rank=3, alpha=8.0))

@@ -27,6 +27,7 @@ from jaxllm.pallas_kernels.dispatch import Placement
 from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape
 from jaxllm.sharding.mesh import make_mesh
 from tests.hf_models import GEMMA, SIZES
+from tests.seldom import all_but
 
 VOCAB, LENGTHS, BLOCK, TOKENS = 160, (1, 37, 5, 37), 16, 96  # TOKENS: of a step, padding included
 ENCODER = {
@@ -140,7 +141,7 @@ def close(got, want):
     np.testing.assert_allclose(got, want, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", all_but(("bert", "modernbert", "xlm_roberta", "embedding_gemma"), MODELS))
 def test_hidden_states_are_those_of_transformers(tmp_path, case):
     torch, (name, sizes) = pytest.importorskip("torch"), MODELS[case]
     theirs = save(tmp_path, name, sizes)

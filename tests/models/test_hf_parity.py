@@ -6,6 +6,7 @@ import pytest
 from jaxllm import LLM
 from jaxllm.engine.device.executor import Executor
 from tests.hf_models import LLAMA3, LONGROPE, YARN, checkpoint, logits
+from tests.seldom import all_but
 from tests.tiny import TIE, NoText, greedy, ids
 
 pytest.importorskip("torch")
@@ -66,7 +67,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OFTEN = ("llama", "llama_llama3", "qwen3_tied", "qwen2", "gemma3", "opt", "phi3", "gpt_oss", "llama4")
+
+
+@pytest.mark.parametrize("case", all_but(OFTEN, CASES))
 def test_engine_equals_transformers(tmp_path, monkeypatch, case):
     family, changes, changed_options = CASES[case]
     theirs = checkpoint(tmp_path, family, seed=len(case), **changes)

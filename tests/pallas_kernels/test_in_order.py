@@ -18,6 +18,7 @@ from jaxllm.pallas_kernels.paged_attention import tpu as tpu_attention
 from jaxllm.pallas_kernels.row_sums import gpu as gpu_sums
 from jaxllm.pallas_kernels.row_sums import reference
 from jaxllm.pallas_kernels.row_sums import tpu as tpu_sums
+from tests.seldom import all_but
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 PRODUCTS = {name: partial(module.einsum, interpret=True) for name, module in {"gpu": gpu, "tpu": tpu}.items()}
@@ -208,11 +209,10 @@ SCHEDULES = {
 
 @pytest.mark.parametrize(
     ("platform", "case"),
-    [
-        pytest.param(platform, case, marks=[pytest.mark.slow] if platform == "tpu" and i else [])
-        for platform in ATTENTION
-        for i, case in enumerate(CASES)
-    ],
+    all_but(
+        [("gpu", "float32"), ("gpu", "cap"), ("tpu", "bfloat16")],
+        [(platform, case) for platform in ATTENTION for case in CASES],
+    ),
 )
 def test_attention(platform, case, small_tiles):
     """Whole texts alone, and all together in any chunks."""

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxllm.pallas_kernels.paged_attention import PagedBatch, kv_shape, reference, tpu, tpu_plan
+from tests.seldom import all_but
 
 # Each transfer is taken for a device; with the default of one such clock for all of them most races pass unseen.
 EAGER = pltpu.InterpretParams(
@@ -146,7 +147,7 @@ CASES = {
 }
 
 
-QUICK = ("decodes", "chunks", "bidirectional")
+QUICK = ("chunks",)
 
 
 @pytest.fixture(autouse=True)
@@ -222,9 +223,7 @@ def races_found():
     return interpret_pallas_call.races.races_found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", all_but(QUICK, CASES))
 def test_without_races(name):
     case = CASES[name]
     check(case, compiled(case, EAGER), batch(case, case.decodes, case.chunks, 0))

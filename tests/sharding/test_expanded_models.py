@@ -15,6 +15,7 @@ from jaxllm.models.layers import LayerSpec, PlainMLP, Rope
 from jaxllm.models.transformer import layers_of
 from tests.models.test_sharded_families import Family
 from tests.plain_search import assert_found, beam_search, draw, log_softmax
+from tests.seldom import all_but
 from tests.tiny import MAX_LEN, Tiny, clean, drain, greedy, ids, make_llm, prompts_of, tokens
 
 SIZES = dict(embed=32, head_dim=8, mlp=48, max_len=MAX_LEN)
@@ -50,9 +51,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "one head" else name for name in MODELS]
-)
+@pytest.mark.parametrize("name", all_but(("biases, uneven groups", "tied, soft caps, windows"), MODELS))
 def test_greedy_tokens_of_every_family(name):
     make, count, kv_heads, width = MODELS[name]
     tiny = make()

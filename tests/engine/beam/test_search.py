@@ -12,6 +12,7 @@ from jaxllm.engine.beam.candidates import read_candidates
 from jaxllm.engine.beam.search import LENGTH, BeamSearch, Candidates, Continuation
 from jaxllm.engine.device.candidates import candidate_rows
 from tests.hf_models import config
+from tests.seldom import all_but
 
 VOCAB, MAX_WIDTH = 24, 6
 make_rows = jax.jit(candidate_rows)
@@ -75,8 +76,10 @@ def assert_same(got, want):
         assert tokens in [want[i][0] for i in np.flatnonzero(np.isclose(scores, score, rtol=2e-6, atol=1e-5))]
 
 
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("eos", [(), (7,), (3, 7)], ids=["no_eos", "eos", "two_eos"])
+@pytest.mark.parametrize(
+    ("eos", "early_stopping"),
+    all_but([((7,), False), ((3, 7), True), ((3, 7), "never")], product([(), (7,), (3, 7)], [False, True, "never"])),
+)
 def test_equals_transformers(model, eos, early_stopping):
     rng = np.random.default_rng(len(eos))
     num_early = 0  # ended before `max_new_tokens`
