@@ -65,7 +65,6 @@ native._library = lambda: Path("/nowhere")
 from jaxllm import LLM, SamplingParams
 for _ in range(2):
     with LLM(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=8) as llm:
-        llm.wait_compiled()
         llm.generate("def f(", SamplingParams(max_tokens=2), use_tqdm=False)
 """
     done = run("-c", code, **CPU)

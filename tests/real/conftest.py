@@ -29,8 +29,10 @@ def smollm2(real):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     pytest.importorskip("gguf")
     file = real(SMOLLM2)
-    model = transformers.AutoModelForCausalLM
-    return model.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    model, num_threads = transformers.AutoModelForCausalLM, torch.get_num_threads()
+    torch.set_num_threads(1)  # other workers have tests for the other cores, and threads that wait for one take time
+    yield model.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")
@@ -46,11 +48,14 @@ def logprobs(smollm2):
 
 
 @pytest.fixture(scope="session")
-def greedy_tokens(logprobs):
+def greedy_tokens(smollm2):
     """A function from a prompt and its continuation to the token that the reference takes at each place, which are
     the reference's own greedy tokens if all are those of the continuation: one pass where generating takes one each."""
+    import torch
 
     def tokens(prompt, continuation):
-        return logprobs([*prompt, *continuation])[len(prompt) - 1 :].argmax(-1).tolist()
+        ids = torch.tensor([[*prompt, *continuation]])
+        with torch.inference_mode():
+            return smollm2(ids, logits_to_keep=len(continuation) + 1).logits[0, :-1].argmax(-1).tolist()
 
     return tokens
