@@ -17,7 +17,7 @@ from tests.real.smollm2 import SMOLLM2
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()[:6000]
-RECORDED = {"int8": (0.00397, 0.9688), "fp8": (0.0281, 0.9082), "int4": (0.500, 0.5986)}  # mean KLD, same most likely
+RECORDED = {"int8": (0.00354, 0.9707), "fp8": (0.0236, 0.9297), "int4": (0.468, 0.6387)}  # mean KLD, same most likely
 
 
 def rounded_model(file, name):
