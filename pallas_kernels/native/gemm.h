@@ -33,7 +33,7 @@ struct Single {
   static inline Floats read(const T* w, int64_t) { return load(w); }
   static inline Floats read_last(const T* w) { return load(w); }
   static inline Floats read_along(const T* w) { return load(w); }  // neighbours are of one column
-  static inline Floats add(Floats sum, Floats x, Floats w) { return sum + x * w; }
+  static inline Floats add(Floats sum, Floats x, Floats w) { return multiply_add(sum, x, w); }
 };
 
 #if defined(__AVX512BF16__)

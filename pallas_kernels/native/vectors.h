@@ -65,6 +65,18 @@ static inline float value(const Bf16* p) {
   return f;
 }
 
+// sum + x * w, rounded once where the instruction set can: said and not left to the compiler, which contracts one loop
+// and not another, so that a row's bits would depend on how many rows come with it.
+static inline Floats multiply_add(Floats sum, Floats x, Floats w) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#else
+  return sum + x * w;
+#endif
+}
+
 static inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
 // The first of each, the second of each, ...: what `load_pair` parts.
