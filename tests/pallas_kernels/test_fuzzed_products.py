@@ -83,6 +83,23 @@ def test_products(rows, depth, columns, transposed, dtypes, batch_invariant, thr
     with_each_set(of_one_set)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("depth", [12, 39, 70])
+def test_a_row_is_the_same_beside_any_others_where_depth_fills_no_vector(depth, dtype):
+    rng = np.random.default_rng(0)
+    x, held = rng.normal(size=(9, depth)).astype(dtype), rng.normal(size=(33, depth)).astype(dtype)
+
+    def of_one_set():
+        options = {"transposed": True, "batch_invariant": True, "threads": 1}
+        together, *alone = (
+            call("jaxllm_matmul", [rows, held, ALL], [((len(rows), 33), np.float32)], **options)[0]
+            for rows in (x, *np.split(x, len(x)))
+        )
+        np.testing.assert_array_equal(np.concatenate(alone), together)
+
+    with_each_set(of_one_set)
+
+
 @fuzzed
 @given(rows_of_x, sizes, sizes, st.booleans(), dtypes, st.booleans(), threads, seeds)
 def test_gated_products(rows, depth, width, is_gelu, dtypes, batch_invariant, threads, seed):

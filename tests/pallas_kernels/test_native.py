@@ -1,6 +1,7 @@
 """The native CPU kernels: products against numpy, attention at real sizes against the reference, and how they load."""
 
 import contextlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -190,8 +191,15 @@ def test_a_compiler_that_knows_no_amx_builds_what_it_can(tmp_path):
     assert b"amx_kernels" in output.read_bytes()
 
 
-def test_without_a_compiler_the_build_says_why(monkeypatch, capsys):
+def test_what_is_built_is_not_built_again(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.main() == 0
+    assert str(build.library(importlib.metadata.version("jaxlib"))) in capsys.readouterr().out
+
+
+def test_without_a_compiler_the_build_says_why(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(build, "library", lambda _: tmp_path / "none.so")
     assert build.main() == 1
     error = capsys.readouterr().err
     assert "not built" in error and "no-such-compiler" in error and error.count("\n") == 1
