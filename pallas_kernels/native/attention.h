@@ -236,8 +236,9 @@ static int64_t add_pairs(const Attention& a, const Running& run, const Bf16* val
   for (; d + kVectors * kWidth <= a.head_dim; d += kVectors * kWidth)
     for (int64_t row = 0; row < run.rows; row += kMostRows) {
       const int64_t rows = run.rows - row < kMostRows ? run.rows - row : kMostRows;
-      tile_of<kVectors, From::kMatrix, Pair>(rows)(run.pairs + row, kTileRows, values + d, a.head_dim,
-                                                   run.sums + row * a.head_dim + d, a.head_dim, count, false, {}, nullptr);
+      Ahead nothing;
+      tile_of<kVectors, From::kMatrix, Pair, Ahead>(rows)(run.pairs + row, kTileRows, values + d, a.head_dim,
+                                                          run.sums + row * a.head_dim + d, a.head_dim, count, false, nothing);
     }
   return d;
 }
@@ -256,8 +257,10 @@ static void add_values(const Attention& a, const Running& run, const T* values, 
     for (; d + kVectors * kWidth <= a.head_dim; d += kVectors * kWidth)
       for (int64_t row = 0; row < run.rows; row += kMostRows) {
         const int64_t rows = run.rows - row < kMostRows ? run.rows - row : kMostRows;
-        tile_of<kVectors, From::kMatrix, Single<T>>(rows)(run.weights + row, kTileRows, values + d, a.head_dim,
-                                          run.sums + row * a.head_dim + d, a.head_dim, count, false, {}, nullptr);
+        Ahead nothing;
+        tile_of<kVectors, From::kMatrix, Single<T>, Ahead>(rows)(run.weights + row, kTileRows, values + d, a.head_dim,
+                                                                 run.sums + row * a.head_dim + d, a.head_dim, count, false,
+                                                                 nothing);
       }
   };
   add(Count<kVectors>());

@@ -12,7 +12,12 @@ namespace jaxllm::JAXLLM_ISA {
 constexpr int kVectors = 2;                             // columns of a tile, in vectors
 constexpr int kMostRows = kRegisters == 32 ? 12 : 6;    // of a tile: its sums fill most registers
 constexpr int kLine = 64;                               // bytes that memory moves at once
-constexpr int64_t kDepth = 512;                         // rows of w that a tile goes through before it stores its sums
+constexpr int64_t kDepth = 512;                         // numbers of a column of w^T that tiles go through at once
+constexpr int64_t kBlock = kWidth << 12;                // units of w in a block, of which the second cache holds two
+constexpr int64_t kBlockDepth = 128;                    // of a column of a block: its panel stays in the first cache,
+constexpr int64_t kManyDepth = 256;                     // or is read so often that sums are stored more seldom
+constexpr int kSeldom = 4;                              // units of w for each vector of the next block, if groups are
+constexpr int64_t kManyGroups = 8;                      // so many
 constexpr int kStrip = 8;                               // rows of w that few rows of x take at once, whole
 constexpr int kStripsAhead = 2;                         // that are brought in before they are read
 constexpr int64_t kPiece = 1024;                        // columns of a strip, at most
@@ -67,102 +72,183 @@ static inline Floats all(const float* p) {
   return (Floats)(word - Ints{});
 }
 
-// What a tile brings into the second cache while it works: `lines` lines, one or all that a row of it has, for each
-// 2^shift of its units of w, the first ones from `at` on, the next ones `stride` bytes further; or with a `mask` 2^shift
-// lines one after the other, then the next ones likewise.
-struct Ahead {
-  const char* at = nullptr;
-  int64_t stride = 0;
-  int lines = 0, shift = 0;
-  int64_t mask = 0;
-};
-
 // Of a row of a tile.
 template <int kVectors, class U>
 static constexpr int lines_of() {
   return (kVectors * kWidth * sizeof(Value<U>) + kLine - 1) / kLine;
 }
 
+// What tiles do beside their work: one `move` for each unit of w that they go through, or for every `kSeldom`.
+//
+// Here they bring lines into the second cache: `across` of them one after the other, then `stride` bytes further.
+struct Ahead {
+  const char* at = nullptr;
+  int64_t stride = 0, across = 0, left = 0, line = 0;
+  bool is_seldom = false;
+
+  void move() {
+    __builtin_prefetch(at + line * kLine, 0, 2);
+    if (++line == across) line = 0, at += stride;
+    left--;
+  }
+};
+
+// And here they lay a block of w out, [panels, units, kVectors * kWidth], a vector at a time and row by row, as memory likes
+// it. A row is brought in while the one before is laid out.
+template <class U>
+struct Mover {
+  const Value<U>* from = nullptr;  // row of w
+  float* to = nullptr;
+  int64_t ldw = 0, rows = 0, columns = 0, units = 0, left = 0, column = 0;
+  bool is_seldom = false;
+
+  Mover() = default;
+  Mover(const Value<U>* w, int64_t ldw, int64_t rows, int64_t columns, float* to)
+      : from(w), to(to), ldw(ldw), rows(rows), columns(columns), units((rows + U::kRows - 1) / U::kRows),
+        left(units * (columns / kWidth)) {}
+
+  void move() {
+    constexpr int64_t kColumns = kVectors * kWidth;
+    const Value<U>* const at = from + column;
+    for (int r = 0; r < U::kRows; r++) __builtin_prefetch(at + (U::kRows + r) * ldw);
+    const Floats unit = rows >= U::kRows ? U::read(at, ldw) : U::read_last(at);
+    store(to + column / kColumns * units * kColumns + column % kColumns, unit);
+    column += kWidth;
+    if (column == columns) column = 0, from += U::kRows * ldw, rows -= U::kRows, to += kColumns;
+    left--;
+  }
+};
+
 enum class From {
-  kMatrix,   // w lies where it is
-  kAndKeep,  // likewise, and `keep` gets this part of it, in units, dense
-  kKept,     // w is such a part
+  kMatrix,  // w lies where it is
+  kKept,    // w is a panel of it, in units, dense
 };
 
 // y[rows, vectors * kWidth] += x^T[rows, depth] @ w[depth, vectors * kWidth], or = if first.
-template <int kRows, int kVectors, From kFrom, class U>
+template <int kRows, int kVectors, From kFrom, class U, class Beside>
 static void tile(const float* x, int64_t ldx, const void* w, int64_t ldw, float* y, int64_t ldy, int64_t depth, bool first,
-                 Ahead ahead, float* keep) {
-  constexpr int kLines = lines_of<kVectors, U>();
+                 Beside& beside) {
   Floats acc[kRows][kVectors];
   for (int i = 0; i < kRows; i++)
     for (int j = 0; j < kVectors; j++) acc[i][j] = first ? Floats{} : load(y + i * ldy + j * kWidth);
   const auto add = [&](int64_t k, bool whole) {
     Floats row[kVectors];
     for (int j = 0; j < kVectors; j++) {
-      const int64_t kept = (k * kVectors + j) * kWidth;
-      if (kFrom == From::kKept) {
-        row[j] = load(static_cast<const float*>(w) + kept);
-      } else {
-        const Value<U>* at = static_cast<const Value<U>*>(w) + k * U::kRows * ldw + j * kWidth;
+      const Value<U>* const at = static_cast<const Value<U>*>(w) + k * U::kRows * ldw + j * kWidth;
+      if (kFrom == From::kKept)
+        row[j] = load(static_cast<const float*>(w) + (k * kVectors + j) * kWidth);
+      else
         row[j] = whole ? U::read(at, ldw) : U::read_last(at);
-        if (kFrom == From::kAndKeep) store(keep + kept, row[j]);
-      }
     }
-    const char* line = ahead.at + (k >> ahead.shift) * ahead.stride + (k & ahead.mask) * kLine;
-    if (ahead.lines > 0) __builtin_prefetch(line, 0, 2);
-    if (ahead.lines > 1)
-      for (int i = 1; i < U::kRows * kLines; i++)
-        __builtin_prefetch(line + i / kLines * (ahead.stride / U::kRows) + i % kLines * kLine, 0, 2);
     for (int i = 0; i < kRows; i++)
       for (int j = 0; j < kVectors; j++) acc[i][j] = U::add(acc[i][j], all(x + k * ldx + i), row[j]);
   };
-  const int64_t units = depth / U::kRows;
+  const int64_t units = (depth + U::kRows - 1) / U::kRows, whole = kFrom == From::kKept ? units : depth / U::kRows;
+  int64_t k = 0;
+  if (beside.left > 0) {
+    Beside own = beside;  // in registers
+    const int step = own.is_seldom ? kSeldom : 1;
+    const int64_t end = std::min(whole / step, own.left) * step;
+    if (step == 1) {
+      for (; k < end; k++) own.move(), add(k, true);
+    } else {
+      for (; k < end; k += kSeldom) {
+        own.move();
+        for (int i = 0; i < kSeldom; i++) add(k + i, true);
+      }
+    }
+    beside = own;
+  }
 #pragma GCC unroll 4
-  for (int64_t k = 0; k < units; k++) add(k, true);
-  if (U::kRows > 1 && depth % U::kRows) add(units, false);
+  for (; k < whole; k++) add(k, true);
+  if (U::kRows > 1 && k < units) add(k, false);
   for (int i = 0; i < kRows; i++)
     for (int j = 0; j < kVectors; j++) store(y + i * ldy + j * kWidth, acc[i][j]);
 }
 
-using Tile = void (*)(const float*, int64_t, const void*, int64_t, float*, int64_t, int64_t, bool, Ahead, float*);
+template <class Beside>
+using Tile = void (*)(const float*, int64_t, const void*, int64_t, float*, int64_t, int64_t, bool, Beside&);
 
-template <int kVectors, From kFrom, class U, int kRows = kMostRows>
-static Tile tile_of(int64_t rows) {
+template <int kVectors, From kFrom, class U, class Beside, int kRows = kMostRows>
+static Tile<Beside> tile_of(int64_t rows) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return tile_of<kVectors, kFrom, U, kRows - 1>(rows);
+    if (rows < kRows) return tile_of<kVectors, kFrom, U, Beside, kRows - 1>(rows);
   }
-  return tile<kRows, kVectors, kFrom, U>;
+  return tile<kRows, kVectors, kFrom, U, Beside>;
 }
 
-// The share of group `i` in bringing `depth` rows of the panel at `next`: memory is to be busy while the second group
-// multiplies, too.
-template <int kVectors, class U>
-static Ahead share_of(const Gemm& g, int64_t i, const Value<U>* next, int64_t depth) {
-  constexpr int kLines = lines_of<kVectors, U>();
-  static_assert(kLines <= 2);
-  const int shift = g.groups >= 4 ? 2 : 1;
-  if (i >= 1 << shift) return {};
-  const int64_t stride = g.n * sizeof(Value<U>) * U::kRows, units = depth / U::kRows;
-  return {reinterpret_cast<const char*>(next) + (units >> shift) * i * stride, stride, U::kRows * kLines, shift};
-}
-
-// Of several groups, all rows of `kVectors * kWidth` columns from `n` on, for `depth` rows of w from `k` on. What comes
-// next lies `ahead` elements further on (0: nothing does).
-template <int kVectors, class U>
-static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t ahead) {
-  alignas(64) float kept[kDepth / U::kRows * kVectors * kWidth];
-  const Value<U>* w = static_cast<const Value<U>*>(g.w) + k * g.n + n;
+// Of several groups, all rows of at most `kVectors * kWidth` columns from `n` on, for `depth` rows of w from `k` on, which
+// are `kept`.
+template <class U, class Beside>
+static void panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t columns, const float* kept, Beside& beside) {
+  constexpr int64_t kColumns = kVectors * kWidth;
   for (int64_t i = 0; i < g.groups; i++) {
     const int64_t row = g.first_row(i), height = g.first_row(i + 1) - row;
     const float* x = g.x + row * g.units() + k / U::kRows * height;
     float* y = g.at(row, n);
-    const Ahead share = ahead ? share_of<kVectors, U>(g, i, w + ahead, depth) : Ahead{};
-    if (i == 0)
-      tile_of<kVectors, From::kAndKeep, U>(height)(x, height, w, g.n, y, g.y_step(), depth, k == 0, share, kept);
-    else
-      tile_of<kVectors, From::kKept, U>(height)(x, height, kept, 0, y, g.y_step(), depth, k == 0, share, nullptr);
+    const auto multiply = tile_of<kVectors, From::kKept, U, Beside>(height);
+    if (columns == kColumns) {
+      multiply(x, height, kept, 0, y, g.y_step(), depth, k == 0, beside);
+      continue;
+    }
+    float sums[kMostRows * kColumns] = {};
+    for (int64_t r = 0; k && r < height; r++) std::copy_n(y + r * g.y_step(), columns, sums + r * kColumns);
+    multiply(x, height, kept, 0, sums, kColumns, depth, k == 0, beside);
+    for (int64_t r = 0; r < height; r++) std::copy_n(sums + r * kColumns, columns, y + r * g.y_step());
   }
+}
+
+// Several groups of rows and whole panels of columns: while tiles multiply a block of w, they lay out the next one.
+template <class U>
+static void blocks(const Gemm& g, int64_t begin, int64_t end, float* kept) {
+  constexpr int64_t kColumns = kVectors * kWidth;
+  const bool has_many = g.groups >= kManyGroups;
+  const int64_t most_units = has_many ? kManyDepth : kBlockDepth, most_depth = most_units * U::kRows;
+  const int64_t most_columns = kBlock / most_units;
+  float *here = kept, *there = kept + kBlock;
+  const auto mover = [&](int64_t k, int64_t n) {
+    Mover<U> made(static_cast<const Value<U>*>(g.w) + k * g.n + n, g.n, std::min(most_depth, g.k - k),
+                  std::min(most_columns, end - n), there);
+    made.is_seldom = has_many;
+    return made;
+  };
+  Mover<U> next = mover(0, begin);
+  for (int64_t n = begin; n < end; n += most_columns) {
+    const int64_t columns = std::min(most_columns, end - n);
+    for (int64_t k = 0; k < g.k; k += most_depth) {
+      while (next.left > 0) next.move();
+      std::swap(here, there);
+      const int64_t depth = std::min(most_depth, g.k - k), units = next.units;
+      if (k + depth < g.k)
+        next = mover(k + depth, n);
+      else if (n + columns < end)
+        next = mover(0, n + columns);
+      for (int64_t at = 0; at < columns; at += kColumns) panel<U>(g, k, depth, n + at, kColumns, here + at * units, next);
+    }
+  }
+}
+
+// Columns that fill no panel.
+template <class U>
+static void last_panel(const Gemm& g, int64_t begin, int64_t end, float* kept) {
+  constexpr int64_t kColumns = kVectors * kWidth, kMostDepth = kManyDepth * U::kRows;
+  for (int64_t k = 0; k < g.k; k += kMostDepth) {
+    const int64_t depth = std::min(kMostDepth, g.k - k);
+    for (int64_t u = 0; u * U::kRows < depth; u++) {
+      Value<U> unit[U::kRows][kColumns] = {};
+      for (int64_t r = 0; r < U::kRows && u * U::kRows + r < depth; r++)
+        std::copy_n(static_cast<const Value<U>*>(g.w) + (k + u * U::kRows + r) * g.n + begin, end - begin, unit[r]);
+      for (int64_t j = 0; j < kColumns; j += kWidth) store(kept + u * kColumns + j, U::read(unit[0] + j, kColumns));
+    }
+    Ahead nothing;
+    panel<U>(g, k, depth, begin, end - begin, kept, nothing);
+  }
+}
+
+// Of a thread, for two blocks.
+static float* kept_blocks() {
+  static thread_local std::unique_ptr<float[]> floats(new float[2 * kBlock + kLine / 4]);
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(floats.get()) + kLine - 1) / kLine * kLine);
 }
 
 // Adds to `columns` columns of the sums, or sets them if first, what kUnits units of w from `w` on make; the last one of
@@ -227,25 +313,22 @@ static void strips(const Gemm& g, int64_t begin, int64_t end) {
   }
 }
 
-// Columns that fill no vector.
+// Likewise, columns that fill no vector.
 template <class U>
 static void rest(const Gemm& g, int64_t begin, int64_t end) {
   if (begin == end) return;
   const Value<U>* w = static_cast<const Value<U>*>(g.w) + begin;
-  for (int64_t group = 0; group < g.groups; group++) {
-    const int64_t first = g.first_row(group), height = g.first_row(group + 1) - first;
-    for (int64_t row = 0; row < height; row++) {
-      Floats total{};
-      for (int64_t k = 0; k < g.units(); k++) {
-        Value<U> padded[U::kRows][kWidth] = {};
-        for (int64_t r = 0; r < U::kRows && k * U::kRows + r < g.k; r++)
-          std::copy_n(w + (k * U::kRows + r) * g.n, end - begin, padded[r]);
-        total = U::add(total, all(g.x + first * g.units() + k * height + row), U::read(padded[0], kWidth));
-      }
-      float sums[kWidth];
-      store(sums, total);
-      std::copy_n(sums, end - begin, g.at(first + row, begin));
+  for (int64_t row = 0; row < g.rows; row++) {
+    Floats total{};
+    for (int64_t k = 0; k < g.units(); k++) {
+      Value<U> padded[U::kRows][kWidth] = {};
+      for (int64_t r = 0; r < U::kRows && k * U::kRows + r < g.k; r++)
+        std::copy_n(w + (k * U::kRows + r) * g.n, end - begin, padded[r]);
+      total = U::add(total, all(g.x + k * g.rows + row), U::read(padded[0], kWidth));
     }
+    float sums[kWidth];
+    store(sums, total);
+    std::copy_n(sums, end - begin, g.at(row, begin));
   }
 }
 
@@ -253,23 +336,19 @@ template <class U>
 static void gemm_by_columns(const Gemm& g, int64_t begin, int64_t end) {
   constexpr int64_t kColumns = kVectors * kWidth;
   const int64_t most = begin + (end - begin) / kColumns * kColumns, last = end - (end - begin) % kWidth;
-  if (g.groups == 1) {
-    if (begin < most) strips<kVectors, U>(g, begin, most);
-    if (most < last) strips<1, U>(g, most, last);
-  } else {
-    for (int64_t k = 0; k < g.k; k += kDepth) {
-      const int64_t depth = g.k - k < kDepth ? g.k - k : kDepth;
-      const int64_t next_strip = k + 2 * kDepth > g.k ? 0 : kDepth * g.n + begin;  // if a whole one follows
-      for (int64_t n = begin; n < most; n += kColumns)
-        panel<kVectors, U>(g, k, depth, n, n + kColumns < most ? kColumns : next_strip ? next_strip - n : 0);
-      if (most < last) panel<1, U>(g, k, depth, most, 0);
-    }
+  if (g.groups > 1) {
+    float* const kept = kept_blocks();
+    if (begin < most) blocks<U>(g, begin, most, kept);
+    if (most < end) last_panel<U>(g, most, end, kept);
+    return;
   }
+  if (begin < most) strips<kVectors, U>(g, begin, most);
+  if (most < last) strips<1, U>(g, most, last);
   rest<U>(g, last, end);
 }
 
-// Of a matrix [n, k]: panel `kVectors * kWidth` columns from `n` on, rows `k` to `k + depth`, as other tiles have kept it.
-template <int kVectors, class U>
+// Of a matrix [n, k]: the panel of at most `kVectors * kWidth` columns from `n` on, rows `k` to `k + depth`, as tiles read it.
+template <class U>
 static void transpose_panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, int64_t columns, float* kept) {
   constexpr int64_t kColumns = kVectors * kWidth;
   const int64_t units = (depth + U::kRows - 1) / U::kRows, whole = depth / U::kRows / kWidth * kWidth;
@@ -296,34 +375,19 @@ static void transpose_panel(const Gemm& g, int64_t k, int64_t depth, int64_t n, 
 template <class U>
 static void gemm_by_transposed_panels(const Gemm& g, int64_t begin, int64_t end) {
   constexpr int64_t kColumns = kVectors * kWidth, kUnits = kDepth / U::kRows;
-  constexpr int kLinesAcross = kDepth * sizeof(Value<U>) / kLine;  // of a column
+  constexpr int64_t kLinesAcross = kDepth * sizeof(Value<U>) / kLine;  // of a column
   alignas(64) float kept[kUnits * kColumns];
   for (int64_t n = begin; n < end; n += kColumns)
     for (int64_t k = 0; k < g.k; k += kDepth) {
       const int64_t depth = std::min(kDepth, g.k - k), columns = std::min(kColumns, end - n);
-      transpose_panel<kVectors, U>(g, k, depth, n, columns, kept);
+      transpose_panel<U>(g, k, depth, n, columns, kept);
       const bool is_last = k + depth == g.k, has_next = is_last ? n + 2 * kColumns <= end : k + 2 * kDepth <= g.k;
       const Value<U>* next = static_cast<const Value<U>*>(g.w) + (is_last ? (n + kColumns) * g.k : n * g.k + k + kDepth);
-      for (int64_t i = 0; i < g.groups; i++) {
-        const int64_t row = g.first_row(i), height = g.first_row(i + 1) - row;
-        const float* x = g.x + row * g.units() + k / U::kRows * height;
-        float* y = g.at(row, n);
-        Ahead share;
-        if (has_next && i < kColumns * kLinesAcross / kUnits) {
-          const int64_t stride = g.k * sizeof(Value<U>), per_group = kUnits / kLinesAcross;
-          share = {reinterpret_cast<const char*>(next) + i * per_group * stride, stride, 1, __builtin_ctz(kLinesAcross),
-                   kLinesAcross - 1};
-        }
-        const Tile multiply = tile_of<kVectors, From::kKept, U>(height);
-        if (columns == kColumns) {
-          multiply(x, height, kept, 0, y, g.y_step(), depth, k == 0, share, nullptr);
-          continue;
-        }
-        float sums[kMostRows * kColumns] = {};
-        for (int64_t r = 0; k && r < height; r++) std::copy_n(y + r * g.y_step(), columns, sums + r * kColumns);
-        multiply(x, height, kept, 0, sums, kColumns, depth, k == 0, share, nullptr);
-        for (int64_t r = 0; r < height; r++) std::copy_n(sums + r * kColumns, columns, y + r * g.y_step());
-      }
+      Ahead ahead;
+      if (has_next)
+        ahead = {reinterpret_cast<const char*>(next), g.k * static_cast<int64_t>(sizeof(Value<U>)), kLinesAcross,
+                 kColumns * kLinesAcross, 0, g.groups >= kManyGroups};
+      panel<U>(g, k, depth, n, columns, kept, ahead);
     }
 }
 

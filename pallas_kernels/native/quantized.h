@@ -215,8 +215,9 @@ static void many_rows(const QuantizedGemm& q, int64_t k, int64_t depth, int64_t 
   });
   for (int64_t i = 0; i < g.groups; i++) {
     const int64_t row = g.first_row(i), height = g.first_row(i + 1) - row;
-    tile_of<kVectors, From::kKept, Single<float>>(height)(g.x + row * g.k + k * height, height, dense, 0, g.y + row * g.n + n,
-                                            g.n, depth, k == 0, Ahead{}, nullptr);
+    Ahead nothing;
+    tile_of<kVectors, From::kKept, Single<float>, Ahead>(height)(g.x + row * g.k + k * height, height, dense, 0,
+                                                                 g.y + row * g.n + n, g.n, depth, k == 0, nothing);
   }
 }
 
