@@ -1,4 +1,4 @@
-// Products of a few rows with a matrix that is read once, where it lies.
+// Products with a matrix that is read once: of a few rows where it lies, of more by blocks that are laid out.
 #pragma once
 
 #include <algorithm>

@@ -213,12 +213,8 @@ static void many_rows(const QuantizedGemm& q, int64_t k, int64_t depth, int64_t 
     else
       dequantize<Kind>(q, n, from, to, scale, offset, ahead, part);
   });
-  for (int64_t i = 0; i < g.groups; i++) {
-    const int64_t row = g.first_row(i), height = g.first_row(i + 1) - row;
-    Ahead nothing;
-    tile_of<kVectors, From::kKept, Single<float>, Ahead>(height)(g.x + row * g.k + k * height, height, dense, 0,
-                                                                 g.y + row * g.n + n, g.n, depth, k == 0, nothing);
-  }
+  Ahead nothing;
+  panel<Single<float>>(g, k, depth, n, kPair, dense, nothing);
 }
 
 // Columns that fill no pair, or whose codes begin within a byte.
