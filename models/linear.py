@@ -225,6 +225,18 @@ class Linear(nnx.Module):
         return self.weight[...]
 
 
+def of_every_expert(
+    product: Callable[[Array, Array], Array], x: Float[Array, "..."], num_inputs: int, experts: int
+) -> Float[Array, "..."]:
+    """`x[..., experts or 1, *inputs]` with the weight of each expert, by `product`, which takes rows and the offsets of
+    the experts'."""
+    axis = x.ndim - num_inputs - 1
+    x = jnp.moveaxis(jnp.repeat(x, experts, axis) if x.shape[axis] == 1 else x, axis, 0)
+    rows = x.reshape(-1, *x.shape[axis + 1 :])
+    y = product(rows, jnp.arange(experts + 1, dtype=jnp.int32) * jnp.int32(len(rows) // experts))
+    return jnp.moveaxis(y.reshape(*x.shape[: axis + 1], *y.shape[1:]), 0, axis)
+
+
 class Joined(Linear):
     """Members of several forms: each of `parts` multiplies those it has, and the results are put in order."""
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxllm.models.context import StepContext
-from jaxllm.models.linear import Linear, LinearShape
+from jaxllm.models.linear import Linear, LinearShape, of_every_expert
 from jaxllm.pallas_kernels import quantized_matmul
 from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight, panels
 from jaxllm.pallas_kernels.quantized_matmul.panels import panels_shape
@@ -173,15 +173,15 @@ class QuantizedLinear(Linear):
                 options = {"num_inputs": num_inputs, "out_dtype": out_dtype, "num_tokens": ctx.num_tokens}
                 return panels.panel_product(x, self.panels[...], **self._about_panels, **options)
             return self._product(x, self._held, ctx, out_dtype)
+        if self.form.in_panels:
+            about = self._about_panels | {"panels": self.panels[...], "out_dtype": out_dtype}
+
+            def grouped(rows: Array, offsets: Array) -> Array:
+                return panels.grouped_panel_product(rows, offsets=offsets, **about)
+
+            return of_every_expert(grouped, x, num_inputs, self.shape.experts)
         axis = x.ndim - num_inputs - 1
         shared = x.shape[axis] == 1
-        if self.form.in_panels:
-            experts = self.shape.experts
-            x = jnp.moveaxis(jnp.repeat(x, experts, axis) if shared else x, axis, 0)
-            rows = x.reshape(-1, *x.shape[axis + 1 :])
-            offsets = jnp.arange(experts + 1, dtype=jnp.int32) * jnp.int32(len(rows) // experts)
-            y = panels.grouped_panel_product(rows, self.panels[...], offsets, **self._about_panels, out_dtype=out_dtype)
-            return jnp.moveaxis(y.reshape(*x.shape[: axis + 1], *y.shape[1:]), 0, axis)
         weight = self._held
         each = jax.vmap(
             lambda x, weight: quantized_matmul.product(x, weight, num_inputs=num_inputs, out_dtype=out_dtype),

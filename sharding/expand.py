@@ -4,7 +4,7 @@ Parameters come from and go to users as the model has them ("canonical"); an `Ex
 a whole array inside jit or a device's part of one on the host, and back.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -15,6 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import MeshError
 from jaxllm.sharding.rules import AnyMesh, Axes, mesh_axes, num_shards, partition_spec, say_devices
+
+Empty = Callable[[Sequence[int], np.dtype], np.ndarray]  # of a shape and a dtype, uninitialised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +58,47 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Expansion:
-    """Of arrays of a `canonical` shape to `size` entries of the dimension `dim`, which a mesh then splits."""
+    """Of arrays of a `canonical` shape to another one."""
 
     canonical: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The expanded one."""
+        raise NotImplementedError
+
+    def sources(self, index: tuple[slice, ...]) -> list[tuple[slice, ...]]:
+        """The boxes of the canonical array that make up what lies at `index` of the expanded one; both ends of each
+        slice are given."""
+        raise NotImplementedError
+
+    def shard(self, x: np.ndarray, index: tuple[slice, ...], origin: Sequence[int], empty: Empty) -> np.ndarray:
+        """What lies at `index` of the expanded array, without the rest of it, in memory of `empty`. `x` has the
+        canonical array from `origin` on; both ends of each slice are given."""
+        raise NotImplementedError
+
+    def contract(self, x: Any) -> Any:
+        """The canonical array that expands to `x`."""
+        raise NotImplementedError
+
+    def canonical_axes(self, axes: Axes) -> Axes:
+        """Those of the canonical array of one that has `axes`."""
+        return axes
+
+    def canonical_sharding(self, axes: Axes, mesh: Mesh) -> NamedSharding:
+        """How `mesh` holds the canonical array of one that has `axes`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengthened(Expansion):
+    """To `size` entries of the dimension `dim`, which a mesh then splits."""
+
     dim: int
     size: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The expanded one."""
         return tuple(self.size if dim == self.dim else size for dim, size in enumerate(self.canonical))
 
     @property
@@ -77,27 +111,34 @@ class Expansion:
         what is there from the index `origin` on."""
         raise NotImplementedError
 
-    def sources(self, index: tuple[slice, ...]) -> list[tuple[slice, ...]]:
-        """The boxes of the canonical array that make up what lies at `index` of the expanded one; both ends of each
-        slice are given."""
-        raise NotImplementedError
-
-    def contract(self, x: Any) -> Any:
-        """The canonical array that expands to `x`."""
-        raise NotImplementedError
-
     def expand(self, x: Any) -> Any:
+        """What the canonical array expands to."""
         return self.part(x, 0, self.size, (0,) * len(self.canonical))
 
-    def shard(self, x: np.ndarray, index: tuple[slice, ...], origin: Sequence[int]) -> np.ndarray:
-        """What lies at `index` of the expanded array, without the rest of it. `x` has the canonical array from `origin`
-        on; both ends of each slice are given."""
+    def shard(self, x: np.ndarray, index: tuple[slice, ...], origin: Sequence[int], empty: Empty) -> np.ndarray:
         moved = [slice(part.start - first, part.stop - first) for part, first in zip(index, origin, strict=True)]
         kept = tuple(slice(None) if dim in self.changed else part for dim, part in enumerate(moved))
-        return self.part(x[kept], index[self.dim].start, index[self.dim].stop, origin)
+        part = self.part(x[kept], index[self.dim].start, index[self.dim].stop, origin)
+        made = empty(part.shape, part.dtype)
+        made[...] = part
+        return made
+
+    def canonical_sharding(self, axes: Axes, mesh: Mesh) -> NamedSharding:
+        """Split by another dimension, if one divides, so that no device has all of it."""
+        names = [*partition_spec(axes, mesh)]
+        name, names[self.dim] = names[self.dim], None
+        count = num_shards(axes[self.dim], mesh, axes)
+        fit = [
+            (size, dim)
+            for dim, size in enumerate(self.canonical)
+            if dim not in self.changed and names[dim] is None and size % count == 0
+        ]
+        if fit:
+            names[max(fit)[1]] = name
+        return NamedSharding(mesh, PartitionSpec(*names))
 
 
-class Padded(Expansion):
+class Padded(Lengthened):
     """Zeros after the last entry."""
 
     def part(self, x: Any, start: int, stop: int, origin: Sequence[int]) -> Any:
@@ -117,7 +158,7 @@ class Padded(Expansion):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeated(Expansion):
+class Repeated(Lengthened):
     """Each KV head as often as there are devices for it, which share out the queries of its group. Where those can't
     be equal parts, queries of zeros fill the last one's: what they attend to is multiplied by zeros."""
 
@@ -194,7 +235,7 @@ class Repeated(Expansion):
         return _concatenate(parts, dim)
 
 
-def expansion(leaf: Leaf, mesh: AnyMesh) -> Expansion | None:
+def expansion(leaf: Leaf, mesh: AnyMesh) -> Lengthened | None:
     """What makes of `leaf`, which `check_splits` has let pass, what `mesh` can split; None if it can already."""
     for dim, (size, axis) in enumerate(zip(leaf.shape, leaf.axes, strict=True)):
         count = num_shards(axis, mesh, leaf.axes)
@@ -239,22 +280,6 @@ def _all_split(leaves: Mapping[str, Leaf], mesh: AnyMesh, mesh_axis: str, size: 
     sizes = dict(mesh.shape) | {mesh_axis: size}
     resized = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     return all(leaf.unsplit(resized) is None for leaf in leaves.values())
-
-
-def canonical_sharding(axes: Axes, expansion: Expansion, mesh: Mesh) -> NamedSharding:
-    """How `mesh` holds an array before it is expanded: split by another dimension, if one divides, so that no device
-    has all of it."""
-    names = [*partition_spec(axes, mesh)]
-    name, names[expansion.dim] = names[expansion.dim], None
-    count = num_shards(axes[expansion.dim], mesh, axes)
-    fit = [
-        (size, dim)
-        for dim, size in enumerate(expansion.canonical)
-        if dim not in expansion.changed and names[dim] is None and size % count == 0
-    ]
-    if fit:
-        names[max(fit)[1]] = name
-    return NamedSharding(mesh, PartitionSpec(*names))
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

@@ -128,7 +128,7 @@ def load_params(
             jax.block_until_ready(previous)  # one transfer runs while the next group is read, and no more
             previous = []
             for name, var in variables.items():
-                array = _shard(hosts.pop(name), var, mesh)
+                array = _shard(hosts.pop(name), var, mesh, arena)
                 var.set_value(array) if take is None else take(name, array)
                 if name not in brief:
                     previous.append(array)
@@ -308,15 +308,15 @@ def _empty(wanted: Sequence[Needed], dtype: np.dtype, arena: huge_pages.Arena) -
     windows = []
     for one in wanted:
         shape = [part.stop - part.start for part in one.window]
-        memory = arena.empty(math.prod(shape) * dtype.itemsize)
-        windows.append(HostWindow(memory.view(dtype).reshape(shape), tuple(part.start for part in one.window)))
+        windows.append(HostWindow(arena.array(shape, dtype), tuple(part.start for part in one.window)))
     return HostArray(windows)
 
 
-def _shard(host: HostArray, var: nnx.Variable, mesh: Mesh) -> jax.Array:
+def _shard(host: HostArray, var: nnx.Variable, mesh: Mesh, arena: huge_pages.Arena) -> jax.Array:
+    """`arena` has what becomes of a parameter that is expanded."""
     how, shape = expansion_of(var), var.get_value().shape
 
     def part(index: Any) -> np.ndarray:
-        return shard_at(host, how, concrete(index, shape))
+        return shard_at(host, how, concrete(index, shape), arena.array)
 
     return jax.make_array_from_callback(shape, rules.sharding(var.axes, mesh), part)

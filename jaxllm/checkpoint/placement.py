@@ -14,9 +14,11 @@ from jaxtyping import Array
 
 from jaxllm.argument_checks import a_type, some_of
 from jaxllm.checkpoint.quantized.make import quantized_leaves
+from jaxllm.models.panel_linear import InPanels
 from jaxllm.models.transformer import Params
+from jaxllm.pallas_kernels.native import huge_pages
 from jaxllm.sharding import rules
-from jaxllm.sharding.expand import Expansion, canonical_sharding
+from jaxllm.sharding.expand import Expansion, Lengthened
 
 
 def check_mesh(params: Params, mesh: Mesh) -> None:
@@ -52,10 +54,10 @@ def place_params(params: Any, abstract: Params, mesh: Mesh, *, cast: bool = Fals
     whole = [name for name, var in want.items() if expansion_of(var) is None]
     shardings = [rules.sharding(want[name].axes, mesh) for name in whole]
     arrays = dict(zip(whole, rules.place([got[name] for name in whole], shardings), strict=True))
-    placed = jax.tree.map(lambda leaf: leaf, abstract)
+    placed, arena = jax.tree.map(lambda leaf: leaf, abstract), huge_pages.Arena()
     for name, var in named(placed).items():
         how = expansion_of(var)
-        var.set_value(arrays[name] if how is None else _expand(got[name], var, how, mesh))
+        var.set_value(arrays[name] if how is None else _expand(got[name], var, how, mesh, arena))
     return placed
 
 
@@ -117,6 +119,7 @@ def canonical_params(placed: Params, mesh: Mesh) -> Params:
         how = expansion_of(var)
         if how is not None:
             var.set_value(_contraction(how, sharding_before(var, mesh))(var.get_value()))
+            var.set_metadata(axes=how.canonical_axes(var.axes))
             var.del_metadata("expansion")
     return params
 
@@ -149,17 +152,22 @@ def expansion_of(variable: nnx.Variable) -> Expansion | None:
 def sharding_before(variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
     """How `mesh` splits the canonical array of a parameter."""
     how = expansion_of(variable)
-    return rules.sharding(variable.axes, mesh) if how is None else canonical_sharding(variable.axes, how, mesh)
+    return rules.sharding(variable.axes, mesh) if how is None else how.canonical_sharding(variable.axes, mesh)
 
 
-def _expand(array: Array | np.ndarray, variable: nnx.Variable, how: Expansion, mesh: Mesh) -> Array:
+def _expand(
+    array: Array | np.ndarray, variable: nnx.Variable, how: Expansion, mesh: Mesh, arena: huge_pages.Arena
+) -> Array:
     """One at a time, so that no more than a device's part of one array lies beside the results."""
+    sharding = rules.sharding(variable.axes, mesh)
+    if isinstance(how, InPanels):
+        return jax.device_put(how.of_whole(np.asarray(array), arena.array), sharding)
     (before,) = rules.place([array], [sharding_before(variable, mesh)])
-    return jax.block_until_ready(_expansion(how, rules.sharding(variable.axes, mesh))(before))
+    return jax.block_until_ready(_expansion(how, sharding)(before))
 
 
 @cache
-def _expansion(how: Expansion, sharding: NamedSharding) -> Callable[[Any], Array]:
+def _expansion(how: Lengthened, sharding: NamedSharding) -> Callable[[Any], Array]:
     return jax.jit(how.expand, out_shardings=sharding)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxllm.checkpoint.placement import canonical, expansion_of
 from jaxllm.sharding import rules
-from jaxllm.sharding.expand import Expansion
+from jaxllm.sharding.expand import Empty, Expansion
 
 Box = tuple[slice, ...]  # the indices of each axis, from where to where
 
@@ -73,10 +73,11 @@ def needed(variable: nnx.Variable, mesh: Mesh) -> list[Needed]:
     return [Needed(shape, window, [box for box in boxes if _has(window, box)]) for window in windows]
 
 
-def shard_at(host: HostArray, how: Expansion | None, box: Box) -> np.ndarray:
-    """What a device holds at `box` of the array that its mesh has (see `expansion_of`)."""
+def shard_at(host: HostArray, how: Expansion | None, box: Box, empty: Empty) -> np.ndarray:
+    """What a device holds at `box` of the array that its mesh has (see `expansion_of`): a view, or in memory of
+    `empty`."""
     window = host.window(_hull(_sources(how, box)))
-    return window.at(box) if how is None else how.shard(window.values, box, window.origin)
+    return window.at(box) if how is None else how.shard(window.values, box, window.origin, empty)
 
 
 def _sources(how: Expansion | None, box: Box) -> list[Box]:

@@ -74,7 +74,9 @@ def random_params(spec: ModelSpec, abstract: Params, mesh: Mesh) -> Params:
 
     for name, array in make().items():
         variables[name].set_value(array)
-        if expansion_of(variables[name]) is not None:
+        how = expansion_of(variables[name])
+        if how is not None:
+            variables[name].set_metadata(axes=how.canonical_axes(variables[name].axes))
             variables[name].del_metadata("expansion")
     return params
 

@@ -37,7 +37,7 @@ from jaxllm.engine.dummy import random_params
 from jaxllm.engine.model_interface import kv_dtype
 from jaxllm.engine.own_module import open_module, say_replicated
 from jaxllm.errors import MeshError
-from jaxllm.models import registry, transformer
+from jaxllm.models import panel_linear, registry, transformer
 from jaxllm.models.quantized import put_in_panels, round_rows
 from jaxllm.models.transformer import Params
 from jaxllm.models.wrapped import name_of
@@ -94,10 +94,11 @@ class ModelSource(NamedTuple):
             ) from error
 
     def in_panels(self, mesh: Mesh) -> "ModelSource":
-        """With quantised products in the order that a lone CPU reads them in, once they are loaded; itself where there
-        are none, or the caller brings their arrays."""
+        """With products in the order that a lone CPU reads them in, once they are loaded; itself where the caller
+        brings their arrays."""
         if platform_of(mesh) != "cpu" or mesh.size > 1 or not callable(self.params) or not native.is_built():
             return self
+        panel_linear.put_in_panels(self.model)
         graph, abstract = nnx.split(self.model)
         if not put_in_panels(self.model):
             return self

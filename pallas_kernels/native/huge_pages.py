@@ -4,6 +4,7 @@ anywhere else, and where an administrator says never, nothing.
 """
 
 import ctypes
+import math
 import mmap
 import threading
 import weakref
@@ -44,6 +45,10 @@ class Arena:
             self._left = _chunk(max(step, self.CHUNK))
         taken, self._left = self._left[:num_bytes], self._left[step:]
         return taken
+
+    def array(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """Likewise, an array."""
+        return self.empty(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
 
 def _chunk(num_bytes: int) -> np.ndarray:

@@ -11,6 +11,8 @@ struct Bf16 {
   uint16_t bits;
 };
 
+constexpr int64_t kDensePanel = 32;  // columns of a panel of a dense weight
+
 // y[rows, n] = x[rows, k] @ w, with w [k, n], or [n, k] if transposed. All arrays are dense and row-major.
 struct Gemm {
   const float* x;  // a [units, height] for each group of rows, as the kernel reads it; without groups [rows, units]
@@ -21,6 +23,7 @@ struct Gemm {
   DType dtype;  // of w
   bool transposed;
   bool pairs = false;  // x is in bfloat16, and two numbers of a row, one a zero if k is odd, take the place of a float
+  bool in_panels = false;
 
   int64_t first = 0, ldy = 0;  // the column that y begins with, and floats from a row of y to the next one (0: n)
 

@@ -126,22 +126,23 @@ void multiply_by_rows(ffi::ThreadPool& pool, const Gemm& gemm, const T* x, int64
   });
 }
 
-// y[rows, n], or where it is gated [rows, n / 2], of x[rows, k] and w[k, n].
+// y[rows, n], or where it is gated [rows, n / 2], of x[rows, k] and w[k, n], or w in panels.
 ffi::Error multiply_all(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::AnyBuffer& w, NumRows& num_rows, ffi::AnyBuffer& y,
                         bool transposed, bool batch_invariant, Output out, const char* name) {
-  const auto xs = x.dimensions(), ws = w.dimensions(), ys = y.dimensions();
+  const auto xs = x.dimensions(), ys = y.dimensions();
   const bool is_f32 = x.element_type() == ffi::F32;
-  DType dtype;
-  if (xs.size() != 2 || ws.size() != 2 || ys.size() != 2 || ws[transposed ? 1 : 0] != xs[1] || ys[0] != xs[0] ||
-      ws[transposed ? 0 : 1] != ys[1] * (out.is_gated ? 2 : 1) || !is_one_or_none(num_rows) ||
+  Matrix matrix;
+  if (xs.size() != 2 || ys.size() != 2 || !read_matrix(w, transposed, 0, matrix) || matrix.k != xs[1] || ys[0] != xs[0] ||
+      matrix.n != ys[1] * (out.is_gated ? 2 : 1) || (matrix.in_panels && ys[1] % kDensePanel) || !is_one_or_none(num_rows) ||
       !find(y.element_type(), out.dtype) || (!is_f32 && x.element_type() != ffi::BF16) ||
-      !find(w.element_type(), dtype) || (out.dtype != DType::kF32 && is_f32) ||
+      (out.dtype != DType::kF32 && is_f32) ||
       (w.element_type() != x.element_type() && (!is_f32 || batch_invariant)))  // float32 rows may have a bfloat16 weight
     return ffi::Error::InvalidArgument(std::string(name) + ": shapes or dtypes don't go together");
-  const int64_t rows = used_rows(num_rows, xs[0]), k = xs[1], n = ws[transposed ? 0 : 1];
+  const int64_t rows = used_rows(num_rows, xs[0]), k = xs[1], n = matrix.n;
   if (rows == 0) return ffi::Error::Success();
   out.y = y.untyped_data(), out.n = ys[1];
-  Gemm gemm{nullptr, w.untyped_data(), nullptr, rows, k, n, 0, dtype, transposed, !is_f32 && kernels().pairs};
+  Gemm gemm{nullptr, w.untyped_data(), nullptr, rows, k, n, 0, matrix.dtype, transposed,
+            !is_f32 && kernels().pairs, matrix.in_panels};
   const int64_t least = gemm.pairs && kernels().reads_rows ? kMostAtOnce : kLeastAlone;
   if (rows >= pool.num_threads() * least && !(transposed && batch_invariant)) {
     if (is_f32)
@@ -152,7 +153,7 @@ ffi::Error multiply_all(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::AnyBuffer
   }
   take_rows(gemm, rows, transposed && (batch_invariant || rows <= kDotRows));
   const std::unique_ptr<float[]> copy = pack_rows(pool, gemm, x);
-  each_part(pool, rows, out.n, k * n * (dtype == DType::kF32 ? 4 : 2),
+  each_part(pool, rows, out.n, k * n * (matrix.dtype == DType::kF32 ? 4 : 2),
             [&](int64_t begin, int64_t end) { multiply(gemm, out, 0, begin, end); });
   return ffi::Error::Success();
 }

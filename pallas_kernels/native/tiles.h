@@ -91,10 +91,18 @@ static void pack_tiles(const Gemm& g, int64_t u, int64_t units, AmxTile* tiles) 
   }
 }
 
+// Where the tiles of 32 columns of w lie: a tile's rows, and the second of two from the first, in floats.
+struct FromTiles {
+  static constexpr int64_t kRow = kTile, kSecond = kTile * kTile, kAhead = 0;
+};
+struct FromPanel {  // which is read in this order from memory: lines so far ahead are brought in
+  static constexpr int64_t kRow = kDensePanel, kSecond = kTile, kAhead = 4 * kTile * kDensePanel;
+};
+
 // y[rows, 32] += x @ w, or = if first, of `depth` times two tiles of each; of x one of these if not kTwo. The tiles' shapes
 // are set.
-template <bool kTwo>
-static void multiply_block(const AmxTile* x, const AmxTile* w, int64_t depth, float* y, int64_t ldy, bool first) {
+template <bool kTwo, class From>
+static void multiply_block(const AmxTile* x, const float* w, int64_t depth, float* y, int64_t ldy, bool first) {
   float* const below = y + kTile * ldy;
   settle();
   if (first) {
@@ -111,10 +119,12 @@ static void multiply_block(const AmxTile* x, const AmxTile* w, int64_t depth, fl
     _tile_loadd(2, below, ldy * 4);
     _tile_loadd(3, below + kTile, ldy * 4);
   }
-  for (const AmxTile* const end = x + 2 * depth; x < end; x += 2, w += 2) {
+  for (const AmxTile* const end = x + 2 * depth; x < end; x += 2, w += 2 * kTile * kTile) {
+    for (int64_t i = 0; From::kAhead && !kTwo && i < 2 * kTile * kTile; i += kLine / 4)
+      __builtin_prefetch(w + From::kAhead + i, 0, 2);
     _tile_loadd(4, x[0].numbers, kLine);
-    _tile_loadd(6, w[0].numbers, kLine);
-    _tile_loadd(7, w[1].numbers, kLine);
+    _tile_loadd(6, w, From::kRow * 4);
+    _tile_loadd(7, w + From::kSecond, From::kRow * 4);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (kTwo) {
@@ -134,14 +144,15 @@ static void multiply_block(const AmxTile* x, const AmxTile* w, int64_t depth, fl
 
 // All rows of `columns` columns from n on, two tiles or what is left, for `depth` tiles of x and w. `shaped`: the rows that
 // the tiles have shapes for.
-static void multiply_panel(const Gemm& g, int64_t n, int64_t columns, const AmxTile* x, const AmxTile* w, int64_t depth,
+template <class From>
+static void multiply_panel(const Gemm& g, int64_t n, int64_t columns, const AmxTile* x, const float* w, int64_t depth,
                            bool first, int64_t& shaped) {
   alignas(64) float sums[kTileRowsOfX * kTileColumns];
   for (int64_t row = 0; row < g.rows; row += kTileRowsOfX, x += 2 * depth) {
     const int64_t rows = std::min(kTileRowsOfX, g.rows - row);
     if (rows != shaped) set_shapes(rows);
     shaped = rows;
-    const auto multiply = rows > kTile ? multiply_block<true> : multiply_block<false>;
+    const auto multiply = rows > kTile ? multiply_block<true, From> : multiply_block<false, From>;
     if (columns == kTileColumns) {
       multiply(x, w, depth, g.at(row, n), g.y_step(), first);
       continue;
@@ -167,7 +178,7 @@ static void by_strips(const Gemm& g, int64_t begin, int64_t end, AmxTile* x) {
       for (int64_t n = first; n < last; n += kTileColumns) {
         interleave(w + row * g.n + n, g.n, std::min(2 * kTile, g.k - row), std::min(kTileColumns, last - n), kStripAhead,
                    tiles);
-        multiply_block<false>(x + row / kTile, tiles, 1, sums + n - first, kStripStep, row == 0);
+        multiply_block<false, FromTiles>(x + row / kTile, tiles->numbers, 1, sums + n - first, kStripStep, row == 0);
       }
     for (int64_t row = 0; row < g.rows; row++) std::copy_n(sums + row * kStripStep, last - first, g.at(row, first));
   }
@@ -185,7 +196,29 @@ static void by_blocks(const Gemm& g, int64_t begin, int64_t end, AmxTile* x) {
       interleave(w + 2 * u * g.n + first, g.n, rows, last - first, kBlockAhead, tiles.data());
       const AmxTile* at = tiles.data();
       for (int64_t n = first; n < last; n += kTileColumns, at += 2 * depth)
-        multiply_panel(g, n, std::min(kTileColumns, last - n), x, at, depth, u == 0, shaped);
+        multiply_panel<FromTiles>(g, n, std::min(kTileColumns, last - n), x, at->numbers, depth, u == 0, shaped);
+    }
+  }
+}
+
+// Of a w in panels, which have what tiles need one below the other: few rows panel by panel, as memory likes it, and more by
+// blocks, for which the second cache holds x.
+static void by_panels(const Gemm& g, int64_t begin, int64_t end, AmxTile* x) {
+  static_assert(kDensePanel == kTileColumns);
+  thread_local std::vector<AmxTile> padded;  // units that fill no tile, and those before them
+  const int64_t most = g.rows <= kTile ? g.units() : kBlockUnits;
+  int64_t shaped = 0;
+  for (int64_t u = 0; u < g.units(); u += most) {
+    const int64_t units = std::min(most, g.units() - u), depth = (units + kTile - 1) / kTile;
+    pack_tiles(g, u, units, x);
+    for (int64_t n = begin; n < end; n += kTileColumns) {
+      const float* w = static_cast<const float*>(g.w) + (n / kDensePanel * g.units() + u) * kDensePanel;
+      if (units % kTile) {
+        padded.assign(2 * depth, AmxTile{});
+        std::copy_n(w, units * kDensePanel, padded.data()->numbers);
+        w = padded.data()->numbers;
+      }
+      multiply_panel<FromPanel>(g, n, kTileColumns, x, w, depth, u == 0, shaped);
     }
   }
 }
@@ -196,7 +229,7 @@ static void multiply_by_tiles(const Gemm& g, int64_t begin, int64_t end) {
   thread_local std::vector<AmxTile> x;
   const size_t size = (g.rows + kTileRowsOfX - 1) / kTileRowsOfX * 2 * (is_strip ? tiles_for(g.k) : kBlockUnits / kTile);
   if (x.size() < size) x.resize(size);
-  (is_strip ? by_strips : by_blocks)(g, begin, end, x.data());
+  (g.in_panels ? by_panels : is_strip ? by_strips : by_blocks)(g, begin, end, x.data());
   _tile_release();
 }
 

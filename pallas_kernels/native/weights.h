@@ -36,6 +36,30 @@ inline bool find(xla::ffi::DataType dtype, Scale& scale) {
   }
 }
 
+// A dense weight: [k, n], [n, k] if it is transposed, or in panels, [panels, k, kDensePanel] in float32 and
+// [panels, k / 2, kDensePanel, 2] in bfloat16.
+struct Matrix {
+  int64_t k, n;
+  DType dtype;
+  bool in_panels;
+};
+
+// Whether `w` is one, or several if it has so many axes before, which `to` then tells of.
+inline bool read_matrix(const xla::ffi::AnyBuffer& w, bool transposed, size_t lead, Matrix& to) {
+  const auto dims = w.dimensions();
+  if (dims.size() < lead + 2 || !find(w.element_type(), to.dtype)) return false;
+  const auto* const ws = dims.begin() + lead;
+  const size_t rank = dims.size() - lead;
+  to.in_panels = rank > 2;
+  if (!to.in_panels) {
+    to.k = ws[transposed ? 1 : 0], to.n = ws[transposed ? 0 : 1];
+    return true;
+  }
+  const bool is_f32 = to.dtype == DType::kF32;
+  to.k = ws[1] * (is_f32 ? 1 : 2), to.n = ws[0] * kDensePanel;
+  return !transposed && rank == (is_f32 ? 3 : 4) && ws[2] == kDensePanel && (is_f32 || ws[3] == 2);
+}
+
 // Of experts that lie one after the other; without experts, of one.
 struct Weight {
   QuantizedGemm first{};  // of expert 0: its x, y, rows and groups are not set
@@ -73,24 +97,27 @@ struct Weight {
   bool takes_each(int64_t rows) const { return !is_dense && first.by_output && rows <= kDirectRows; }
 };
 
-// The arrays of a weight as `to`, or what is wrong with them. Without scales it is dense, [k, n]; see QuantizedGemm for
+// The arrays of a weight as `to`, or what is wrong with them. Without scales it is dense, see Matrix; see QuantizedGemm for
 // the others. Offsets and outer scales may be empty. `has_experts`: all have one more axis before.
 inline const char* read_weight(const xla::ffi::AnyBuffer& codes, const xla::ffi::AnyBuffer& scales,
                                const xla::ffi::AnyBuffer& offsets, const xla::ffi::AnyBuffer& outer, bool by_output,
                                bool has_experts, Weight& to) {
   const auto cs = codes.dimensions(), ss = scales.dimensions();
   const size_t lead = has_experts ? 1 : 0;
-  if (cs.size() != lead + 2) return "rank of codes";
+  if (cs.size() < lead + 2) return "rank of codes";
   to = {};
   to.experts = has_experts ? cs[0] : 1;
-  to.is_dense = scales.element_count() == 0 && find(codes.element_type(), to.first.gemm.dtype);
   QuantizedGemm& q = to.first;
   q.by_output = by_output;
-  q.gemm.k = cs[lead + (by_output ? 1 : 0)], q.gemm.n = cs[lead + (by_output ? 0 : 1)];
+  Matrix matrix;
+  to.is_dense = scales.element_count() == 0 && read_matrix(codes, by_output, lead, matrix);
   if (to.is_dense) {
-    q.gemm.w = codes.untyped_data();
+    q.gemm.w = codes.untyped_data(), q.gemm.dtype = matrix.dtype, q.gemm.in_panels = matrix.in_panels;
+    q.gemm.k = matrix.k, q.gemm.n = matrix.n;
     return by_output ? "a dense weight by output" : nullptr;
   }
+  if (cs.size() != lead + 2) return "rank of codes";
+  q.gemm.k = cs[lead + (by_output ? 1 : 0)], q.gemm.n = cs[lead + (by_output ? 0 : 1)];
   if (!find(codes.element_type(), q.code) || !find(scales.element_type(), q.scale)) return "dtypes";
   if (ss.size() != lead + (by_output ? 1 : 2) || ss.back() != to.n() || (has_experts && ss[0] != to.experts))
     return "shapes of codes and scales";

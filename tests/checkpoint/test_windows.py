@@ -125,7 +125,7 @@ def test_any_set_of_devices(leaf):
         assert sum(window.values.size for window in host.windows) <= whole.size
         for device in own:
             box = concrete(indices[device], value.shape)
-            got = shard_at(host, how, box)
+            got = shard_at(host, how, box, np.empty)
             np.testing.assert_array_equal(got, held[box])
             seen |= set(got.reshape(-1).tolist()) if len(own) == 1 else set()
     assert seen - {0.0} == set(whole.reshape(-1).tolist())

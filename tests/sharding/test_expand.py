@@ -25,7 +25,7 @@ from jaxllm.engine.device.model_shape import model_shape
 from jaxllm.errors import MeshError
 from jaxllm.models import qwen3, transformer
 from jaxllm.sharding import rules
-from jaxllm.sharding.expand import Leaf, canonical_sharding, check_splits, expansion, padded, repeated
+from jaxllm.sharding.expand import Leaf, check_splits, expansion, padded, repeated
 from jaxllm.sharding.mesh import make_mesh
 from tests.checkpoints import load, write_checkpoint
 from tests.tiny import Tiny
@@ -73,11 +73,11 @@ def test_every_part_is_that_of_the_whole_and_back_again(leaf, count, dtype):
     assert isinstance(whole, np.ndarray) and whole.dtype == dtype and whole.shape == how.shape
     origin = (0,) * host.ndim
     sharded = jax.make_array_from_callback(
-        how.shape, where, lambda index: how.shard(host, concrete(index, how.shape), origin)
+        how.shape, where, lambda index: how.shard(host, concrete(index, how.shape), origin, np.empty)
     )
     np.testing.assert_array_equal(np.asarray(sharded), whole)
     assert sharded.addressable_shards[0].data.shape[how.dim] == how.size // count
-    before = jax.device_put(host, canonical_sharding(leaf.axes, how, mesh))
+    before = jax.device_put(host, how.canonical_sharding(leaf.axes, mesh))
     inside = jax.jit(how.expand, out_shardings=where)(before)
     np.testing.assert_array_equal(np.asarray(inside), whole)
     np.testing.assert_array_equal(np.asarray(how.contract(whole)), host)
@@ -88,7 +88,7 @@ def test_no_device_has_a_whole_array_on_the_way():
     mesh = make_mesh("tensor=8")
     for leaf in (leaf_of(2, 4, embed=512, head_dim=16), Leaf(axes=("vocab", "embed"), shape=(2051, 512))):
         how = expansion(leaf, mesh)
-        before, after = canonical_sharding(leaf.axes, how, mesh), rules.sharding(leaf.axes, mesh)
+        before, after = how.canonical_sharding(leaf.axes, mesh), rules.sharding(leaf.axes, mesh)
         assert not before.is_fully_replicated
         for fn, shape, given, wanted in (
             (how.expand, leaf.shape, before, after),

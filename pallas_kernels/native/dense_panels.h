@@ -1,0 +1,56 @@
+// Products with a dense weight that lies in panels, which tiles read as they are: memory has what they need in their order.
+#pragma once
+
+#include <algorithm>
+
+#include "gemm_tiles.h"
+
+namespace jaxllm::JAXLLM_ISA {
+
+constexpr int64_t kBytesAhead = 4096;  // from what few rows of x read to what is brought in
+
+// What tiles do beside their work: they bring in what they read next. (See `Ahead`.)
+template <class U>
+struct Along {
+  static constexpr int64_t kUnitBytes = kDensePanel * U::kRows * sizeof(Value<U>);
+
+  const char* at = nullptr;
+  int64_t left = 0;
+  bool is_seldom = false;
+
+  void move() {
+    for (int64_t i = 0; i < kUnitBytes; i += kLine) __builtin_prefetch(at + i, 0, 2);
+    at += kUnitBytes;
+    left--;
+  }
+};
+
+// Columns begin to end, which are those of whole tiles. One group of rows goes through a panel at once; several through a
+// part of it each, and through as many columns' parts as let the second cache hold their x and y.
+template <class U>
+static void gemm_by_panels(const Gemm& g, int64_t begin, int64_t end) {
+  constexpr int64_t kColumns = kVectors * kWidth;
+  static_assert(kDensePanel % kColumns == 0);
+  const bool has_many = g.groups >= kManyGroups;
+  const int64_t most_units = g.groups == 1 ? g.units() : has_many ? kManyDepth : kBlockDepth;
+  const int64_t most_depth = most_units * U::kRows, most_columns = std::max(kBlock / most_units / kColumns, 1L) * kColumns;
+  const auto at = [&](int64_t k, int64_t n) {
+    const int64_t bytes = (n / kDensePanel * g.k + k) * kDensePanel * sizeof(Value<U>) + n % kDensePanel * sizeof(float);
+    return static_cast<const char*>(g.w) + bytes;
+  };
+  for (int64_t first = begin; first < end; first += most_columns)
+    for (int64_t k = 0; k < g.k; k += most_depth)
+      for (int64_t n = first; n < std::min(first + most_columns, end); n += kColumns) {
+        const int64_t depth = std::min(most_depth, g.k - k);
+        Along<U> ahead{g.groups == 1 ? at(k, n) + kBytesAhead : at(k, n) + depth / U::kRows * Along<U>::kUnitBytes,
+                       depth / U::kRows, has_many};
+        for (int64_t i = 0; i < g.groups; i++) {
+          const int64_t row = g.first_row(i), height = g.first_row(i + 1) - row;
+          const float* const x = g.x + row * g.units() + k / U::kRows * height;
+          const auto multiply = tile_of<kVectors, From::kPanel, U, Along<U>>(height);
+          multiply(x, height, at(k, n), 0, g.at(row, n), g.y_step(), depth, k == 0, ahead);
+        }
+      }
+}
+
+}  // namespace jaxllm::JAXLLM_ISA
