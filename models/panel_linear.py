@@ -98,7 +98,8 @@ class PanelLinear(Linear):
 
     def gated(self, x: Float[Array, "*t d"], activation: str, ctx: StepContext) -> Float[Array, "*t width"]:
         is_plain = self.bias is None and self.adapter is None and self.shape.experts is None
-        if is_plain and of_gates.supports(x, activation, self.weight[...]):
+        are_whole = self.shape.outputs[-1][1] % panels.PANEL == 0  # those of the gate
+        if is_plain and are_whole and of_gates.supports(x, activation, self.weight[...]):
             about = {"num_tokens": ctx.num_tokens, "batch_invariant": ctx.placement.batch_invariant}
             return of_gates.gated_panel_product(x, self.weight[...], activation, **about)
         return super().gated(x, activation, ctx)
@@ -124,7 +125,7 @@ def put_in_panels(model: nnx.Module) -> None:
 def fits(linear: Linear) -> bool:
     """Whether its weight can lie in panels."""
     shape, dtype = linear.shape, linear.weight.get_value().dtype
-    return panels.fits(_size(shape.inputs), shape.outputs[-1][1], dtype)
+    return panels.fits(_size(shape.inputs), _size(shape.outputs), dtype)
 
 
 def _size(axes: Sequence[tuple[str, int]]) -> int:

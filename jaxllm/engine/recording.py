@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import jaxllm
-from jaxllm.checkpoint.placement import named
+from jaxllm.checkpoint.placement import canonical, named
 from jaxllm.engine.config import EngineConfig
 from jaxllm.engine.device.command_log import Header
 from jaxllm.engine.device.recorder import Recorder, create
@@ -42,8 +42,9 @@ def header_of(source: ModelSource, config: EngineConfig, mesh: Mesh, params: Par
 
 
 def params_digest(params: Params) -> str:
-    """Of the parameters' names, shapes and dtypes."""
-    described = [[name, list(leaf.shape), str(leaf.dtype)] for name, leaf in named(params).items()]
+    """Of the parameters' names, canonical shapes and dtypes."""
+    shapes = {name: canonical(variable) for name, variable in named(params).items()}
+    described = [[name, list(shape.shape), str(shape.dtype)] for name, shape in shapes.items()]
     return _digest(json.dumps(described).encode())
 
 

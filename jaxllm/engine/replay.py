@@ -73,6 +73,7 @@ class Replayed(Executor):
         mesh = make_mesh(header.mesh)
         source = _source(header, model, platform_of(mesh))
         source.expand(mesh)
+        source = source.in_panels(mesh)
         graph, state = nnx.split(source.model)
         check_mesh(state, mesh)
         shape = with_config(model_shape(source.cfg, graph, state, mesh), source.model, header.config)

@@ -59,7 +59,7 @@ def gated_product(
 
 def gated_panel_product(
     x: Float[Array, "*t d"],
-    panels: Float[Array, "panels rows ..."],
+    panels: Float[Array, "panels units ..."],
     activation: str,
     *,
     num_tokens: Int[Array, ""] | None = None,

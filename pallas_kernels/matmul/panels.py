@@ -43,23 +43,15 @@ def put_in_panels(weight: np.ndarray, panels: np.ndarray) -> None:
     native.load().jaxllm_put_in_panels(*addresses, *sizes, *counts)
 
 
-def to_panels(weight: Float[Array, "*lead inputs outputs"]) -> Float[Array, "..."]:
-    """Likewise, of a device's arrays."""
-    *lead, inputs, outputs = weight.shape
-    panels, rows, *rest = panels_shape(inputs, outputs, weight.dtype)
-    split = weight.reshape(*lead, rows, math.prod(rest[1:]), panels, PANEL)
-    return jnp.moveaxis(jnp.moveaxis(split, -2, len(lead)), -2, -1).reshape(*lead, panels, rows, *rest)
-
-
 def from_panels(panels: Float[Array, "..."]) -> Float[Array, "*lead inputs outputs"]:
-    """The weight that lies in `panels`."""
+    """The weight that lies in `panels`, `[..., *panels_shape]`."""
     together = _TOGETHER[panels.dtype.name]
     *lead, num, rows, _ = panels.shape if together == 1 else panels.shape[:-1]
     split = jnp.moveaxis(panels.reshape(*lead, num, rows, PANEL, together), -1, -2)
     return jnp.moveaxis(split, len(lead), -2).reshape(*lead, rows * together, num * PANEL)
 
 
-def columns(panels: Float[Array, "panels rows ..."], ids: Int[Array, " n"]) -> Float[Array, "inputs n"]:
+def columns(panels: Float[Array, "panels units ..."], ids: Int[Array, " n"]) -> Float[Array, "inputs n"]:
     """The weight of these outputs, in float32."""
     wanted = from_panels(panels[ids // PANEL])  # of each a panel
     at = jnp.arange(len(ids)) * PANEL + ids % PANEL
@@ -68,7 +60,7 @@ def columns(panels: Float[Array, "panels rows ..."], ids: Int[Array, " n"]) -> F
 
 def panel_product(
     x: Float[Array, "..."],
-    panels: Float[Array, "panels rows ..."],
+    panels: Float[Array, "panels units ..."],
     *,
     num_inputs: int,
     outputs: tuple[int, ...],
@@ -94,7 +86,7 @@ def panel_product(
 
 def grouped_panel_product(
     x: Float[Array, "rows ..."],
-    panels: Float[Array, "experts panels rows ..."],
+    panels: Float[Array, "experts panels units ..."],
     offsets: Int[Array, " experts_plus_1"],
     *,
     outputs: tuple[int, ...],

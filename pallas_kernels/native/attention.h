@@ -171,20 +171,29 @@ static int64_t first_key(const Attention& a, const AttentionTile& tile) {
   return a.batch_invariant ? oldest - oldest % a.block_size % kKeys : oldest;  // the same groups of keys in any tile
 }
 
-// q of a vector of rows from `first` on, in pairs.
-static void begin_pairs(const Attention& a, const AttentionTile& tile, const Running& run, int64_t first) {
-  const Bf16* rows[kWidth];
+// q of a vector of rows from `first` on, as tiles read it: scaled, or in pairs.
+template <class T, bool kPaired>
+static void begin_rows(const Attention& a, const AttentionTile& tile, const Running& run, int64_t first, float scale) {
+  constexpr int kUnit = kPaired ? 2 : 1;
+  const T* rows[kWidth];
   for (int i = 0; i < kWidth; i++)
-    rows[i] = static_cast<const Bf16*>(a.q) + row_offset(a, tile, std::min(first + i, run.rows - 1));
-  int64_t pair = 0;
-  for (; pair + kWidth <= a.head_dim / 2; pair += kWidth) {
+    rows[i] = static_cast<const T*>(a.q) + row_offset(a, tile, std::min(first + i, run.rows - 1));
+  const int64_t units = a.head_dim / kUnit;
+  int64_t unit = 0;
+  for (; unit + kWidth <= units; unit += kWidth) {
     Floats square[kWidth];
-    for (int i = 0; i < kWidth; i++) square[i] = read_bits(rows[i] + 2 * pair);
+    for (int i = 0; i < kWidth; i++) square[i] = kPaired ? read_bits(rows[i] + 2 * unit) : load(rows[i] + unit) * scale;
     transpose(square);
-    for (int i = 0; i < kWidth; i++) store(run.q + (pair + i) * kTileRows + first, square[i]);
+    for (int i = 0; i < kWidth; i++) store(run.q + (unit + i) * kTileRows + first, square[i]);
   }
-  for (; pair < a.head_dim / 2; pair++)
-    for (int i = 0; i < kWidth; i++) std::memcpy(run.q + pair * kTileRows + first + i, rows[i] + 2 * pair, sizeof(float));
+  for (; unit < units; unit++)
+    for (int i = 0; i < kWidth; i++) {
+      float* const to = run.q + unit * kTileRows + first + i;
+      if (kPaired)
+        std::memcpy(to, rows[i] + 2 * unit, sizeof(float));
+      else
+        *to = value(rows[i] + unit) * scale;
+    }
 }
 
 template <class T>
@@ -202,14 +211,13 @@ static void begin_tile(const Attention& a, const AttentionTile& tile, Running& r
       run.top[row] = a.sinks[tile.kv_head * group + (tile.begin + given) % group];
       run.total[row] = 1;
     }
-    const T* q = static_cast<const T*>(a.q) + row_offset(a, tile, given);
-    if (run.paired) {
-      if (row % kWidth == kWidth - 1) begin_pairs(a, tile, run, row + 1 - kWidth);
-      continue;
+    if (few) {
+      const T* q = static_cast<const T*>(a.q) + row_offset(a, tile, given);
+      for (int64_t d = 0; d < a.head_dim; d++) run.q[row * a.head_dim + d] = value(q + d) * scale;
     }
-    for (int64_t d = 0; d < a.head_dim; d++)
-      run.q[few ? row * a.head_dim + d : d * kTileRows + row] = value(q + d) * scale;
   }
+  for (int64_t row = 0; !few && row < run.filled; row += kWidth)
+    (run.paired ? begin_rows<T, true> : begin_rows<T, false>)(a, tile, run, row, scale);
   std::memset(run.sums, 0, run.rows * a.head_dim * sizeof(float));
 }
 

@@ -236,13 +236,18 @@ static inline float largest(Floats v) {
   return fold_lanes<kWidth>(v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
-// e^x to 2 units in the last place; 0 below -87, and x is at most 88. Cephes' range reduction, a Taylor polynomial
+// e^x to 2 units in the last place; 0 from some -87 down, and x is at most 88. Cephes' range reduction, a Taylor polynomial
 // of degree 7 on [-ln 2 / 2, ln 2 / 2].
 static inline Floats exp(Floats x) {
+#if defined(__AVX512F__)
+  x = (Floats)_mm512_max_ps((__m512)broadcast(-120.0f), (__m512)x);  // the second one if one is NaN
+  const Floats n = (Floats)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 0x08);
+#else
   const Ints underflow = x < -87.0f;
   x = underflow ? broadcast(-87.0f) : min(x, broadcast(88.0f));
   const Floats shifter = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Floats n = (x * 1.44269504088896341f + shifter) - shifter;
+#endif
   Floats r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   Floats p = broadcast(1.0f / 5040);
@@ -253,9 +258,13 @@ static inline Floats exp(Floats x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
+#if defined(__AVX512F__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
   const Floats y = p * (Floats)exponent;
   return underflow ? Floats{} : y;
+#endif
 }
 
 static inline Floats tanh(Floats x) {
