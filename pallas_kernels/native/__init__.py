@@ -75,7 +75,7 @@ def instruction_set() -> str:
 
 def multiplies_pairs() -> bool:
     """Whether products of bfloat16 take two numbers at once, twice as many a second as of float32."""
-    return is_built() and instruction_set() in ("amx", "avx512_bf16")
+    return is_built() and instruction_set() in ("amx", "avx512_bf16", "neon_bf16")
 
 
 def ffi_call(target: str, results: Any, **options: Any) -> Any:

@@ -230,13 +230,7 @@ static void end_tile(const Attention& a, const AttentionTile& tile, const Runnin
   }
 }
 
-#if defined(__AVX512BF16__)
-// Both numbers of each lane, rounded to bfloat16.
-static inline Floats pair_of(Floats first, Floats second) {
-  const __m256i halves[2] = {(__m256i)_mm512_cvtneps_pbh((__m512)first), (__m256i)_mm512_cvtneps_pbh((__m512)second)};
-  return (Floats)((Words)_mm512_cvtepu16_epi32(halves[0]) | (Words)_mm512_cvtepu16_epi32(halves[1]) << 16);
-}
-
+#if defined(JAXLLM_PAIRS)
 // As `add_values`, with two weights and two values at once, for the dimensions from `d` on that fill tiles; returns the
 // first one after these.
 template <int kVectors>
@@ -256,7 +250,7 @@ static int64_t add_pairs(const Attention& a, const Running& run, const Bf16* val
 template <class T>
 static void add_values(const Attention& a, const Running& run, const T* values, int64_t count) {
   int64_t d = 0;
-#if defined(__AVX512BF16__)
+#if defined(JAXLLM_PAIRS)
   if constexpr (std::is_same_v<T, Bf16>)
     if (run.paired) d = add_pairs<1>(a, run, values, count, add_pairs<kVectors>(a, run, values, count, 0));
 #endif
@@ -279,7 +273,7 @@ static void add_values(const Attention& a, const Running& run, const T* values, 
         run.sums[row * a.head_dim + d] += run.weights[i * kTileRows + row] * value(values + i * a.head_dim + d);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(JAXLLM_PAIRS)
 // As `scores_of`, with two features at once; the scores are scaled afterwards.
 template <int kCount, int kVectors>
 static void paired_scores_of(const Bf16* keys, const float* q, float scale, float* weights, int64_t head_dim) {
@@ -360,7 +354,7 @@ static void softmax(const Attention& a, const Running& run, int64_t key, int64_t
       total += weights;
       return weights;
     };
-#if defined(__AVX512BF16__)
+#if defined(JAXLLM_PAIRS)
     if (run.paired)
       for (; i < count; i += 2) {
         const Floats first = weigh(i), second = i + 1 < count ? weigh(i + 1) : Floats{};
@@ -405,7 +399,7 @@ static const float* widened(const Attention& a, const Running& run, const T* key
 
 template <int kVectors, class T>
 static void wide_scores(const Attention& a, const Running& run, const T* in_place, int64_t count) {
-#if defined(__AVX512BF16__)
+#if defined(JAXLLM_PAIRS)
   if constexpr (std::is_same_v<T, Bf16>)
     if (run.paired) return paired_scores<kVectors>(a, run, in_place, count);
 #endif

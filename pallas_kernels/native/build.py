@@ -16,17 +16,21 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
-X86 = {  # instruction set -> its flags; one object each, chosen from at run time
-    "avx512_bf16": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
-    "avx512": _AVX512,
-    "avx2": ["-mavx2", "-mfma"],
-}
-AMX = [*X86["avx512_bf16"], "-mamx-tile", "-mamx-bf16"]
-VNNI = {  # likewise, with the table that the rest is of
-    "avx512_vnni": ("kAvx512", [*_AVX512, "-mavx512vnni"]),
-    "avx2_vnni": ("kAvx2", [*X86["avx2"], "-mavxvnni"]),
-}
-TABLES = {"portable": "kPortable", "avx2": "kAvx2", "avx512": "kAvx512", "avx512_bf16": "kAvx512Bf16"}
+_AVX2, _BF16 = ["-mavx2", "-mfma"], [*_AVX512, "-mavx512bf16", "-mavx512vnni"]
+AMX = [*_BF16, "-mamx-tile", "-mamx-bf16"]
+# Instruction set -> its table of kernels, and the compiler's flags; one object each, chosen from at run time. The portable
+# one has NEON on Arm.
+TABLES: dict[str, tuple[str, list[str]]] = {"portable": ("kPortable", [])}
+INT8: dict[str, tuple[str, list[str]]] = {}  # likewise, with the table that all but products of int8 are of
+if platform.machine().lower() in ("x86_64", "amd64"):
+    TABLES |= {"avx2": ("kAvx2", _AVX2), "avx512": ("kAvx512", _AVX512), "avx512_bf16": ("kAvx512Bf16", _BF16)}
+    INT8 |= {
+        "avx512_vnni": ("kAvx512", [*_AVX512, "-mavx512vnni"]),
+        "avx2_vnni": ("kAvx2", [*_AVX2, "-mavxvnni"]),
+    }
+elif platform.machine().lower() in ("aarch64", "arm64"):
+    TABLES |= {"neon_bf16": ("kNeonBf16", ["-march=armv8.2-a+dotprod+i8mm+bf16"])}
+    INT8 |= {"neon_dotprod": ("kPortable", ["-march=armv8.2-a+dotprod"])}
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-Wno-psabi"]  # psabi: vectors as arguments, within one object only
 EXACT = "-ffp-contract=off"  # where results are equal bit by bit to numpy's
 
@@ -63,31 +67,29 @@ def build(extra_flags: tuple[str, ...] = ()) -> Path:
 
 
 def _compile(command: list[str], include: Path, folder: Path) -> list[Path]:
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     jobs = [
         [*command, EXACT, "-isystem", str(include), "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
         for source in sorted(HERE.glob("*ops.cc"))
     ]
-    for isa, table in TABLES.items():
-        if isa == "portable" or is_x86:
-            names = [f"-DJAXLLM_ISA={isa}", f"-DJAXLLM_TABLE={table}", f'-DJAXLLM_ISA_NAME="{isa}"']
-            output = ["-c", str(HERE / "kernels.cc"), "-o", str(folder / f"{isa}.o")]
-            jobs.append([*command, *X86.get(isa, []), *names, *output])
-    amx = AMX if is_x86 and _accepts(command, AMX) else []
+    for isa, (table, flags) in TABLES.items():
+        names = [f"-DJAXLLM_ISA={isa}", f"-DJAXLLM_TABLE={table}", f'-DJAXLLM_ISA_NAME="{isa}"']
+        flags = _accepted(command, flags)
+        jobs.append([*command, *flags, *names, "-c", str(HERE / "kernels.cc"), "-o", str(folder / f"{isa}.o")])
+    amx = _accepted(command, AMX)
     jobs.append([*command, *amx, "-c", str(HERE / "amx.cc"), "-o", str(folder / "amx.o")])
-    for isa, (base, flags) in VNNI.items() if is_x86 else ():
+    for isa, (base, flags) in INT8.items():
         names = [f"-DJAXLLM_ISA={isa}", f"-DJAXLLM_BASE={base}", f'-DJAXLLM_ISA_NAME="{isa}"']
-        names += [f"-DJAXLLM_KERNELS={isa}_kernels", *(flags if _accepts(command, flags) else [])]
-        jobs.append([*command, *names, "-c", str(HERE / "vnni.cc"), "-o", str(folder / f"{isa}.o")])
+        names += [f"-DJAXLLM_KERNELS={isa}_kernels", *_accepted(command, flags)]
+        jobs.append([*command, *names, "-c", str(HERE / "int8.cc"), "-o", str(folder / f"{isa}.o")])
     _wait([_start(job) for job in jobs])
     return [Path(job[-1]) for job in jobs]
 
 
-def _accepts(command: list[str], flags: list[str]) -> bool:
-    """Whether the compiler knows all of the flags."""
+def _accepted(command: list[str], flags: list[str]) -> list[str]:
+    """The flags if the compiler knows all of them, else none."""
     process = _start([*command, *flags, "-fsyntax-only", "-x", "c++", os.devnull])
     process.communicate()
-    return process.returncode == 0
+    return flags if process.returncode == 0 else []
 
 
 def _start(command: list[str]) -> subprocess.Popen:

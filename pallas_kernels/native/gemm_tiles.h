@@ -43,24 +43,20 @@ struct Single {
   static inline Floats add(Floats sum, Floats x, Floats w) { return multiply_add(sum, x, w); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(JAXLLM_PAIRS)
 constexpr bool kHasPairs = true;
 
 struct Pair {
   typedef Bf16 Value;
   static constexpr int kRows = 2;
-  static inline Words widened(const Bf16* w) {
-    return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)w));
-  }
+  static inline Words widened(const Bf16* w) { return load_words(&w->bits); }
   static inline Floats read(const Bf16* w, int64_t ldw) { return (Floats)(widened(w) | widened(w + ldw) << 16); }
   static inline Floats read_last(const Bf16* w) { return (Floats)widened(w); }  // x has a zero for the second
   static inline Floats read_along(const Bf16* w) { return read_bits(w); }
   static inline Floats read_panel(const void* panel, int64_t k, int64_t column) {
     return load(static_cast<const float*>(panel) + k * kDensePanel + column);
   }
-  static inline Floats add(Floats sum, Floats x, Floats w) {
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)x, (__m512bh)(__m512)w);
-  }
+  static inline Floats add(Floats sum, Floats x, Floats w) { return add_pairs(sum, x, w); }
 };
 #else
 constexpr bool kHasPairs = false;

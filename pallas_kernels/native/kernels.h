@@ -212,14 +212,17 @@ struct Kernels {
 extern const Kernels kPortable;
 #if defined(__x86_64__)
 extern const Kernels kAvx2, kAvx512, kAvx512Bf16;
+#elif defined(__aarch64__)
+extern const Kernels kNeonBf16;
 #endif
 
 // Those for AMX; null where the CPU has none, the system gives none to this process, or the compiler knows none.
 const Kernels* amx_kernels();
 
-// Of vnni.cc; null where the CPU has none, or the compiler knows none.
+// Of int8.cc; null where the CPU has none, or the compiler knows none.
 const Kernels* avx512_vnni_kernels();
 const Kernels* avx2_vnni_kernels();
+const Kernels* neon_dotprod_kernels();
 
 const Kernels& kernels();  // of the best instruction set that this CPU has, or the one that a test has chosen
 

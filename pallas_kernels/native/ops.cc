@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "arm.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "products.h"
@@ -39,6 +40,9 @@ std::vector<const Kernels*> all_kernels() {
     if (const Kernels* const vnni = avx2_vnni_kernels()) all.push_back(vnni);
     all.push_back(&kAvx2);
   }
+#elif defined(__aarch64__)
+  if (has_bf16()) all.push_back(&kNeonBf16);
+  if (const Kernels* const dotprod = neon_dotprod_kernels()) all.push_back(dotprod);
 #endif
   all.push_back(&kPortable);
   return all;

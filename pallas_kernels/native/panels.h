@@ -13,8 +13,9 @@ namespace jaxllm::JAXLLM_ISA {
 typedef uint8_t Quads __attribute__((vector_size(kWidth * 4)));  // four unsigned codes for each lane
 
 constexpr int kPanelVectors = kPanel / kWidth;
-constexpr int kPanelRows = kRegisters == 32 ? 6 : 2;  // of x that share codes once they are read,
-constexpr int kPanels = kRegisters == 32 ? 2 : 1;     // and panels that share rows
+constexpr bool kIsWide = kPanelVectors == 1;
+constexpr int kPanelRows = kRegisters < 32 ? 2 : kIsWide ? 6 : 4;  // of x that share codes once they are read,
+constexpr int kPanels = kIsWide ? 2 : 1;                           // and panels that share rows
 constexpr int64_t kPanelBytesAhead = 1280;            // that are brought in before they are read
 constexpr int64_t kRowBytes = 256 << 10;              // of x that stay in the second cache for all panels
 
@@ -23,6 +24,12 @@ static inline Quads load_quads(const uint8_t* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool kTakesSigned = true;  // codes of 8 bits are multiplied less 128, as no instruction takes unsigned ones
+#else
+constexpr bool kTakesSigned = false;
+#endif
 
 // Adds to each lane its four codes, of kBits, times the four numbers of `x`, a signed byte each.
 template <int kBits>
@@ -45,6 +52,11 @@ static inline Ints add_quads(Ints sum, Quads w, int32_t x) {
   const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odd = _mm256_srai_epi16(four, 8);
   return sum + (Ints)_mm256_madd_epi16(_mm256_and_si256((__m256i)w, low), even) +
          (Ints)_mm256_madd_epi16(_mm256_srli_epi16((__m256i)w, 8), odd);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  const int8x16_t codes = (int8x16_t)(kBits == 8 ? w ^ 128 : w);
+  return (Ints)vdotq_s32((int32x4_t)sum, codes, vreinterpretq_s8_s32(vdupq_n_s32(x)));
 #else
   for (int i = 0; i < kWidth; i++)
     for (int j = 0; j < 4; j++) sum[i] += (int32_t)w[4 * i + j] * (int8_t)(x >> 8 * j);
@@ -61,6 +73,8 @@ static inline Quads float4_codes(Quads codes) {
 #elif defined(__AVX2__)
   const __m256i table = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)kTable));
   return (Quads)_mm256_shuffle_epi8(table, (__m256i)codes);
+#elif defined(__aarch64__)
+  return (Quads)vqtbl1q_u8(vld1q_u8(kTable), (uint8x16_t)codes);
 #else
   for (int i = 0; i < 4 * kWidth; i++) codes[i] = kTable[codes[i]];
   return codes;
@@ -242,6 +256,7 @@ static inline int32_t round_part(const float* x, int64_t count, int8_t* to, floa
 
 static void round_row(const PanelGemm& g, const float* x, int64_t row) {
   const int64_t groups = g.groups(), each = g.group / g.part;  // parts of a group
+  const int32_t zero = kTakesSigned && g.code == Code::kInt8 ? 0 : g.zero();
   int8_t* to = g.rows.x + row * g.k;
   int64_t part = row * g.parts();
   for (int64_t group = row * groups; group < (row + 1) * groups; group++) {
@@ -250,7 +265,7 @@ static void round_row(const PanelGemm& g, const float* x, int64_t row) {
       float scale;
       const int32_t sum = round_part(x, g.part, to, &scale);
       g.rows.scales[part] = scale * g.unit();
-      g.rows.starts[part] = -g.zero() * sum;
+      g.rows.starts[part] = -zero * sum;
       offset += scale * (float)sum;
     }
     g.rows.offsets[group] = offset;

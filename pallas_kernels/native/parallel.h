@@ -113,6 +113,8 @@ class Patience {
     if (++turns_ <= kSpins) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      __asm__ volatile("isb");  // some tens of cycles, which `yield` does not take
 #endif
       return true;
     }

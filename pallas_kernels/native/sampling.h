@@ -23,6 +23,8 @@ static inline uint32_t lanes_of(Ints mask) {
   return _mm256_movemask_ps((__m256)mask);
 #elif defined(__x86_64__)
   return _mm_movemask_ps((__m128)mask);
+#elif defined(__aarch64__)
+  return vaddvq_u32((uint32x4_t)((Words)mask & Words{1, 2, 4, 8}));
 #else
   uint32_t lanes = 0;
   for (int i = 0; i < kWidth; i++) lanes |= (uint32_t)(mask[i] & 1) << i;

@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "kernels.h"
@@ -19,6 +21,9 @@ constexpr int kRegisters = 32;
 #elif defined(__AVX2__)
 constexpr int kWidth = 8;
 constexpr int kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kWidth = 4;
+constexpr int kRegisters = 32;
 #else
 constexpr int kWidth = 4;
 constexpr int kRegisters = 16;
@@ -37,15 +42,17 @@ static inline Floats load(const float* p) {
   return v;
 }
 
-static inline Floats load(const Bf16* p) {
+static inline Words load_words(const uint16_t* p) {
   Halves h;
   std::memcpy(&h, p, sizeof h);
 #if defined(__AVX512F__)  // of which GCC 12 makes one instruction here, and five of the conversion below
-  return (Floats)((Words)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+  return (Words)_mm512_cvtepu16_epi32((__m256i)h);
 #else
-  return (Floats)(__builtin_convertvector(h, Words) << 16);
+  return __builtin_convertvector(h, Words);
 #endif
 }
+
+static inline Floats load(const Bf16* p) { return (Floats)(load_words(&p->bits) << 16); }
 
 // Two vectors from `p` on. Of bfloat16, which takes half the work so: what lies at even places, and at odd ones.
 static inline void load_pair(const float* p, Floats* to) { to[0] = load(p), to[1] = load(p + kWidth); }
@@ -72,10 +79,37 @@ static inline Floats multiply_add(Floats sum, Floats x, Floats w) {
   return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
 #elif defined(__AVX2__)
   return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)w);
 #else
   return sum + x * w;
 #endif
 }
+
+// Each lane holds two numbers of bfloat16, of which instruction sets with `JAXLLM_PAIRS` add the products to `sum`.
+#if defined(__AVX512BF16__)
+#define JAXLLM_PAIRS
+static inline Floats add_pairs(Floats sum, Floats x, Floats w) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)x, (__m512bh)(__m512)w);
+}
+
+// Both numbers of each lane, rounded to bfloat16.
+static inline Floats pair_of(Floats first, Floats second) {
+  const __m256i halves[2] = {(__m256i)_mm512_cvtneps_pbh((__m512)first), (__m256i)_mm512_cvtneps_pbh((__m512)second)};
+  return (Floats)((Words)_mm512_cvtepu16_epi32(halves[0]) | (Words)_mm512_cvtepu16_epi32(halves[1]) << 16);
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define JAXLLM_PAIRS
+static inline Floats add_pairs(Floats sum, Floats x, Floats w) {
+  return (Floats)vbfdotq_f32((float32x4_t)sum, vreinterpretq_bf16_f32((float32x4_t)x), vreinterpretq_bf16_f32((float32x4_t)w));
+}
+
+static inline Floats pair_of(Floats first, Floats second) {
+  const bfloat16x8_t halves = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)first), (float32x4_t)second);
+  const uint16x8_t bits = vreinterpretq_u16_bf16(halves);
+  return (Floats)vreinterpretq_f32_u16(vzip1q_u16(bits, vextq_u16(bits, bits, 4)));
+}
+#endif
 
 static inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
 
@@ -112,12 +146,6 @@ static inline Words load_words(const uint8_t* p) {
   return __builtin_convertvector(v, Words);
 }
 
-static inline Words load_words(const uint16_t* p) {
-  Halves v;
-  std::memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v, Words);
-}
-
 // Floats of kBits bits, in the low ones of each word. No step has a subnormal operand: they may count as 0.
 template <int kBits, int kMantissa>
 static inline Floats small_floats(Words bits) {
@@ -137,6 +165,8 @@ static inline Floats small_floats(Words bits) {
 static inline Floats load_half(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__aarch64__)
+  return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 #else
   return small_floats<16, 10>(load_words(p));
 #endif

@@ -15,7 +15,7 @@ import numpy as np
 from hypothesis import settings
 
 from jaxllm.pallas_kernels import native
-from jaxllm.pallas_kernels.native.build import TABLES
+from jaxllm.pallas_kernels.native.build import INT8, TABLES
 
 NO_ACCESS, FILL = 0, 0xFF  # bytes that are NaN in every dtype of floats
 FOUR_BITS = ("int4", "uint4", "float4_e2m1fn")
@@ -51,7 +51,7 @@ def _chosen() -> str:
 def instruction_sets() -> list[str]:
     """Those that this CPU has."""
     with using(_chosen()):
-        return [name for name in (*TABLES, "amx") if _choose(name)]
+        return [name for name in (*TABLES, *INT8, "amx") if _choose(name)]
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ class Memory:
             getattr(libc, f"__asan_{how}_memory_region")(ctypes.c_void_p(self._first), ctypes.c_size_t(self.before))
 
     def protect(self) -> None:
-        assert libc.mprotect(self._first, self.before + self.size, mmap.PROT_READ) == 0
+        assert not self.size or libc.mprotect(self._first, self.before + self.size, mmap.PROT_READ) == 0
 
     def close(self) -> None:
         """Raises `AssertionError` if what lies before the array was written."""

@@ -2,15 +2,20 @@
 // a weight in panels. Compiled once per instruction set that has those: JAXLLM_ISA names it.
 #include "kernels.h"
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#include <cpuid.h>
-
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #include "panels.h"
+#if defined(__aarch64__)
+#include "arm.h"
+#else
+#include <cpuid.h>
+#endif
 
 namespace jaxllm {
 
 static bool is_supported() {
-#if defined(__AVX512VNNI__)
+#if defined(__aarch64__)
+  return has_dotprod();
+#elif defined(__AVX512VNNI__)
   return __builtin_cpu_supports("avx512vnni");
 #else
   unsigned a, b, c, d;
@@ -22,7 +27,7 @@ static bool is_supported() {
 const Kernels* JAXLLM_KERNELS() {
   static const Kernels kernels = [] {
     Kernels own = JAXLLM_BASE;
-    own.name = JAXLLM_ISA_NAME, own.panel_gemm = JAXLLM_ISA::panel_gemm;
+    own.name = JAXLLM_ISA_NAME, own.round_row = JAXLLM_ISA::round_row, own.panel_gemm = JAXLLM_ISA::panel_gemm;
     return own;
   }();
   static const bool has_them = is_supported();
