@@ -18,16 +18,13 @@ HERE = Path(__file__).parent
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
 _AVX2, _BF16 = ["-mavx2", "-mfma"], [*_AVX512, "-mavx512bf16", "-mavx512vnni"]
 AMX = [*_BF16, "-mamx-tile", "-mamx-bf16"]
-# Instruction set -> its table of kernels, and the compiler's flags; one object each, chosen from at run time. The portable
-# one has NEON on Arm.
+# Instruction set -> its table of kernels, and the compiler's flags; one object each, chosen from at run time. The
+# portable one has NEON on Arm.
 TABLES: dict[str, tuple[str, list[str]]] = {"portable": ("kPortable", [])}
 INT8: dict[str, tuple[str, list[str]]] = {}  # likewise, with the table that all but products of int8 are of
 if platform.machine().lower() in ("x86_64", "amd64"):
     TABLES |= {"avx2": ("kAvx2", _AVX2), "avx512": ("kAvx512", _AVX512), "avx512_bf16": ("kAvx512Bf16", _BF16)}
-    INT8 |= {
-        "avx512_vnni": ("kAvx512", [*_AVX512, "-mavx512vnni"]),
-        "avx2_vnni": ("kAvx2", [*_AVX2, "-mavxvnni"]),
-    }
+    INT8 |= {"avx512_vnni": ("kAvx512", [*_AVX512, "-mavx512vnni"]), "avx2_vnni": ("kAvx2", [*_AVX2, "-mavxvnni"])}
 elif platform.machine().lower() in ("aarch64", "arm64"):
     TABLES |= {"neon_bf16": ("kNeonBf16", ["-march=armv8.2-a+dotprod+i8mm+bf16"])}
     INT8 |= {"neon_dotprod": ("kPortable", ["-march=armv8.2-a+dotprod"])}

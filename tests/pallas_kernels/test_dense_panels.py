@@ -62,7 +62,8 @@ def test_products(rows, pairs, panels, kinds, rounds, batch_invariant, threads, 
 def test_gated_products(rows, pairs, panels, kinds, is_gelu, threads, seed):
     rng, (dtype, held) = np.random.default_rng(seed), kinds
     x, width = rng.normal(size=(rows, 2 * pairs)).astype(dtype), in_panels.PANEL * panels
-    weight = rng.normal(size=(2 * pairs, 2 * width)).astype(held)
+    # Gates so far from 0 that results are subnormal some threads flush, and some don't.
+    weight = (rng.normal(size=(2 * pairs, 2 * width)) / (2 * pairs) ** 0.5).astype(held)
     options = {"batch_invariant": False, "is_gelu": is_gelu, "threads": threads}
 
     def of_one_set():

@@ -213,5 +213,16 @@ CROSS = "aarch64-linux-gnu-g++"
 @pytest.mark.parametrize("flags", [[], ["-march=armv8.2-a+dotprod"], ["-march=armv8.2-a+dotprod+i8mm+bf16"]])
 def test_kernels_for_arm_compile(flags):
     names = ["-DJAXLLM_ISA=arm", "-DJAXLLM_TABLE=kArm", '-DJAXLLM_ISA_NAME="arm"']
-    command = [CROSS, *build.FLAGS, "-O0", "-Werror", *flags, *names, "-c", str(build.HERE / "kernels.cc"), "-o", os.devnull]
+    command = [
+        CROSS,
+        *build.FLAGS,
+        "-O0",
+        "-Werror",
+        *flags,
+        *names,
+        "-c",
+        str(build.HERE / "kernels.cc"),
+        "-o",
+        os.devnull,
+    ]
     subprocess.run(command, check=True, timeout=300)
