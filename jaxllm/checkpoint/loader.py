@@ -73,8 +73,9 @@ def load_quantized(checkpoint: Checkpoint, spec: ModelSpec, params: Params, mesh
 
     dense_params = nnx.state(dense, nnx.Param)
     for name, variable in named(dense_params).items():
-        if name in variables:  # is not quantised, and may be held in fewer bits
+        if name in variables:  # is not quantised, and may be held in fewer bits, or in panels
             variable.set_value(variables[name].get_value())
+            variable.set_metadata(**variables[name].get_metadata())
     load_params(checkpoint, spec, dense_params, mesh, take=take, brief=named(dense_params).keys() - variables.keys())
     return params
 

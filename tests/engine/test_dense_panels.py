@@ -116,6 +116,18 @@ def test_a_gate_that_ends_within_a_panel(tmp_path):
         tiny.assert_greedy(PROMPTS[1], tokens(llm.generate(ids(PROMPTS[1]), greedy(8)))[0])
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_beside_products_that_are_quantised_while_they_load(load_format, folder, tiny):
+    options = {"quantization": "int8", "load_format": load_format, "skip_tokenizer_init": True}
+    with make_llm(folder, **options) as llm:
+        assert type(llm.module.lm_head) is PanelLinear
+        head = llm.params["lm_head"]["weight"]
+        assert len(tokens(llm.generate(ids([3, 5]), greedy(4)))[0]) == 4
+    assert head.axes == ("embed", "vocab") and head.get_value().shape == (32, 96)
+    if load_format == "auto":
+        np.testing.assert_array_equal(head.get_value(), tiny.model.lm_head.weight.get_value())
+
+
 def test_several_devices_divide_the_weights_as_they_were(folder, tiny):
     with make_llm(folder, dtype="float32", mesh="tensor=2", skip_tokenizer_init=True) as llm:
         assert {type(node) for node in products(llm.module).values()} == {Linear}
