@@ -50,7 +50,7 @@ def place_params(params: Any, abstract: Params, mesh: Mesh, *, cast: bool = Fals
         )
     for name, var in want.items():
         _check_leaf(name, got[name], canonical(var))
-        got[name] = _fitting(name, _value(got[name]), var.get_value().dtype, cast=cast)
+        got[name] = _fitting(name, _value(got[name]), var, cast=cast)
     whole = [name for name, var in want.items() if expansion_of(var) is None]
     shardings = [rules.sharding(want[name].axes, mesh) for name in whole]
     arrays = dict(zip(whole, rules.place([got[name] for name in whole], shardings), strict=True))
@@ -176,8 +176,10 @@ def _contraction(how: Expansion, sharding: NamedSharding) -> Callable[[Any], Arr
     return jax.jit(how.contract, out_shardings=sharding)
 
 
-def _fitting(name: str, value: Any, dtype: Any, *, cast: bool) -> Any:
-    """`value`, in `dtype` if it shall be `cast`. ValueError for one of 64 bits, which nothing here computes in."""
+def _fitting(name: str, value: Any, variable: nnx.Variable, *, cast: bool) -> Any:
+    """`value`, in the variable's dtype if it shall be `cast`. ValueError for one of 64 bits, which nothing here computes
+    in, and for any other where panels are made of it."""
+    dtype = variable.get_value().dtype
     if value.dtype == dtype:
         return value
     if cast:
@@ -185,6 +187,8 @@ def _fitting(name: str, value: Any, dtype: Any, *, cast: bool) -> Any:
             return value.astype(dtype)
     if value.dtype.itemsize == 8:
         raise ValueError(f"parameter {name} is {value.dtype}; cast it to float32, or less, first")
+    if isinstance(expansion_of(variable), InPanels):
+        raise ValueError(f"parameter {name} is {value.dtype}, the engine's is {dtype}; cast it first")
     return value
 
 

@@ -84,6 +84,15 @@ def test_wrong_parameters_are_told_of_in_the_models_shapes(llm, tiny):
         llm.update_params(params)
 
 
+def test_parameters_of_another_dtype_are_cast_or_refused(llm, tiny):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(tiny.model, nnx.Param))
+    with pytest.raises(ValueError, match="is bfloat16, the engine's is float32; cast it first"):
+        llm.update_params(half, cast=False)
+    llm.update_params(half)
+    assert llm.params["lm_head"]["weight"].get_value().dtype == jnp.float32
+    llm.update_params(nnx.state(tiny.model, nnx.Param))
+
+
 def test_an_engine_that_sleeps_gives_their_memory_back_and_wakes(llm, tiny):
     llm.sleep(level=1)
     llm.wake_up()
