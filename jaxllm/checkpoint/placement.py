@@ -177,8 +177,8 @@ def _contraction(how: Expansion, sharding: NamedSharding) -> Callable[[Any], Arr
 
 
 def _fitting(name: str, value: Any, variable: nnx.Variable, *, cast: bool) -> Any:
-    """`value`, in the variable's dtype if it shall be `cast`. ValueError for one of 64 bits, which nothing here computes
-    in, and for any other where panels are made of it."""
+    """`value`, in the variable's dtype if it shall be `cast`. ValueError for one of 64 bits, which nothing here
+    computes in, and for any other where panels are made of it."""
     dtype = variable.get_value().dtype
     if value.dtype == dtype:
         return value
