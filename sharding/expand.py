@@ -73,7 +73,7 @@ class Expansion:
         raise NotImplementedError
 
     def shard(self, x: np.ndarray, index: tuple[slice, ...], origin: Sequence[int], empty: Empty) -> np.ndarray:
-        """What lies at `index` of the expanded array, without the rest of it, in memory of `empty`. `x` has the
+        """What lies at `index` of the expanded array, without the rest of it; `empty` may give its memory. `x` has the
         canonical array from `origin` on; both ends of each slice are given."""
         raise NotImplementedError
 
@@ -118,10 +118,7 @@ class Lengthened(Expansion):
     def shard(self, x: np.ndarray, index: tuple[slice, ...], origin: Sequence[int], empty: Empty) -> np.ndarray:
         moved = [slice(part.start - first, part.stop - first) for part, first in zip(index, origin, strict=True)]
         kept = tuple(slice(None) if dim in self.changed else part for dim, part in enumerate(moved))
-        part = self.part(x[kept], index[self.dim].start, index[self.dim].stop, origin)
-        made = empty(part.shape, part.dtype)
-        made[...] = part
-        return made
+        return self.part(x[kept], index[self.dim].start, index[self.dim].stop, origin)
 
     def canonical_sharding(self, axes: Axes, mesh: Mesh) -> NamedSharding:
         """Split by another dimension, if one divides, so that no device has all of it."""

@@ -74,8 +74,8 @@ def needed(variable: nnx.Variable, mesh: Mesh) -> list[Needed]:
 
 
 def shard_at(host: HostArray, how: Expansion | None, box: Box, empty: Empty) -> np.ndarray:
-    """What a device holds at `box` of the array that its mesh has (see `expansion_of`): a view, or in memory of
-    `empty`."""
+    """What a device holds at `box` of the array that its mesh has (see `expansion_of`): a view, or an array whose
+    memory `empty` may give."""
     window = host.window(_hull(_sources(how, box)))
     return window.at(box) if how is None else how.shard(window.values, box, window.origin, empty)
 

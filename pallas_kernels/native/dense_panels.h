@@ -33,7 +33,7 @@ static void gemm_by_panels(const Gemm& g, int64_t begin, int64_t end) {
   static_assert(kDensePanel % kColumns == 0);
   const bool has_many = g.groups >= kManyGroups;
   const int64_t most_units = g.groups == 1 ? g.units() : has_many ? kManyDepth : kBlockDepth;
-  const int64_t most_depth = most_units * U::kRows, most_columns = std::max(kBlock / most_units / kColumns, 1L) * kColumns;
+  const int64_t most_depth = most_units * U::kRows, most_columns = std::max<int64_t>(kBlock / most_units / kColumns, 1) * kColumns;
   const auto at = [&](int64_t k, int64_t n) {
     const int64_t bytes = (n / kDensePanel * g.k + k) * kDensePanel * sizeof(Value<U>) + n % kDensePanel * sizeof(float);
     return static_cast<const char*>(g.w) + bytes;
