@@ -54,7 +54,7 @@ def from_panels(panels: Float[Array, "..."]) -> Float[Array, "*lead inputs outpu
 def columns(panels: Float[Array, "panels units ..."], ids: Int[Array, " n"]) -> Float[Array, "inputs n"]:
     """The weight of these outputs, in float32."""
     wanted = from_panels(panels[ids // PANEL])  # of each a panel
-    at = jnp.arange(len(ids)) * PANEL + ids % PANEL
+    at = jnp.arange(len(ids), dtype=ids.dtype) * PANEL + ids % PANEL
     return wanted[:, at].astype(jnp.float32)
 
 

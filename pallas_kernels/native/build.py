@@ -70,7 +70,6 @@ def _compile(command: list[str], include: Path, folder: Path) -> list[Path]:
     ]
     for isa, (table, flags) in TABLES.items():
         names = [f"-DJAXLLM_ISA={isa}", f"-DJAXLLM_TABLE={table}", f'-DJAXLLM_ISA_NAME="{isa}"']
-        flags = _accepted(command, flags)
         jobs.append([*command, *flags, *names, "-c", str(HERE / "kernels.cc"), "-o", str(folder / f"{isa}.o")])
     amx = _accepted(command, AMX)
     jobs.append([*command, *amx, "-c", str(HERE / "amx.cc"), "-o", str(folder / "amx.o")])
