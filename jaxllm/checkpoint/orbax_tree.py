@@ -48,7 +48,8 @@ def restore_params(path: Path, dense: Params, params: Params, mesh: Mesh) -> Par
             raise ModelFormatError(f"{folder} is incomplete or damaged: {reason}. Save it again") from error
     arrays = dict(_leaves(tree))
     by_name = {name: arrays[paths[name]] for name in wanted}
-    return place_params(_nested({tuple(name.split(".")): array for name, array in by_name.items()}), params, mesh)
+    own = _nested({tuple(name.split(".")): array for name, array in by_name.items()})
+    return place_params(own, params, mesh, donate=True)
 
 
 def _orbax() -> Any:

@@ -30,14 +30,15 @@ def check_mesh(params: Params, mesh: Mesh) -> None:
     rules.check_used((var.axes for var in variables.values()), mesh)
 
 
-def place_params(params: Any, abstract: Params, mesh: Mesh, *, cast: bool = False) -> Params:
+def place_params(params: Any, abstract: Params, mesh: Mesh, *, cast: bool = False, donate: bool = False) -> Params:
     """The caller's parameters, split over `mesh`, in the state that `abstract` describes (see `expand_model`).
 
     `params` is an `nnx.State`, or nested dicts and lists with the same paths; where the model has a floating dtype any
     other is kept, unless `cast` makes it the model's. An array that lies as wanted already is shared, not copied, so
-    donating it elsewhere ends both. Those that the mesh can't split as they are it expands, one after the other; dense
-    weights of products that are quantised it quantises. Of several processes each calls this with the same parameters.
-    Raises `ValueError` naming the leaves that don't fit, and `MeshError`.
+    donating it elsewhere ends both. Those that the mesh can't split as they are it expands, one after the other, and
+    deletes what it has expanded if they are to `donate`; dense weights of products that are quantised it quantises. Of
+    several processes each calls this with the same parameters. Raises `ValueError` naming the leaves that don't fit,
+    and `MeshError`.
     """
     check_mesh(abstract, mesh)
     want, got = named(abstract), named(params)
@@ -58,6 +59,8 @@ def place_params(params: Any, abstract: Params, mesh: Mesh, *, cast: bool = Fals
     for name, var in named(placed).items():
         how = expansion_of(var)
         var.set_value(arrays[name] if how is None else _expand(got[name], var, how, mesh, arena))
+        if how is not None and donate:
+            got[name].delete()
     return placed
 
 

@@ -248,7 +248,7 @@ def _has_blocks(checkpoint: Checkpoint) -> bool:
 
 
 def _random_params(spec: ModelSpec, abstract: Params, mesh: Mesh) -> Params:
-    return place_params(random_params(spec, abstract, mesh), abstract, mesh)
+    return place_params(random_params(spec, abstract, mesh), abstract, mesh, donate=True)
 
 
 def _check_load_format(checkpoint: Checkpoint, load_format: str, scheme: Scheme | None) -> None:
