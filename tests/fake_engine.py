@@ -20,7 +20,7 @@ from jaxllm.engine.prepare import Intake
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.cache_groups import EVERYTHING
 from jaxllm.engine.schedule.plan import Plan
-from jaxllm.engine.schedule.sequence import End, Sequence, Status
+from jaxllm.engine.schedule.sequence import BARE_LOGPROBS, End, Sequence, Status
 from jaxllm.engine.schedule.sequence_group import SequenceGroup
 from jaxllm.grammar.compiler import GrammarCompiler
 from jaxllm.pooling_params import PoolingParams
@@ -206,6 +206,8 @@ class FakeEngine(Engine):
         whole_prompts=False,
         num_shards=1,
         most_tokens=64,
+        reports_tokens=True,
+        bare_logprobs=False,
     ):
         config = EngineConfig(
             max_model_len=2,
@@ -229,6 +231,7 @@ class FakeEngine(Engine):
         self.intake = NotingIntake(config, vocab=SIZE_OF_VOCAB, eos_ids=[EOS], tokenizer=None, pooler=pooler())
         self.intake.grammars = NoMasks(None, SIZE_OF_VOCAB, [EOS])
         self.max_tokens = max_tokens
+        self.reports_tokens, self.bare_logprobs = reports_tokens, bare_logprobs  # of requests that are added
         self.planned: Plan | None = None
         self._fresh: list[Sequence] = []  # have nothing but what they find in the prefix cache
         self.sequences: list[Sequence] = []
@@ -254,10 +257,10 @@ class FakeEngine(Engine):
         return self._in_flight
 
     def _submit(
-        self, prompt, params: SamplingParams | PoolingParams, priority: int, fields: dict[str, Any]
+        self, prompt, params: SamplingParams | PoolingParams, priority: int, fields: dict[str, Any], **options: Any
     ) -> SequenceGroup:
         self.intake.fields = fields
-        super().add(prompt, params, request_id=f"r{len(self.sequences)}", priority=priority)
+        super().add(prompt, params, request_id=f"r{len(self.sequences)}", priority=priority, **options)
         self.sequences += self.intake.made.sequences
         self.scheduler.check()
         return self.intake.made
@@ -290,7 +293,8 @@ class FakeEngine(Engine):
         )
         if drafts or host_dependent:
             fields["propose"] = propose if drafts else lambda sequence, num_tokens: []
-        group = self._submit(prompt, params, priority, _fields(eos, stop_ids) | fields)
+        options = {"as_arrays": self.bare_logprobs}
+        group = self._submit(prompt, params, priority, self._fields(eos, stop_ids) | fields, **options)
         first = group.sequences[0]
         self.samples[first] = group.sequences
         for sequence in group.sequences:
@@ -317,7 +321,7 @@ class FakeEngine(Engine):
             **dict(search),
         )
         try:
-            group = self._submit(prompt, params, priority, _fields(eos, ()))
+            group = self._submit(prompt, params, priority, self._fields(eos, ()))
         except ValueError:
             return None
         self.expected_beams[group] = expected_beams(group)
@@ -426,7 +430,7 @@ class FakeEngine(Engine):
     def answer(self, tokens: list[int]) -> list[Sequence]:
         """Ends the step in flight with these tokens instead of those that were drawn."""
         handle, self._in_flight = self._in_flight, None
-        updated = self._commit(handle.plan, self.runner.collect(handle)._replace(tokens=tokens))
+        updated = self._commit(handle.plan, self.runner.collect(handle)._replace(tokens=np.asarray(tokens, np.int32)))
         self.scheduler.check()
         return updated
 
@@ -508,19 +512,21 @@ class FakeEngine(Engine):
             if sequence.pooled is not None:
                 np.testing.assert_allclose(sequence.pooled, vector, rtol=1e-6)
         for request, (tokens, reason) in self.expected.items():
-            output = request.output_token_ids
-            if request.params.tracks_logprobs:
-                positions = range(len(request.prompt_token_ids), request.num_tokens)
-                assert [one.rank for one in request.logprobs] == list(positions)
-                assert all(one.own == request.seed for one in request.logprobs)
+            output, logprobs = request.own_token_ids, request.own_logprobs  # what the log has comes unasked, or later
+            assert len(request.prompt_token_ids) + len(output) <= request.num_tokens
+            if request.num_logprobs == BARE_LOGPROBS:
+                assert logprobs == [request.seed] * len(output)
+            elif request.params.tracks_logprobs:
+                first = len(request.prompt_token_ids)
+                assert [one.rank for one in logprobs] == list(range(first, first + len(output)))
+                assert all(one.own == request.seed for one in logprobs)
             assert output == tokens[: len(output)]
             if request.finish_reason in ("stop", "length"):
                 assert (output, request.finish_reason) == (tokens, reason)
             else:
                 assert len(output) < len(tokens)
 
-
-def _fields(eos: bool, stop_ids: Any) -> dict[str, Any]:
-    """Of a sequence: what ends it, and that each of its tokens is an update."""
-    stop_ids = frozenset([EOS] if eos else stop_ids)
-    return {"stop_ids": stop_ids, "eos_ids": frozenset([EOS]), "reports_tokens": True}
+    def _fields(self, eos: bool, stop_ids: Any) -> dict[str, Any]:
+        """Of a sequence: what ends it, and whether each of its tokens is an update."""
+        stop_ids = frozenset([EOS] if eos else stop_ids)
+        return {"stop_ids": stop_ids, "eos_ids": frozenset([EOS]), "reports_tokens": self.reports_tokens}

@@ -272,7 +272,7 @@ class Engine:
         return [end_blocked(self.scheduler, sequence) for sequence in blocked]
 
     def _commit(self, plan: StepPlan, result: Result) -> list[Sequence]:
-        if result.tokens or result.pooled or result.prompt_logprobs:
+        if len(result.tokens) or result.pooled or result.prompt_logprobs:
             self.failure, self._num_failed_steps = None, 0
         return commit(self.scheduler, plan, result)
 

@@ -32,14 +32,14 @@ def pack_logprobs(row: np.ndarray, num_top: int, logprob_ids: Sequence[int] = ()
     return PackedLogprobs(float(row[:1].view(np.float32)[0]), int(row[1]), ids, others.view(np.float32))
 
 
-def own_logprobs(rows: np.ndarray) -> list[float]:
-    """Of each of a device's rows, int32 `[rows, width]`, the token's own."""
-    return np.ascontiguousarray(rows[:, 0]).view(np.float32).tolist()
+def own_logprobs(rows: np.ndarray) -> np.ndarray:
+    """Of each of a device's rows, int32 `[rows, width]`, the token's own: float32 `[rows]`."""
+    return np.ascontiguousarray(rows[:, 0]).view(np.float32)
 
 
 def pack_own_logprobs(rows: np.ndarray) -> list[PackedLogprobs]:
     """Of each of a device's rows, int32 `[rows, width]`, the token's own alone."""
-    own, ranks = own_logprobs(rows), rows[:, 1].tolist()
+    own, ranks = own_logprobs(rows).tolist(), rows[:, 1].tolist()
     defaults = map(repeat, PackedLogprobs._field_defaults.values())
     # Without a call of Python's for each: there are thousands in a step's time.
     return list(map(tuple.__new__, repeat(PackedLogprobs), zip(own, ranks, *defaults, strict=False)))

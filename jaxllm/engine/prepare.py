@@ -151,7 +151,7 @@ class Intake:
             priority=priority,
             reports_tokens=False,
             targets=Targets(continuation),
-            output_token_ids=continuation[:-1],
+            own_token_ids=continuation[:-1],
         )
         sequence.request = request
         return sequence

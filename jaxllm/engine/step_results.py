@@ -68,7 +68,7 @@ def _end_scored(scheduler: Scheduler | Shards, span: PromptLogprobSpan, rows: np
     return True
 
 
-def _read(plan: StepPlan, result: Result) -> tuple[list[Any] | None, list[BeamRow | None] | None]:
+def _read(plan: StepPlan, result: Result) -> tuple[list[Any] | np.ndarray | None, list[BeamRow | None] | None]:
     """Gives requests the log-probabilities of their prompts; returns what is to be kept of each sample's token, and how
     each beam may go on."""
     for span, rows in result.prompt_logprobs:
@@ -78,26 +78,24 @@ def _read(plan: StepPlan, result: Result) -> tuple[list[Any] | None, list[BeamRo
             sequence.prompt_logprobs[span.start - 1 :] = kept
     if result.logprobs is None:
         return None, None
-    logprobs = _read_logprobs(plan.samples, result.logprobs)
+    logprobs = _read_logprobs(plan, result.logprobs)
     if result.candidates is None:
         return logprobs, None
     return logprobs, read_rows(plan.samples, result.candidates, logprobs)
 
 
-def _read_logprobs(samples: list[Sequence], rows: np.ndarray) -> list[Any]:
+def _read_logprobs(plan: StepPlan, rows: np.ndarray) -> list[Any] | np.ndarray:
     """What is kept of each sample's token: see `Sequence.logprobs`."""
-    rows, forms = rows[: len(samples)], {sequence.num_logprobs for sequence in samples}
+    rows, forms = rows[: plan.num_samples], plan.kept_logprobs
     if forms == {1}:
         return pack_own_logprobs(rows)
-    bare = own_logprobs(rows) if BARE_LOGPROBS in forms else []
-    if forms == {BARE_LOGPROBS}:
-        return bare
-    return [_keep(sequence, rows, bare, i) for i, sequence in enumerate(samples)]
+    own = own_logprobs(rows)
+    return own if forms == {BARE_LOGPROBS} else [_keep(*each) for each in zip(plan.samples, rows, own, strict=True)]
 
 
-def _keep(sequence: Sequence, rows: np.ndarray, bare: list[float], i: int) -> PackedLogprobs | float | None:
-    """Likewise, of the sample `i`."""
+def _keep(sequence: Sequence, row: np.ndarray, own: np.float32) -> PackedLogprobs | float | None:
+    """Likewise, of one sample."""
     params, form = sequence.params, sequence.num_logprobs
     if form == BARE_LOGPROBS:
-        return bare[i]
-    return pack_logprobs(rows[i], params.num_top_logprobs, params.logprob_token_ids or ()) if form else None
+        return float(own)
+    return pack_logprobs(row, params.num_top_logprobs, params.logprob_token_ids or ()) if form else None

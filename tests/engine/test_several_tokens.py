@@ -69,7 +69,7 @@ def test_each_draft_is_masked_as_the_one_before_leaves_the_grammar():
             arrival=slot,
             seed=0,
             max_total_len=9,
-            output_token_ids=[a],
+            own_token_ids=[a],
             slot=slot,
             matcher=grammar.matcher(),
             propose=lambda sequence, most: [],

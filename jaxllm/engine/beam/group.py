@@ -202,7 +202,7 @@ class BeamSearchGroup(SequenceGroup):
 
     def _give_tokens(self) -> None:
         for beam, hypothesis in zip(self.beams, self.state.hypotheses, strict=True):
-            beam.output_token_ids, beam.logprobs = hypothesis.token_ids, hypothesis.logprobs
+            beam.own_token_ids, beam.own_logprobs = hypothesis.token_ids, hypothesis.logprobs
             beam.matcher = hypothesis.matcher
 
     def restart(self) -> None:
@@ -216,7 +216,7 @@ class BeamSearchGroup(SequenceGroup):
 
 
 def read_rows(
-    samples: abc.Sequence[Sequence], rows: np.ndarray, logprobs: abc.Sequence[PackedLogprobs | None]
+    samples: abc.Sequence[Sequence], rows: np.ndarray, logprobs: abc.Sequence[PackedLogprobs | None] | np.ndarray
 ) -> list[BeamRow | None]:
     """What a step says of each of the `samples` that is a beam, from the device's `candidate_rows`, int32
     `[>= len(samples), CANDIDATES_WIDTH]`."""

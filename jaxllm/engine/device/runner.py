@@ -73,7 +73,7 @@ class Handle(NamedTuple):
 class Result(NamedTuple):
     """A step that is over."""
 
-    tokens: list[int]  # of each sample, then padding
+    tokens: np.ndarray  # int32, of each sample, then padding
     logprobs: np.ndarray | None  # int32 [samples, width] of the full sampler; see engine/logprobs.py
     candidates: np.ndarray | None  # int32 [samples, width] if there are beams; see beam/candidates.py
     prompt_logprobs: list[tuple[PromptLogprobSpan, np.ndarray]]  # int32 [count, width] of each span
@@ -231,7 +231,7 @@ class Runner:
         if handle.done:
             self._observe(handle)
         pooled = [(span, row) for span, row in pooled if span.ends]
-        return Result(tokens.tolist(), logprobs, candidates, prompt_logprobs, pooled)
+        return Result(tokens, logprobs, candidates, prompt_logprobs, pooled)
 
     def _observe(self, handle: Handle) -> None:
         start, self._collected_at = max(handle.dispatched_at, self._collected_at), time.perf_counter()

@@ -2,9 +2,10 @@
 
 from collections import abc, deque
 from collections.abc import Callable
-from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from jaxllm.engine.schedule.plan import NO_TOKEN_ERRORS, NOT_ACCEPTED, NOT_FINITE, Plan
 from jaxllm.engine.schedule.running import RunningSet
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
     from jaxllm.engine.logprobs import PackedLogprobs
 
 
-_output_of, _logprobs_of = attrgetter("output_token_ids"), attrgetter("logprobs")
+_tokens_of, _logprobs_of = attrgetter("own_token_ids"), attrgetter("own_logprobs")
 
 Finish = Callable[[Sequence, End], None]
+Drawn = abc.Mapping[int, tuple[int, Any]]  # by sample: a token, and what else there is to keep
 
 
 class Committer:
@@ -33,34 +35,35 @@ class Committer:
     def commit(
         self,
         plan: Plan,
-        sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None" = None,
+        sampled: np.ndarray,
+        logprobs: "abc.Sequence[PackedLogprobs | None] | np.ndarray | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
         *,
         finish: Finish,
     ) -> list[Sequence]:
-        """Appends the samples' tokens, in the plan's order, and ends what is over. Returns the sequences that ended,
-        and those that report each token.
+        """Appends the samples' tokens, int32 `[samples]` in the plan's order, and ends what is over. Returns the
+        sequences that ended, and those that report each token.
 
         A sequence whose drafts were verified has several samples. It takes the list of those before the first that is
         `NOT_ACCEPTED`, which may be empty, up to its end. Other negative tokens are keys of `NO_TOKEN_ERRORS`.
-        `logprobs` has what else there is to keep of each sample, `candidates` for each beam what it may go on with, and
-        None for others. `finish` ends a sequence at once.
+        `logprobs` has what else there is to keep of each sample, as an array where that is a number of each,
+        `candidates` for each beam what it may go on with, and None for others. `finish` ends a sequence at once.
         """
         updated: list[Sequence] = []
         version = plan.params_version
         rows = [*self._commit_steady(plan, sampled, logprobs, updated), *range(plan.num_steady, len(plan.samples))]
         self._version = version
+        drawn = _drawn(rows, sampled, logprobs)
         after = 0  # samples that were taken as a list
-        for i in rows:
-            sequence, token = plan.samples[i], sampled[i]
+        for i, (token, kept) in drawn.items():
+            sequence = plan.samples[i]
             if sequence.epoch != plan.epochs[i]:
                 continue
             if sequence.version != version:
                 sequence.note_version(version)
             if sequence.batch is not None and token >= 0 and token not in sequence.stop_ids:
                 sequence.output_token_ids.append(token)  # a steady decode: no other state changes
-                if logprobs is not None and (kept := logprobs[i]) is not None:
+                if kept is not None:
                     sequence.logprobs.append(kept)
                 if sequence.reports_tokens:
                     updated.append(sequence)
@@ -71,9 +74,9 @@ class Committer:
             if i < after:
                 continue
             if i + 1 in plan.drafts:
-                after = self._commit_list(plan, i, sampled, logprobs, finish)
+                after = self._commit_list(plan, i, drawn, finish)
             else:
-                self._commit_token(sequence, token, None if logprobs is None else logprobs[i], finish)
+                self._commit_token(sequence, token, kept, finish)
             if sequence.reports_tokens or sequence.end is not None:
                 updated.append(sequence)
         return updated
@@ -81,26 +84,31 @@ class Committer:
     def _commit_steady(
         self,
         plan: Plan,
-        sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None",
+        sampled: np.ndarray,
+        logprobs: "abc.Sequence[PackedLogprobs | None] | np.ndarray | None",
         updated: list[Sequence],
     ) -> abc.Sequence[int]:
-        """Appends the tokens of the decode batch's rows to which nothing else happens, with little of Python for each.
-        Returns the others."""
+        """Appends the tokens of the decode batch's rows to which nothing else happens: without a look at any of them,
+        unless someone looks at each token. Returns the others."""
         num, batch = plan.num_steady, plan.batch
-        if not num or batch is None or batch is not self.running_set.batch or plan.params_version != self._version:
+        if not num or batch is None or batch is not self.running_set.batch:
             return range(num)
-        samples, tokens = plan.samples[:num], sampled[:num]
-        others: set[int] = set()
-        if left := batch.left_since(plan.batch_step):
-            others.update(compress(range(num), map(left.__contains__, samples)))
-        if min(tokens) < 0 or not batch.stop_ids.isdisjoint(tokens):
-            others.update(i for i, token in enumerate(tokens) if token < 0 or token in batch.stop_ids)
-        at, rows = 0, sorted(others)
+        if plan.params_version != self._version:
+            batch.deliver_all()
+            return range(num)
+        samples, slots, tokens = plan.samples, np.frombuffer(plan.decode_slots, np.int32)[:num], sampled[:num]
+        rows = batch.rows_apart(plan.batch_step, slots, tokens)
+        if not batch.num_reporting and (logprobs is None or isinstance(logprobs, np.ndarray)):
+            numbers = None if logprobs is None else logprobs[:num]
+            batch.note(plan.batch_step, slots, tokens, numbers, [samples[row] for row in rows])
+            return rows
+        batch.deliver_all()
+        at, tokens = 0, tokens.tolist()
         for row in (*rows, num):  # between those that are left to the caller
-            _append_each(map(_output_of, samples[at:row]), tokens[at:row])
+            _append_each(map(_tokens_of, samples[at:row]), tokens[at:row])
             if logprobs is not None:
                 kept = logprobs[at:row]
+                kept = kept.tolist() if isinstance(kept, np.ndarray) else kept
                 keeping = [sequence for sequence, one in zip(samples[at:row], kept, strict=True) if one is not None]
                 _append_each(map(_logprobs_of, keeping), (one for one in kept if one is not None))
             if batch.num_reporting:
@@ -108,24 +116,17 @@ class Committer:
             at = row + 1
         return rows
 
-    def _commit_list(
-        self,
-        plan: Plan,
-        start: int,
-        sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None",
-        finish: Finish,
-    ) -> int:
+    def _commit_list(self, plan: Plan, start: int, drawn: Drawn, finish: Finish) -> int:
         """Takes the samples of a sequence with drafts, which begin at `start`, as far as they were accepted and up to
         its end. Returns where they end."""
         sequence, stop = plan.samples[start], start + 1
         while stop in plan.drafts:
             stop += 1
-        num_accepted = next((i for i in range(stop - start) if sampled[start + i] == NOT_ACCEPTED), stop - start)
+        num_accepted = next((i for i in range(stop - start) if drawn[start + i][0] == NOT_ACCEPTED), stop - start)
         sequence.num_computed -= stop - start - num_accepted
         sequence.table.shrink(sequence.num_computed)
         for i in range(start, start + num_accepted):
-            self._commit_token(sequence, sampled[i], None if logprobs is None else logprobs[i], finish)
+            self._commit_token(sequence, *drawn[i], finish)
             if sequence.end is not None:
                 break
         return stop
@@ -159,6 +160,15 @@ class Committer:
             return [head]
         self.running_set.retries.forget_if_past(head, group.live[0].num_tokens)
         return []
+
+
+def _drawn(rows: list[int], sampled: np.ndarray, logprobs: Any) -> dict[int, tuple[int, Any]]:
+    """Of these samples."""
+    if isinstance(logprobs, np.ndarray):
+        kept = logprobs[rows].tolist()
+    else:
+        kept = [None] * len(rows) if logprobs is None else [logprobs[row] for row in rows]
+    return dict(zip(rows, zip(sampled[rows].tolist(), kept, strict=True), strict=True))
 
 
 def _append_each(lists: abc.Iterable[list[Any]], values: abc.Iterable[Any]) -> None:

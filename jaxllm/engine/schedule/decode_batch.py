@@ -3,7 +3,10 @@
 from array import array
 from collections import Counter, defaultdict, deque
 
+import numpy as np
+
 from jaxllm.engine.schedule.sequence import Sequence
+from jaxllm.engine.schedule.token_log import TokenLog
 
 
 class DecodeBatch:
@@ -11,16 +14,14 @@ class DecodeBatch:
     something happens to it: it enters or leaves, its last block is full, or its next row is its last.
 
     How far its sequences are follows from `num_steps`: each has computed one token more with every step
-    (`Sequence.num_computed`). When the next thing happens to one is known when it enters (`set_due`).
+    (`Sequence.num_computed`). When the next thing happens to one is known when it enters (`set_due`). What it has drawn
+    lies in a log until someone looks (`deliver`).
     """
 
-    def __init__(self, block_size: int):
-        self.block_size = block_size
+    def __init__(self, num_slots: int):
         self.num_steps = 0  # that the batch has taken part in
-        self.reset()
-
-    def reset(self) -> None:
-        """Drops all rows. The sequences are told by who restarts them."""
+        self.log = TokenLog(num_slots)
+        self._is_slot = np.zeros(num_slots, bool)  # scratch
         self.sequences: list[Sequence] = []
         self.slots = array("i")  # of each sequence
         self.epochs: list[int] = []  # likewise
@@ -28,9 +29,9 @@ class DecodeBatch:
         self._due_steps: dict[Sequence, int] = {}  # before which something happens to it
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step; who has left is still there
         self.num_reporting = 0  # sequences whose every token is looked at
-        self.stop_ids: frozenset[int] = frozenset()  # of all
-        self._stop_ids: Counter[frozenset[int]] = Counter()  # of how many
-        self._left: deque[tuple[int, Sequence]] = deque()  # after which step of the batch
+        self._stops: Counter[int] = Counter()  # stop tokens, and of how many
+        self._kept: Counter[int] = Counter()  # what sequences keep of log-probabilities, and how many do
+        self._left: deque[tuple[int, int]] = deque()  # slots of those who left, and after which step of the batch
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -39,6 +40,7 @@ class DecodeBatch:
         """Appends a row for a sequence whose last token is the only one to compute. O(1), as is `remove`."""
         sequence.batch, self._rows[sequence] = self, len(self.sequences)
         sequence.computed_offset -= self.num_steps
+        sequence.log_step = self.num_steps + 1
         self.sequences.append(sequence)
         self.slots.append(sequence.slot)
         self.epochs.append(sequence.epoch)
@@ -47,6 +49,7 @@ class DecodeBatch:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence's row out; the last row takes its place."""
+        self.deliver(sequence)
         row, last = self._rows[sequence], self.sequences[-1]
         self.sequences[row], self.slots[row], self.epochs[row] = last, self.slots[-1], self.epochs[-1]
         self._rows[last] = row
@@ -55,26 +58,69 @@ class DecodeBatch:
         sequence.batch = None
         sequence.computed_offset += self.num_steps
         del self._rows[sequence], self._due_steps[sequence]
-        self._left.append((self.num_steps, sequence))
+        self._left.append((self.num_steps, sequence.slot))
         self._count(sequence, -1)
         if not self.sequences:
             self._due.clear()
 
     def _count(self, sequence: Sequence, by: int) -> None:
         self.num_reporting += by * sequence.reports_tokens
-        counts, own = self._stop_ids, sequence.stop_ids
-        if own:
-            counts[own] += by
-            if counts[own] == max(0, by):  # the first with these, or the last
-                if by < 0:
-                    del counts[own]
-                self.stop_ids = frozenset().union(*counts)
+        for counts, keys in ((self._stops, sequence.stop_ids), (self._kept, (sequence.num_logprobs,))):
+            for key in keys:
+                counts[key] += by
+                if not counts[key]:
+                    del counts[key]
 
-    def left_since(self, step: int) -> set[Sequence]:
-        """Who has left after this step of the batch's, of which none before is asked for any more."""
+    @property
+    def kept_logprobs(self) -> set[int]:
+        """What its sequences keep of log-probabilities, as `Sequence.num_logprobs` has it."""
+        return set(self._kept)
+
+    def rows_apart(self, step: int, slots: np.ndarray, tokens: np.ndarray) -> list[int]:
+        """Which rows of a step of the batch's, that drew these tokens for these slots, have more to them than a token
+        to append. Afterwards no step before it is asked for."""
         while self._left and self._left[0][0] < step:
             self._left.popleft()
-        return {sequence for _, sequence in self._left}
+        apart = tokens < 0
+        if self._left:
+            left = [slot for _, slot in self._left]  # or somebody else's by now, who is looked at in vain
+            self._is_slot[left] = True
+            apart |= self._is_slot[slots]
+            self._is_slot[left] = False
+        if self._stops:
+            apart |= np.isin(tokens, list(self._stops))
+        return np.flatnonzero(apart).tolist()
+
+    def deliver(self, sequence: Sequence) -> None:
+        """Gives a sequence what the log has of it."""
+        log, start = self.log, max(sequence.log_step, self.log.first)
+        if start < log.end:
+            tokens, logprobs = log.read(start, sequence.slot)
+            sequence.own_token_ids += tokens
+            sequence.own_logprobs += logprobs
+            sequence.log_step = log.end
+
+    def deliver_all(self) -> None:
+        """Leaves the log empty."""
+        for sequence in self.sequences:
+            self.deliver(sequence)
+        self.log.clear()
+
+    def num_undelivered(self, sequence: Sequence) -> int:
+        """How many tokens the log has of a sequence."""
+        return max(0, self.log.end - max(sequence.log_step, self.log.first))
+
+    def note(
+        self, step: int, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray | None, apart: list[Sequence]
+    ) -> None:
+        """Appends a token to each sequence of a step but those `apart`, which get theirs one by one."""
+        if not self.log.takes(step, has_logprobs=logprobs is not None):
+            self.deliver_all()
+        for sequence in apart:
+            if sequence.batch is self:
+                self.deliver(sequence)
+                sequence.log_step = max(sequence.log_step, step + 1)
+        self.log.append(step, slots, tokens, logprobs)
 
     def set_due(self, sequence: Sequence) -> None:
         """Notes the step before which the sequence needs a block, or leaves for its last row."""
@@ -106,4 +152,5 @@ class DecodeBatch:
             assert num_left == due_step - self.num_steps
         assert len(self._rows) == len(self._due_steps) == len(self)
         assert self.num_reporting == sum(sequence.reports_tokens for sequence in self.sequences)
-        assert self.stop_ids == frozenset().union(*(sequence.stop_ids for sequence in self.sequences))
+        assert self._stops == Counter(token for sequence in self.sequences for token in sequence.stop_ids)
+        assert self._kept == Counter(sequence.num_logprobs for sequence in self.sequences)

@@ -83,6 +83,7 @@ class Plan:
     num_steady: int = 0  # of the decodes, the first ones: rows of the decode batch
     batch: DecodeBatch | None = None  # that they are of
     batch_step: int = 0  # which of its steps this is
+    kept_logprobs: set[int] = field(default_factory=set)  # what samples keep, as `Sequence.num_logprobs` has it
     chunks: list[Chunk] = field(default_factory=list)
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)  # one that samples, another from its logits
     new_blocks: list[tuple[int, ...]] = field(default_factory=list)  # slot, index in its block table, and pages
@@ -128,7 +129,7 @@ class Plan:
         self.decodes, self.decode_slots, self.epochs = batch.sequences.copy(), batch.slots[:], batch.epochs.copy()
         self.num_tokens = self.num_samples = self.num_steady = len(batch)
         batch.advance()
-        self.batch, self.batch_step = batch, batch.num_steps
+        self.batch, self.batch_step, self.kept_logprobs = batch, batch.num_steps, batch.kept_logprobs
 
     def add_decode(self, sequence: Sequence) -> None:
         """Adds a row for the sequence's last token."""
@@ -201,7 +202,9 @@ class Plan:
             for parent, sequence in self.forks:
                 self.samples.append(sequence)
                 self.sample_tokens.append(token_of[parent])
-        self.epochs += [sequence.epoch for sequence in self.samples[self.num_steady :]]
+        others = self.samples[self.num_steady :]
+        self.epochs += [sequence.epoch for sequence in others]
+        self.kept_logprobs.update(sequence.num_logprobs for sequence in others)
 
     @property
     def shards(self) -> tuple["Plan", ...]:
@@ -246,6 +249,7 @@ class ShardedPlan:
         self.full_sampler = any(plan.full_sampler for plan in shards)
         self.alters_logits = any(plan.alters_logits for plan in shards)
         self.has_chosen = any(plan.has_chosen for plan in shards)
+        self.kept_logprobs = set().union(*(plan.kept_logprobs for plan in shards))
         self.admitted = [admitted for plan in shards for admitted in plan.admitted]
         self.pooled = [span for plan in shards for span in plan.pooled]
         self.shared = shards[0].shared  # of all, or of none

@@ -39,7 +39,7 @@ class RunningSet:
         """Removes all sequences, and drops the prefix cache. Failures are remembered."""
         self.pool.reset()
         self.prefix_cache.reset()
-        self.batch = DecodeBatch(self.pool.block_size)
+        self.batch = DecodeBatch(self.max_num_seqs)
         self.stems: dict[SequenceGroup, Stem] = {}  # of groups that wait; they hold blocks, but no slots
         self.individuals: dict[Sequence, None] = {}  # the others, as an ordered set; each step looks at them one by one
         self.free_slots = list(range(self.max_num_seqs))

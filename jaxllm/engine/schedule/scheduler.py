@@ -9,6 +9,8 @@ from collections import abc
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxllm.engine.schedule.admission import Admission
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
@@ -266,8 +268,8 @@ class Scheduler:
     def commit(
         self,
         plan: StepPlan,
-        sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None" = None,
+        sampled: np.ndarray,
+        logprobs: "abc.Sequence[PackedLogprobs | None] | np.ndarray | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:
         """See `Committer.commit`."""

@@ -104,8 +104,8 @@ class Sequence(HasEnd):
     group: "SequenceGroup" = field(init=False, repr=False)  # which sets it
     request: Any = field(init=False, repr=False)  # of the layer above, which sets it: with a text, or pooled
 
-    output_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)  # one an output token, if wanted: `PackedLogprobs`, or floats
+    own_token_ids: list[int] = field(default_factory=list)  # `output_token_ids`, but what its batch's log has of it
+    own_logprobs: list[Any] = field(default_factory=list)  # likewise
     versions: list[tuple[int, int]] = field(default_factory=list)  # of the parameters, each from an output token on
     version: int = -1  # the last of those
     pooled: "np.ndarray | None" = None  # float32, of its prompt's hidden states, if that is wanted
@@ -125,6 +125,7 @@ class Sequence(HasEnd):
 
     batch: "DecodeBatch | None" = None  # that it has a row in
     computed_offset: int = 0  # `num_computed`, less the steps of its batch
+    log_step: int = 0  # the first of those whose token the batch's log may have, and it has not
     traits: Traits = field(init=False)
     num_logprobs: int = field(init=False)  # that are kept of each token, or `BARE_LOGPROBS`
     like: InitVar["Sequence | None"] = None  # a sibling, of the same parameters
@@ -136,6 +137,7 @@ class Sequence(HasEnd):
 
     def leave_device(self) -> None:
         """Forgets its slot, and ends its epoch, so that results in flight are dropped."""
+        self._collect()
         self.epoch += 1
         self.status, self.slot = Status.WAITING, -1
         self.batch, self.has_rules, self.fork_len = None, False, 0
@@ -148,12 +150,29 @@ class Sequence(HasEnd):
     def vacate(self) -> None:
         """The beam died: keep its slot, forget its tokens."""
         self.status, self.num_computed = Status.HELD, 0
-        self.output_token_ids, self.logprobs, self.matcher = [], [], None
+        self.own_token_ids, self.own_logprobs, self.matcher = [], [], None
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Committed output."""
+        self._collect()
+        return self.own_token_ids
+
+    @property
+    def logprobs(self) -> list[Any]:
+        """Of each output token, if wanted: `PackedLogprobs`, or floats."""
+        self._collect()
+        return self.own_logprobs
+
+    def _collect(self) -> None:
+        if self.batch is not None:
+            self.batch.deliver(self)
 
     @property
     def num_tokens(self) -> int:
         """Tokens known on the host: prompt and committed output."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        num_own = len(self.prompt_token_ids) + len(self.own_token_ids)
+        return num_own if self.batch is None else num_own + self.batch.num_undelivered(self)
 
     @property
     def num_computed(self) -> int:

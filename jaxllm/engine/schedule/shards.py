@@ -8,6 +8,8 @@ from collections import abc
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxllm.engine.schedule.block_table import BlockTable
 from jaxllm.engine.schedule.plan import Plan, ShardedPlan, StepPlan
 from jaxllm.engine.schedule.prompt_room import num_lacking
@@ -171,8 +173,8 @@ class Shards:
     def commit(
         self,
         plan: StepPlan,
-        sampled: abc.Sequence[int],
-        logprobs: "abc.Sequence[PackedLogprobs | float | None] | None" = None,
+        sampled: np.ndarray,
+        logprobs: "abc.Sequence[PackedLogprobs | None] | np.ndarray | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:
         """See `Committer.commit`."""

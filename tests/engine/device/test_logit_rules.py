@@ -39,7 +39,7 @@ def make_request(slot, prompt=(1,), output=(), bad_words=(), **params):
         arrival=0,
         seed=slot,
         max_total_len=99,
-        output_token_ids=list(output),
+        own_token_ids=list(output),
         slot=slot,
         bad_words=[list(word) for word in bad_words],
     )

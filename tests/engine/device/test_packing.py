@@ -38,7 +38,7 @@ def make_request(slot=0, prompt=(7, 8, 9), output=(), *, seed=0, blocks=(), stop
         max_total_len=20,
         stop_ids=frozenset(stop_ids),
         sample_index=sample_index,
-        output_token_ids=list(output),
+        own_token_ids=list(output),
         slot=slot,
     )
     Samples([request])

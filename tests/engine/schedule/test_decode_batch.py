@@ -1,6 +1,11 @@
 """The standing batch of decode rows: nobody looks at a sequence that merely goes on."""
 
+from collections import defaultdict, deque
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxllm.engine.schedule.block_pool import BlockPool
 from jaxllm.engine.schedule.block_table import BlockTable
@@ -8,6 +13,7 @@ from jaxllm.engine.schedule.decode_batch import DecodeBatch
 from jaxllm.engine.schedule.scheduler import Scheduler
 from jaxllm.engine.schedule.sequence import Sequence, Status
 from jaxllm.engine.schedule.sequence_group import Samples
+from jaxllm.engine.schedule.token_log import TokenLog
 from jaxllm.sampling_params import SamplingParams
 from tests.fake_engine import FakeEngine
 
@@ -47,15 +53,15 @@ def test_a_steady_step_looks_at_no_sequence():
         looks.append(Counted.looks)
         assert plan.num_samples == count
         if in_flight is not None:
-            scheduler.commit(in_flight, [5] * count)
+            scheduler.commit(in_flight, np.full(count, 5, np.int32))
         in_flight = plan
         scheduler.check()
     steady = [i for i, number in enumerate(looks) if number == 0]
     assert steady == [2, 3, 4, 5, 6, *range(8, 15), *range(16, 20)], "but where a block begins"
 
 
-def running(count, block_size=4):
-    batch, sequences = DecodeBatch(block_size), []
+def running(count):
+    batch, sequences = DecodeBatch(count + 1), []
     for slot in range(count):
         sequence = make_sequence(arrival=slot, slot=slot, status=Status.RUNNING)
         sequence.num_computed = 2
@@ -80,7 +86,7 @@ def test_sequences_count_with_the_batch():
     batch.advance()
     assert (first.num_computed, second.num_computed) == (3, 4)
     assert (first.num_in_flight, second.num_in_flight) == (2, 3)
-    second.output_token_ids += [7, 7]
+    second.output_token_ids.extend([7, 7])
     assert (second.num_tokens, second.num_in_flight) == (4, 1)
 
 
@@ -140,3 +146,57 @@ def test_samples_enter_when_their_tails_are_their_own():
         engine.step()
     assert set(engine.scheduler.running_set.batch.sequences) == set(engine.samples[first])
     engine.run()
+
+
+moves = st.sampled_from(["step", "step", "step", "step", "join", "leave", "look", "switch", "deliver"])
+
+
+@given(moves=st.lists(moves, max_size=120), tokens=st.lists(st.sampled_from([5, 6, 7]), min_size=1, max_size=9))
+def test_what_is_noted_comes_out_in_order(moves, tokens):
+    """One step is in flight while the next is planned, and those who leave or come to a stop token are apart."""
+    batch, wanted = DecodeBatch(4), defaultdict(lambda: ([], []))
+    batch.log = TokenLog(4, most_steps=5)
+    free, in_flight, has_logprobs, members = [0, 1, 2, 3], deque(), True, []
+
+    def commit(step, samples, slots, drawn, with_logprobs):
+        apart = [samples[row] for row in batch.rows_apart(step, slots, drawn)]
+        logprobs = -drawn.astype(np.float32) if with_logprobs else None
+        batch.note(step, slots, drawn, logprobs, apart)
+        for sequence in apart:
+            token = int(drawn[samples.index(sequence)])
+            sequence.output_token_ids.append(token)
+            sequence.logprobs.extend([-token] if with_logprobs else [])
+
+    for number, move in enumerate(moves):
+        if move == "join" and free:
+            members.append(make_sequence(arrival=number, slot=free.pop(), status=Status.RUNNING, max_total_len=999))
+            members[-1].stop_ids = frozenset([7] if number % 2 else [])
+            batch.add(members[-1])
+        elif move == "leave" and members:
+            gone = members.pop(number % len(members))
+            batch.remove(gone)
+            free.insert(0, gone.slot)
+        elif move == "look" and members:
+            sequence = members[number % len(members)]
+            known = [tokens for sample, (tokens, _) in wanted.items() if sample is sequence]
+            num_in_flight = sum(sequence in samples for _, samples, *_ in in_flight)
+            assert [sequence.output_token_ids] == ([one[: len(one) - num_in_flight] for one in known] or [[]])
+            assert sequence.num_tokens == 2 + len(sequence.output_token_ids)
+        elif move == "switch":
+            has_logprobs = not has_logprobs
+        elif move == "deliver":
+            batch.deliver_all()
+        elif move == "step" and members:
+            drawn = np.array([tokens[(number + i) % len(tokens)] for i in range(len(batch))], np.int32)
+            for sequence, token in zip(batch.sequences, drawn.tolist(), strict=True):
+                wanted[sequence][0].append(token)
+                wanted[sequence][1].extend([-token] if has_logprobs else [])
+            batch.advance()
+            slots = np.array(batch.slots, np.int32)
+            in_flight.append((batch.num_steps, batch.sequences.copy(), slots, drawn, has_logprobs))
+            if len(in_flight) > 1:
+                commit(*in_flight.popleft())
+    for each in in_flight:
+        commit(*each)
+    for sequence, outputs in wanted.items():
+        assert (sequence.output_token_ids, sequence.logprobs) == outputs

@@ -4,6 +4,7 @@ import gc
 import itertools
 import weakref
 
+import numpy as np
 import pytest
 
 from jaxllm.engine.device.compile_plan import CompilePlan
@@ -239,7 +240,7 @@ def test_schedule_does_not_look_at_the_waiting_queue(max_num_seqs):
             scheduler.add(Samples([Counted(params=SamplingParams(), **fields)]))
         for _ in range(3):
             plan = scheduler.schedule(64)
-            scheduler.commit(plan, [1] * len(plan.rows))
+            scheduler.commit(plan, np.ones(len(plan.rows), np.int32))
         Counted.looks = 0
         assert 2 <= len(scheduler.schedule(64).rows) < 10
         looks.append(Counted.looks)

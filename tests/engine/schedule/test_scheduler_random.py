@@ -55,6 +55,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         swap_blocks=st.sampled_from([0, 0, 5, 100]),
         groups=st.sampled_from([EVERYTHING, EVERYTHING, *GROUPS]),
         whole_prompts=st.sampled_from([False, False, False, True]),
+        reports_tokens=st.booleans(),
+        bare_logprobs=st.booleans(),
         accepts=st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(any),
     )
     def start(self, accepts, **sizes):
