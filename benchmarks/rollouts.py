@@ -1,12 +1,16 @@
 """Host time of samples as arrays: what the thread that calls `LLM.rollout` computes. The model's steps are work of
-others, on a CPU too. The model is the package's, prompts are random."""
+others, on a CPU too, whose work slows this thread: so the same again, with steps that nobody computes. The model is the
+package's, prompts are random."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median_low
 from typing import Any
 
 import numpy as np
 
+from benchmarks.fake_executor import FakeExecutor
 from benchmarks.runs import table_lines
 
 _COLUMNS = (
@@ -14,6 +18,7 @@ _COLUMNS = (
     ("arrays_us", "µs a token", ".2f"),
     ("logprobs_us", "with log-probabilities", ".2f"),
     ("generate_us", "generate", ".2f"),
+    ("alone_us", "no steps computed", ".2f"),
 )
 _N, _PROMPT_LEN = 8, 32
 
@@ -28,6 +33,7 @@ def run(*, slots: list[int], tokens: list[int], prompts: int, repeats: int, seed
         at_once, most = max(128, num), _PROMPT_LEN + max(tokens)
         with LLM(max_num_seqs=num, max_num_batched_tokens=at_once, max_model_len=most) as llm:
             llm.wait_compiled()
+            of_slots = []
             for length in tokens:
                 plain = SamplingParams(n=_N, max_tokens=length, ignore_eos=True, detokenize=False, seed=seed)
                 told = plain.clone()
@@ -38,11 +44,33 @@ def run(*, slots: list[int], tokens: list[int], prompts: int, repeats: int, seed
                     "logprobs_us": lambda told=told, llm=llm: llm.rollout(token_ids, told),
                     "generate_us": lambda told=told, llm=llm, lists=lists: llm.generate(lists, told, use_tqdm=False),
                 }
-                count = prompts * _N * length
-                found = {name: _thread_us(way, repeats) / count for name, way in ways.items()}
-                rows.append({"slots": num, "tokens": length} | found)
+                per_token = 1 / (prompts * _N * length)
+                found = {name: _thread_us(way, repeats) * per_token for name, way in ways.items()}
+                of_slots.append({"slots": num, "tokens": length} | found)
+            with _nothing_computed(llm):
+                for row in of_slots:
+                    params = SamplingParams(n=_N, max_tokens=row["tokens"], ignore_eos=True, detokenize=False)
+                    per_token = 1 / (prompts * _N * row["tokens"])
+                    row["alone_us"] = (
+                        _thread_us(lambda p=params, llm=llm: llm.rollout(token_ids, p), repeats) * per_token
+                    )
+            rows += of_slots
     options = {"prompts": prompts, "n": _N, "prompt_len": _PROMPT_LEN, "repeats": repeats, "seed": seed}
     return {"benchmark": "rollouts", "options": options, "results": rows}
+
+
+@contextmanager
+def _nothing_computed(llm: Any) -> Iterator[None]:
+    """Steps of the engine come back at once, with a token that they did not draw. It is of no use afterwards."""
+    runner = llm.engine.runner
+    executor, runner.executor = (
+        runner.executor,
+        FakeExecutor(llm.engine.config, lambda samples: np.full(len(samples.slots), 9, np.int32)),
+    )
+    try:
+        yield
+    finally:
+        runner.executor = executor
 
 
 def _thread_us(way: Any, repeats: int) -> float:

@@ -14,5 +14,6 @@ def test_rollouts_as_json_and_as_a_table(capsys):
     assert bench.main(["rollouts", *options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [row["tokens"] for row in report["results"]] == [2, 3]
-    assert all(min(row["arrays_us"], row["logprobs_us"], row["generate_us"]) > 0 for row in report["results"])
+    names = ("arrays_us", "logprobs_us", "generate_us", "alone_us")
+    assert all(min(row[name] for name in names) > 0 for row in report["results"])
     assert "with log-probabilities" in table(report)

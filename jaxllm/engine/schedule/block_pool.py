@@ -25,6 +25,7 @@ class BlockPool:
         self.pages_per_block = sum(group.num_pages for group in groups)
         self.num_pages = num_blocks * self.pages_per_block
         self.has_states = any(group.is_state for group in groups)
+        self.has_windows = any(group.window is not None for group in groups)
         self.generation = -1  # of keys: those of an older one must be computed anew
         self.reset()
 
@@ -104,10 +105,8 @@ class BlockPool:
 
     def key(self, parent: Key, token_ids: Sequence[int], extras: bytes = b"") -> Key:
         """The name of a full block: its tokens after the block named `parent` (empty for the first block)."""
-        h = hashlib.blake2b(parent, key=self._secret, digest_size=32)
-        h.update(array("q", token_ids).tobytes())
-        h.update(extras)
-        return h.digest()
+        named = parent + array("q", token_ids).tobytes() + extras
+        return hashlib.blake2b(named, key=self._secret, digest_size=32).digest()
 
     def register(self, block: int, key: Key, group: int = 0) -> None:
         """Makes a held, full block of a group findable. The first block of a key stays its block."""

@@ -71,6 +71,9 @@ class BlockTable:
 
     def pages(self, index: int) -> list[int]:
         """Of all groups' blocks of the same tokens, one after the other."""
+        if self.pool.pages_per_block == 1:
+            (only,) = self.groups
+            return only.ids[index - only.start : index - only.start + 1]
         pages = self.pool.pages
         return [page for of_group in self.groups for page in pages(of_group.ids[index - of_group.start])]
 

@@ -93,8 +93,9 @@ class DecodeBatch:
 
     def deliver(self, sequence: Sequence) -> None:
         """Gives a sequence what the log has of it."""
-        log, start = self.log, max(sequence.log_step, self.log.first)
+        log, start = self.log, sequence.log_step
         if start < log.end:
+            start = max(start, log.first)
             tokens, logprobs = log.read(start, sequence.slot)
             sequence.own_token_ids += tokens
             sequence.own_logprobs += logprobs
@@ -102,9 +103,10 @@ class DecodeBatch:
 
     def deliver_all(self) -> None:
         """Leaves the log empty."""
-        for sequence in self.sequences:
-            self.deliver(sequence)
-        self.log.clear()
+        if not self.log.is_empty:
+            for sequence in self.sequences:
+                self.deliver(sequence)
+            self.log.clear()
 
     def num_undelivered(self, sequence: Sequence) -> int:
         """How many tokens the log has of a sequence."""

@@ -68,15 +68,14 @@ class PrefixCache:
         """Makes the full blocks among the first `num_tokens` tokens findable, unless the cache was dropped since the
         sequence was admitted: then some of them come from before, from other parameters say."""
         table = sequence.table
-        if not self.enabled or table.key_generation != self.pool.generation:
-            return
         num_keyed, num_full = table.num_keyed, num_tokens // self.pool.block_size
-        if num_full == num_keyed:
+        if num_full == num_keyed or not self.enabled or table.key_generation != self.pool.generation:
             return
         self._extend(sequence, num_tokens)
         table.register(num_full)
-        for i in range(num_keyed, num_full):
-            self._forget(sequence, i)
+        if self._writing:
+            for i in range(num_keyed, num_full):
+                self._forget(sequence, i)
 
     def end(self, sequence: Sequence) -> None:
         """The sequence leaves its blocks: others stop waiting for those that it has not written."""

@@ -96,8 +96,10 @@ class RunningSet:
     def release_behind(self, sequence: Sequence) -> None:
         """Gives up the blocks that neither the sequence's next token reads nor siblings that wait to go on from it,
         which others may still hit."""
-        self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))
         next_read = sequence.num_computed
+        self.prefix_cache.offer(sequence, min(next_read, sequence.num_tokens))
+        if not self.pool.has_windows:
+            return
         if sequence.fork_len:
             next_read = min(next_read, sequence.fork_len - 1)
         if sequence.propose is not None:  # drafts in flight may be taken back, to the last token that is known

@@ -14,23 +14,26 @@ class TokenLog:
         self._logprobs: np.ndarray | None = None  # of each token, float32; from when the first comes
         self._has_logprobs = False
 
+    @property
+    def is_empty(self) -> bool:
+        return self.first == self.end
+
     def takes(self, step: int, *, has_logprobs: bool) -> bool:
         """Whether it can go on with this step, which has log-probabilities or none. An empty one can."""
-        num_steps = self.end - self.first
-        is_next = step == self.end and num_steps < self._most_steps and has_logprobs == self._has_logprobs
-        return is_next or not num_steps
+        has_room = self.end - self.first < self._most_steps
+        return self.is_empty or step == self.end and has_room and has_logprobs == self._has_logprobs
 
     def append(self, step: int, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray | None) -> None:
         """The step's `tokens`, and their log-probabilities if they are kept, by slot."""
-        if self.first == self.end:
+        if self.is_empty:
             self.first = self.end = step
             self._has_logprobs = logprobs is not None
         row = self.end - self.first
-        self._tokens[row, slots] = tokens
+        self._tokens[row][slots] = tokens  # a row first, as numpy takes both at once in twice the time
         if logprobs is not None:
             if self._logprobs is None:
                 self._logprobs = np.empty(self._tokens.shape, np.float32)
-            self._logprobs[row, slots] = logprobs
+            self._logprobs[row][slots] = logprobs
         self.end += 1
 
     def read(self, step: int, slot: int) -> tuple[list[int], list[float]]:
