@@ -216,7 +216,9 @@ class BeamSearchGroup(SequenceGroup):
 
 
 def read_rows(
-    samples: abc.Sequence[Sequence], rows: np.ndarray, logprobs: abc.Sequence[PackedLogprobs | None] | np.ndarray
+    samples: abc.Sequence[Sequence],
+    rows: np.ndarray,
+    logprobs: abc.Sequence[PackedLogprobs | float | None] | np.ndarray,
 ) -> list[BeamRow | None]:
     """What a step says of each of the `samples` that is a beam, from the device's `candidate_rows`, int32
     `[>= len(samples), CANDIDATES_WIDTH]`."""

@@ -36,7 +36,7 @@ class Committer:
         self,
         plan: Plan,
         sampled: np.ndarray,
-        logprobs: "abc.Sequence[PackedLogprobs | None] | np.ndarray | None" = None,
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | np.ndarray | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
         *,
         finish: Finish,
@@ -85,7 +85,7 @@ class Committer:
         self,
         plan: Plan,
         sampled: np.ndarray,
-        logprobs: "abc.Sequence[PackedLogprobs | None] | np.ndarray | None",
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | np.ndarray | None",
         updated: list[Sequence],
     ) -> abc.Sequence[int]:
         """Appends the tokens of the decode batch's rows to which nothing else happens: without a look at any of them,

@@ -269,7 +269,7 @@ class Scheduler:
         self,
         plan: StepPlan,
         sampled: np.ndarray,
-        logprobs: "abc.Sequence[PackedLogprobs | None] | np.ndarray | None" = None,
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | np.ndarray | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:
         """See `Committer.commit`."""

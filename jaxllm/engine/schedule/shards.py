@@ -174,7 +174,7 @@ class Shards:
         self,
         plan: StepPlan,
         sampled: np.ndarray,
-        logprobs: "abc.Sequence[PackedLogprobs | None] | np.ndarray | None" = None,
+        logprobs: "abc.Sequence[PackedLogprobs | float | None] | np.ndarray | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:
         """See `Committer.commit`."""
