@@ -14,9 +14,7 @@ print(" ".join({name.split(".")[0] for name in sys.modules}))
 """
 
 
-@pytest.mark.parametrize(
-    ("package", "absent"), [("jaxllm.engine.schedule", {"jax", "numpy"}), ("jaxllm.engine.beam", {"jax"})]
-)
-def test_nothing_heavy_is_loaded(package, absent):
+@pytest.mark.parametrize("package", ["jaxllm.engine.schedule", "jaxllm.engine.beam"])
+def test_nothing_heavy_is_loaded(package):
     run = subprocess.run([sys.executable, "-c", CODE, package], capture_output=True, text=True, check=True)
-    assert not absent & set(run.stdout.split())
+    assert "jax" not in run.stdout.split()

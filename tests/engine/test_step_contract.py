@@ -203,7 +203,9 @@ def test_rows_with_nan_logits_end_with_an_error_alone(llm, tiny, monkeypatch):
         row = next((i for i, r in enumerate(handle.plan.rows) if r.prompt_token_ids == prompts[1]), None)
         found = collect(handle)
         if row is not None and len(handle.plan.rows[row].output_token_ids) == 2:
-            found.tokens[row] = -1  # what the sampler gives for a row that is not finite
+            tokens = found.tokens.copy()
+            tokens[row] = -1  # what the sampler gives for a row that is not finite
+            found = found._replace(tokens=tokens)
         return found
 
     monkeypatch.setattr(llm.engine.runner, "collect", spoiled)

@@ -35,13 +35,13 @@ class Committer:
     def commit(
         self,
         plan: Plan,
-        sampled: np.ndarray,
+        sampled: abc.Sequence[int] | np.ndarray,
         logprobs: "abc.Sequence[PackedLogprobs | float | None] | np.ndarray | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
         *,
         finish: Finish,
     ) -> list[Sequence]:
-        """Appends the samples' tokens, int32 `[samples]` in the plan's order, and ends what is over. Returns the
+        """Appends the samples' tokens, in the plan's order, and ends what is over. Returns the
         sequences that ended, and those that report each token.
 
         A sequence whose drafts were verified has several samples. It takes the list of those before the first that is
@@ -50,7 +50,7 @@ class Committer:
         `candidates` for each beam what it may go on with, and None for others. `finish` ends a sequence at once.
         """
         updated: list[Sequence] = []
-        version = plan.params_version
+        sampled, version = np.asarray(sampled, np.int32), plan.params_version
         rows = [*self._commit_steady(plan, sampled, logprobs, updated), *range(plan.num_steady, len(plan.samples))]
         self._version = version
         drawn = _drawn(rows, sampled, logprobs)

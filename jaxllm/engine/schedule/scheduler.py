@@ -1,5 +1,5 @@
-"""Decides which sequences run how many tokens in the next step, and on which blocks. Host integers only: no array, no
-device, no text.
+"""Decides which sequences run how many tokens in the next step, and on which blocks. Host integers only: no device, no
+text.
 
 The three verbs of a step are `schedule` (here), `run` (the runner) and `commit` (here). A step is planned before the
 tokens of the one before are known; docs/step_contract.md says what that means for every event.
@@ -268,7 +268,7 @@ class Scheduler:
     def commit(
         self,
         plan: StepPlan,
-        sampled: np.ndarray,
+        sampled: abc.Sequence[int] | np.ndarray,
         logprobs: "abc.Sequence[PackedLogprobs | float | None] | np.ndarray | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:

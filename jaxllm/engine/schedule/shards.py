@@ -173,7 +173,7 @@ class Shards:
     def commit(
         self,
         plan: StepPlan,
-        sampled: np.ndarray,
+        sampled: abc.Sequence[int] | np.ndarray,
         logprobs: "abc.Sequence[PackedLogprobs | float | None] | np.ndarray | None" = None,
         candidates: abc.Sequence[GroupRow | None] | None = None,
     ) -> list[Sequence]:
