@@ -77,6 +77,7 @@ class Helper {
   // By the one that is about to wake it.
   void bar() {
 #if defined(__linux__)
+    std::lock_guard<std::mutex> lock(mutex_);
     cpu_set_t allowed;
     const int here = sched_getcpu();
     if (here < 0 || here >= CPU_SETSIZE || thread_ == 0 || barred_ >= 0) return;
@@ -90,18 +91,20 @@ class Helper {
   // By itself: it may run there again.
   void unbar() {
 #if defined(__linux__)
-    const int there = barred_.exchange(-1);
+    std::lock_guard<std::mutex> lock(mutex_);
     cpu_set_t allowed;
-    if (there < 0 || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-    CPU_SET(there, &allowed);
+    if (barred_ < 0 || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    CPU_SET(barred_, &allowed);
     sched_setaffinity(0, sizeof allowed, &allowed);
+    barred_ = -1;
 #endif
   }
 
 #if defined(__linux__)
  private:
   std::atomic<pid_t> thread_{0};
-  std::atomic<int> barred_{-1};
+  std::mutex mutex_;  // or one of the two would write a set of processors that the other has changed meanwhile
+  int barred_ = -1;
 #endif
 };
 
