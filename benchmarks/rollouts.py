@@ -3,8 +3,6 @@ others, on a CPU too, whose work slows this thread: so the same again, with step
 package's, prompts are random."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median_low
 from typing import Any
 
@@ -44,33 +42,20 @@ def run(*, slots: list[int], tokens: list[int], prompts: int, repeats: int, seed
                     "logprobs_us": lambda told=told, llm=llm: llm.rollout(token_ids, told),
                     "generate_us": lambda told=told, llm=llm, lists=lists: llm.generate(lists, told, use_tqdm=False),
                 }
-                per_token = 1 / (prompts * _N * length)
-                found = {name: _thread_us(way, repeats) * per_token for name, way in ways.items()}
+                count = prompts * _N * length
+                found = {name: _thread_us(way, repeats) / count for name, way in ways.items()}
                 of_slots.append({"slots": num, "tokens": length} | found)
-            with _nothing_computed(llm):
-                for row in of_slots:
-                    params = SamplingParams(n=_N, max_tokens=row["tokens"], ignore_eos=True, detokenize=False)
-                    per_token = 1 / (prompts * _N * row["tokens"])
-                    row["alone_us"] = (
-                        _thread_us(lambda p=params, llm=llm: llm.rollout(token_ids, p), repeats) * per_token
-                    )
+            runner = llm.engine.runner
+            executor = runner.executor  # in whose place there is one that makes up tokens
+            runner.executor = FakeExecutor(llm.engine.config, lambda samples: np.full(len(samples.slots), 9, np.int32))
+            for row in of_slots:
+                params = SamplingParams(n=_N, max_tokens=row["tokens"], ignore_eos=True, detokenize=False)
+                alone_us = _thread_us(lambda params=params, llm=llm: llm.rollout(token_ids, params), repeats)
+                row["alone_us"] = alone_us / (prompts * _N * row["tokens"])
+            runner.executor = executor
             rows += of_slots
     options = {"prompts": prompts, "n": _N, "prompt_len": _PROMPT_LEN, "repeats": repeats, "seed": seed}
     return {"benchmark": "rollouts", "options": options, "results": rows}
-
-
-@contextmanager
-def _nothing_computed(llm: Any) -> Iterator[None]:
-    """Steps of the engine come back at once, with a token that they did not draw. It is of no use afterwards."""
-    runner = llm.engine.runner
-    executor, runner.executor = (
-        runner.executor,
-        FakeExecutor(llm.engine.config, lambda samples: np.full(len(samples.slots), 9, np.int32)),
-    )
-    try:
-        yield
-    finally:
-        runner.executor = executor
 
 
 def _thread_us(way: Any, repeats: int) -> float:

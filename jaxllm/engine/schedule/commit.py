@@ -41,8 +41,8 @@ class Committer:
         *,
         finish: Finish,
     ) -> list[Sequence]:
-        """Appends the samples' tokens, in the plan's order, and ends what is over. Returns the
-        sequences that ended, and those that report each token.
+        """Appends the samples' tokens, in the plan's order, and ends what is over. Returns the sequences that ended,
+        and those that report each token.
 
         A sequence whose drafts were verified has several samples. It takes the list of those before the first that is
         `NOT_ACCEPTED`, which may be empty, up to its end. Other negative tokens are keys of `NO_TOKEN_ERRORS`.
