@@ -8,7 +8,7 @@ all blocks with it (PagedAttention, arXiv 2309.06180, section 4.4).
 import copy
 from collections import abc
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -216,12 +216,10 @@ class BeamSearchGroup(SequenceGroup):
 
 
 def read_rows(
-    samples: abc.Sequence[Sequence],
-    rows: np.ndarray,
-    logprobs: abc.Sequence[PackedLogprobs | float | None] | np.ndarray,
+    samples: abc.Sequence[Sequence], rows: np.ndarray, logprobs: abc.Sequence[Any] | np.ndarray
 ) -> list[BeamRow | None]:
     """What a step says of each of the `samples` that is a beam, from the device's `candidate_rows`, int32
-    `[>= len(samples), CANDIDATES_WIDTH]`."""
+    `[>= len(samples), CANDIDATES_WIDTH]`, and what is kept of each sample's token."""
     return [
         BeamRow(read_candidates(row, sequence.group.state.search.num_candidates), others)
         if isinstance(sequence.group, BeamSearchGroup)
