@@ -52,7 +52,7 @@ def few(llm) -> list:
 
 
 def tell(**fields) -> None:
-    print(json.dumps(fields), flush=True)
+    print(json.dumps(fields) + "\n", end="", flush=True)  # at once, or another thread's log may come between
 
 
 def work(llm, kind: str) -> None:
