@@ -23,7 +23,8 @@ class OnDemand(CompilePlan):
     def ready(self, name: Hashable) -> bool:
         if name in self._jobs:
             self.settle([name])
-        if self._elsewhere is not None and name in self._done:
+        if self._elsewhere is not None and name in self._done and name not in self._elsewhere.compiled:
+            self._elsewhere.want([name], is_awaited=True)  # as nobody else retries what has failed there once
             self._elsewhere.wait_compiled([name], lambda: None)
         return super().ready(name)
 
