@@ -25,6 +25,7 @@ class DecodeBatch:
         self.sequences: list[Sequence] = []
         self.slots = array("i")  # of each sequence
         self.epochs: list[int] = []  # likewise
+        self._are_shared = False  # some plan has these columns: they are copied before they change
         self._rows: dict[Sequence, int] = {}
         self._due_steps: dict[Sequence, int] = {}  # before which something happens to it
         self._due: defaultdict[int, list[Sequence]] = defaultdict(list)  # by step; who has left is still there
@@ -38,6 +39,7 @@ class DecodeBatch:
 
     def add(self, sequence: Sequence) -> None:
         """Appends a row for a sequence whose last token is the only one to compute. O(1), as is `remove`."""
+        self._own_columns()
         sequence.batch, self._rows[sequence] = self, len(self.sequences)
         sequence.computed_offset -= self.num_steps
         sequence.log_step = self.num_steps + 1
@@ -50,6 +52,7 @@ class DecodeBatch:
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence's row out; the last row takes its place."""
         self.deliver(sequence)
+        self._own_columns()
         row, last = self._rows[sequence], self.sequences[-1]
         self.sequences[row], self.slots[row], self.epochs[row] = last, self.slots[-1], self.epochs[-1]
         self._rows[last] = row
@@ -62,6 +65,16 @@ class DecodeBatch:
         self._count(sequence, -1)
         if not self.sequences:
             self._due.clear()
+
+    def columns(self) -> "tuple[list[Sequence], array[int], list[int]]":
+        """Its sequences, slots and epochs as they are now, which nobody changes any more."""
+        self._are_shared = True
+        return self.sequences, self.slots, self.epochs
+
+    def _own_columns(self) -> None:
+        if self._are_shared:
+            self.sequences, self.slots, self.epochs = self.sequences.copy(), self.slots[:], self.epochs.copy()
+            self._are_shared = False
 
     def _count(self, sequence: Sequence, by: int) -> None:
         self.num_reporting += by * sequence.reports_tokens

@@ -98,7 +98,7 @@ class Plan:
     has_chosen: bool = False  # perhaps: sequences whose groups choose their tokens
     rows: list[Sequence] = field(default_factory=list)
     samples: list[Sequence] = field(default_factory=list)
-    sample_tokens: list[int] = field(default_factory=list)  # the token, counted flat, whose logits each comes from
+    sample_tokens: abc.Sequence[int] = ()  # the token, counted flat, whose logits each comes from
     pooled: list[PooledSpan] = field(default_factory=list)  # of rows without samples
     drafts: dict[int, int] = field(default_factory=dict)  # by sample, of those after a sequence's first: the draft
     epochs: list[int] = field(default_factory=list)  # of each, when planned
@@ -126,13 +126,15 @@ class Plan:
     def add_batch(self, batch: DecodeBatch) -> None:
         """Adds a row for the last token of each of its sequences, before any other."""
         assert not self.decodes
-        self.decodes, self.decode_slots, self.epochs = batch.sequences.copy(), batch.slots[:], batch.epochs.copy()
+        self.decodes, self.decode_slots, self.epochs = batch.columns()
         self.num_tokens = self.num_samples = self.num_steady = len(batch)
         batch.advance()
         self.batch, self.batch_step, self.kept_logprobs = batch, batch.num_steps, batch.kept_logprobs
 
     def add_decode(self, sequence: Sequence) -> None:
         """Adds a row for the sequence's last token."""
+        if len(self.decodes) == self.num_steady:  # they are the batch's columns
+            self.decodes, self.decode_slots = self.decodes.copy(), self.decode_slots[:]
         self.decodes.append(sequence)
         self.decode_slots.append(sequence.slot)
         self.num_tokens += 1
@@ -174,6 +176,8 @@ class Plan:
     def add_drafts(self, drafts: abc.Mapping[Sequence, abc.Sequence[int]]) -> None:
         """Lets sequences whose decode was added go on with guesses of the tokens after it. `Scheduler.commit` takes
         back those that are not accepted."""
+        if not drafts:
+            return
         for sequence, guesses in drafts.items():
             stop = sequence.num_computed
             self.chunks.append(Chunk(sequence, stop - 1, stop, 1 + len(guesses), guesses))
@@ -186,25 +190,34 @@ class Plan:
 
     def seal(self) -> None:
         """Fixes the order of rows and samples, and the samples' epochs: no row is added after this."""
+        self.rows = self.samples = self.decodes
+        self.sample_tokens = range(len(self.decodes))
+        if self.chunks or self.forks:
+            self._add_others()
+        others = self.samples[self.num_steady :]
+        if others:
+            self.epochs = self.epochs + [sequence.epoch for sequence in others]
+            self.kept_logprobs.update(sequence.num_logprobs for sequence in others)
+
+    def _add_others(self) -> None:
+        """Appends the rows and samples of chunks, and the samples of forks."""
         self.rows = self.decodes + [chunk.sequence for chunk in self.chunks]
-        self.samples, self.sample_tokens = list(self.decodes), list(range(len(self.decodes)))
+        samples, sample_tokens = self.decodes.copy(), list(self.sample_tokens)
         last = len(self.decodes) - 1
         for chunk in self.chunks:
             if chunk.sequence.pooling is not None and (span := _pooled_span(chunk, last + 1)) is not None:
                 self.pooled.append(span)
             last += chunk.num_tokens
-            self.sample_tokens += range(last + 1 - chunk.num_samples, last + 1)
-            self.samples += [chunk.sequence] * chunk.num_samples
-            self.drafts.update(enumerate(chunk.drafts, start=len(self.samples) - len(chunk.drafts)))
+            sample_tokens += range(last + 1 - chunk.num_samples, last + 1)
+            samples += [chunk.sequence] * chunk.num_samples
+            self.drafts.update(enumerate(chunk.drafts, start=len(samples) - len(chunk.drafts)))
         if self.forks:
             first = self.num_steady  # who is one of the batch has no forks
-            token_of = dict(zip(self.samples[first:], self.sample_tokens[first:], strict=True))
+            token_of = dict(zip(samples[first:], sample_tokens[first:], strict=True))
             for parent, sequence in self.forks:
-                self.samples.append(sequence)
-                self.sample_tokens.append(token_of[parent])
-        others = self.samples[self.num_steady :]
-        self.epochs += [sequence.epoch for sequence in others]
-        self.kept_logprobs.update(sequence.num_logprobs for sequence in others)
+                samples.append(sequence)
+                sample_tokens.append(token_of[parent])
+        self.samples, self.sample_tokens = samples, sample_tokens
 
     @property
     def shards(self) -> tuple["Plan", ...]:

@@ -12,7 +12,7 @@ class PrefixCache:
     """Keys of sequences' full blocks, over a pool that remembers which block has which key.
 
     A block can be found once the step that writes it was dispatched in an earlier plan, and its tokens are known: a
-    prompt's blocks after their chunk was planned, a generated block when its last token is committed.
+    prompt's blocks after their chunk was planned, a generated block after its last token is committed.
     """
 
     def __init__(self, pool: BlockPool, *, enabled: bool):

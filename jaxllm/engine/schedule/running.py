@@ -12,6 +12,8 @@ from jaxllm.engine.schedule.retries import Retries
 from jaxllm.engine.schedule.sequence import Sequence, Status
 from jaxllm.engine.schedule.sequence_group import SequenceGroup
 
+_LATE_BLOCKS = 8  # that a sequence fills before the prefix cache has them, while nobody sees its tokens
+
 
 class Stem(NamedTuple):
     """What waiting siblings begin with: the blocks of some tokens that one of them has computed."""
@@ -96,15 +98,26 @@ class RunningSet:
     def release_behind(self, sequence: Sequence) -> None:
         """Gives up the blocks that neither the sequence's next token reads nor siblings that wait to go on from it,
         which others may still hit."""
-        next_read = sequence.num_computed
-        self.prefix_cache.offer(sequence, min(next_read, sequence.num_tokens))
+        if not self._may_offer_later(sequence):
+            self._offer(sequence)
         if not self.pool.has_windows:
             return
+        next_read = sequence.num_computed
         if sequence.fork_len:
             next_read = min(next_read, sequence.fork_len - 1)
         if sequence.propose is not None:  # drafts in flight may be taken back, to the last token that is known
             next_read = min(next_read, sequence.num_tokens - 1)
         sequence.table.release_behind(next_read)
+
+    def _may_offer_later(self, sequence: Sequence) -> bool:
+        """Whether the prefix cache can wait for the sequence's last blocks, as nobody has seen what is in them: several
+        take less time at once. They come when it leaves the batch, if not before."""
+        if sequence.batch is None or sequence.reports_tokens or self.pool.has_windows:
+            return False
+        return sequence.table.num_blocks - sequence.table.num_keyed < _LATE_BLOCKS
+
+    def _offer(self, sequence: Sequence) -> None:
+        self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))
 
     def drop_stem(self, group: SequenceGroup) -> None:
         """Those of the group that wait for a slot hold no blocks any more."""
@@ -132,6 +145,7 @@ class RunningSet:
         """Plans the sequence by itself from the next step on."""
         self.batch.remove(sequence)
         self.individuals[sequence] = None
+        self._offer(sequence)
 
     def move_to_end(self, sequences: Iterable[Sequence]) -> None:
         """These are served after the others from now on."""

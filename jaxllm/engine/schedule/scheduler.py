@@ -196,7 +196,7 @@ class Scheduler:
 
     def _plan_individuals(self, plan: Plan, max_tokens: int) -> list[Sequence]:
         """Adds the other running sequences with one token to compute; returns those with more."""
-        prefills, decodes = [], plan.decodes
+        prefills = []
         awaits_host, lent = self.running_set.awaits_host, self.admission.lent
         for sequence in self.running_set.individuals:
             if sequence.status is not Status.RUNNING or sequence.group is lent or not sequence.can_sample:
@@ -208,7 +208,7 @@ class Scheduler:
                 continue
             if awaits_host and sequence.host_dependent:
                 continue
-            if len(decodes) == max_tokens:
+            if len(plan.decodes) == max_tokens:
                 break
             may_draft = sequence.propose is not None and not table.shares_tail  # one new block a row beside its tokens'
             if num_computed == table.capacity:
@@ -219,8 +219,8 @@ class Scheduler:
             plan.add_decode(sequence)
             if may_draft:
                 self._drafting.append(sequence)
-        if len(decodes) == max_tokens < len(self.running_set):  # the others come first in the next step
-            self.running_set.move_to_end(decodes)
+        if len(plan.decodes) == max_tokens < len(self.running_set):  # the others come first in the next step
+            self.running_set.move_to_end(plan.decodes)
         return prefills
 
     def _plan_drafts(self, plan: Plan, max_tokens: int) -> None:

@@ -58,6 +58,18 @@ def test_generated_block_is_hit_after_its_commit():
     engine.run()
 
 
+def test_blocks_that_nobody_has_seen_are_cached_some_at_once_and_all_in_the_end():
+    engine = FakeEngine(block_size=2, num_blocks=64, reports_tokens=False)
+    first, num_keyed = engine.add([1, 2, 1], 45, seed=5), set()
+    while not first.finish_reason:
+        num_keyed.add(first.table.num_keyed)
+        engine.step()
+    assert num_keyed == {0, 1, 9, 17, 23}, "the last ones when it leaves the batch"
+    again = engine.add(truth(first, 47), 1)
+    engine.run()
+    assert again.num_cached == 46
+
+
 def test_update_params_forgets_blocks_that_were_half_written_before():
     engine = FakeEngine(block_size=4)
     first = engine.add([1, 2], 6)
