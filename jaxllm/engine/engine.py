@@ -255,6 +255,7 @@ class Engine:
             for shard in plan.shards:
                 shard.params_version = self.params_version
             plan.num_wanted = plan.most_tokens + (self.scheduler.num_left_tokens() if is_cut else 0)
+            plan.num_sequences = self.scheduler.num_sequences
             self._steps.count(plan.num_tokens)
             for sequence, _ in plan.admitted:
                 sequence.request.scheduled()

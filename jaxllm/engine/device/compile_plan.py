@@ -41,14 +41,15 @@ class Elsewhere(Protocol):
 
 
 class CompilePlan:
-    """Compiles `jobs` (name -> a function that lowers), in two threads, each one job at a time.
+    """Compiles `jobs` (name -> a function that lowers), in three threads, each one job at a time.
 
-    One compiles at once what is `first`, what someone waits for, and what `want` names. The other, at low priority,
-    goes through the rest in the order of `jobs` while the first has nothing to do: when the engine idles, and while it
-    steps for no more than `share` of the time.
+    One compiles at once what is `first`, what someone waits for, and what `want` names. Another helps it with what
+    someone waits for, as the engine stands still then. The third, at low priority, goes through the rest in the order
+    of `jobs` while the others have nothing to do: when the engine idles, and while it steps for no more than `share` of
+    the time.
 
     `compile` makes an executable of what is lowered. `compile_quickly` makes one sooner, and tells whether it is the
-    same: one that is not is in its place until the second thread has made that, or until `wait_all`.
+    same: one that is not is in its place until the third thread has made that, or until `wait_all`.
 
     An executable accepts only the shapes, dtypes and shardings it was compiled for: anything else raises a TypeError
     that names the argument, so nothing ever compiles behind the engine's back.
@@ -90,7 +91,11 @@ class CompilePlan:
         self._stop = threading.Event()
         threads = [
             threading.Thread(target=self._run, args=(take, nice), name=f"jaxllm-compile{name}", daemon=True)
-            for name, take, nice in (("", self._next_wanted, 0), ("-rest", self._next_of_rest, _NICE))
+            for name, take, nice in (
+                ("", self._next_wanted, 0),
+                ("-help", self._next_awaited, 0),
+                ("-rest", self._next_of_rest, _NICE),
+            )
         ]
         # At the latest when Python exits.
         self._close = weakref.finalize(self, _stop_and_join, self._stop, self._changed, threads)
@@ -126,6 +131,10 @@ class CompilePlan:
 
     def ready(self, name: Hashable) -> bool:
         return name in self._done and (self._elsewhere is None or name in self._elsewhere.compiled)
+
+    def is_passing(self, name: Hashable) -> bool:
+        """Whether it was compiled quickly, and another one will take its place."""
+        return name in self._passing
 
     def awaited(self, name: Hashable) -> Callable:
         """The executable, once it is compiled."""
@@ -276,12 +285,16 @@ class CompilePlan:
 
     def _next_wanted(self) -> Hashable | None:
         """What someone waits for, or else what is wanted; a wanted one that failed before is left for later."""
+        if (awaited := self._next_awaited()) is not None:
+            return awaited
         free = self._jobs.keys() - self._compiling
-        for name in (name for names in self._awaited for name in names if name in free):
-            return name
         wanted = (name for name in self._wanted if name in free - self._retries)
         passing = (name for name in self._passing if name not in self._compiling) if self._awaits_all else ()
         return next(itertools.chain(wanted, passing), None)
+
+    def _next_awaited(self) -> Hashable | None:
+        free = self._jobs.keys() - self._compiling
+        return next((name for names in self._awaited for name in names if name in free), None)
 
     def _next_of_rest(self) -> Hashable | None:
         """The first of the rest if now is the time for it; before all what takes another's place, of what was wanted

@@ -10,25 +10,27 @@ _FIXED_TOKENS = 64  # of a CPU, whose steps take about as long for reading and l
 
 class Demand:
     """Adds up the seconds that steps lose because the bucket they would best run in is not compiled: to padding, and
-    to tokens that are left for later steps. `sizes` are all buckets, in tokens, ascending. Where steps have
-    `free_padding`, they take as long as they have tokens, but for what they would take without any."""
+    to tokens that are left for later steps. `sizes` are all buckets, in tokens, ascending."""
 
-    def __init__(self, sizes: Sequence[int], *, free_padding: bool = False):
-        self._sizes, self._free_padding = sizes, free_padding
+    def __init__(self, sizes: Sequence[int]):
+        self._sizes = sizes
         self._lost: defaultdict[int, float] = defaultdict(float)  # seconds so far, by bucket
         self._fastest: dict[int, float] = {}  # seconds of a step, by bucket: the first of all takes much longer
         self._told: set[int] = set()
 
-    def observe(self, num_tokens: int, bucket: int, seconds: float, *, patience: float) -> int | None:
+    def observe(
+        self, num_tokens: int, bucket: int, seconds: float, *, patience: float, free_padding: bool = False
+    ) -> int | None:
         """Notes a step of `seconds` that ran in `bucket` and would have had `num_tokens`. Returns the bucket it lacked
-        if with the steps that are left of these tokens more than `patience` seconds will have been lost for that."""
+        if with the steps that are left of these tokens more than `patience` seconds will have been lost for that. With
+        `free_padding` it took as long as it had tokens, but for what it would have taken without any."""
         is_first = bucket not in self._fastest
         self._fastest[bucket] = min(seconds, self._fastest.get(bucket, seconds))
         best = pick_bucket(self._sizes, min(num_tokens, self._sizes[-1]))
         self._told -= {told for told in self._told if told <= bucket}  # it is there
         if best == bucket or any(told >= best for told in self._told):  # that one will do
             return None
-        fixed = self._fixed_share(bucket, best)
+        fixed = _fixed_share(bucket, best) if free_padding else 1.0
         self._lost[best] += seconds * fixed * (1 - min(best, bucket) / max(best, bucket))
         ahead = 0.0 if is_first else self._fastest[bucket] * fixed * max(0.0, num_tokens / bucket - 1)
         if self._lost[best] + ahead <= patience:
@@ -37,8 +39,7 @@ class Demand:
         self._told.add(best)
         return best
 
-    def _fixed_share(self, bucket: int, best: int) -> float:
-        """Of a step's time in a bucket, what a step of fewer tokens takes too, or one of the best bucket no less."""
-        if not self._free_padding:
-            return 1.0
-        return 0.0 if bucket > best else min(1.0, _FIXED_TOKENS / bucket)
+
+def _fixed_share(bucket: int, best: int) -> float:
+    """Of a step's time in a bucket, what a step of fewer tokens takes too, or one of the best bucket no less."""
+    return 0.0 if bucket > best else min(1.0, _FIXED_TOKENS / bucket)

@@ -95,7 +95,7 @@ class Runner:
         self._buckets = self._encoder.all  # those of the step that is planned now
         self._usable: dict[bool, Buckets] = {}  # with and without the full sampler
         self._compiled_at = -1  # executables there were when these were last looked for
-        self._demand = Demand(self._buckets.tokens, free_padding=config.free_padding)
+        self._demand = Demand(self._buckets.tokens)
         self._expected: list[Hashable] = []  # executables that will be there before steps without them are over
         weakref.finalize(self, self.compile_plan.abandon)  # nobody waits for the rest
         self.costs = PreemptionCosts(executor.page_bytes)
@@ -240,10 +240,17 @@ class Runner:
         self.costs.observe_step(most.num_tokens, most.num_tokens - len(most.decodes), seconds)
         compiled = self.compile_plan
         if compiled.num_done < compiled.total:
-            lacks = self._demand.observe(plan.num_wanted, handle.bucket, seconds, patience=compiled.longest_s)
+            is_quick = compiled.is_passing(("step", handle.bucket))  # and computes padding slowly
+            lacks = self._demand.observe(
+                *(plan.num_wanted, handle.bucket, seconds),
+                patience=compiled.longest_s,
+                free_padding=self.config.free_padding and not is_quick,
+            )
             if lacks is not None:
                 names = self._encoder.names(lacks, full=plan.full_sampler)
-                compiled.want(names)
+                num_decodes = min(lacks, plan.num_sequences, self.config.max_num_seqs)  # that will come together
+                decodes = pick_bucket(self._encoder.all.tokens, num_decodes)
+                compiled.want([*names, *self._encoder.names(decodes, full=plan.full_sampler)])
                 self._expected = [] if plan.num_samples else names
 
     def knows_bandwidth(self) -> bool:

@@ -90,6 +90,7 @@ class Plan:
     max_tokens: int = 0  # that it may have
     num_tokens: int = 0
     num_wanted: int = 0  # of tokens, at least, that the step would have if it could be larger
+    num_sequences: int = 0  # that run or wait: as many may come to decode together
     params_version: int = 0  # of the parameters that it is computed with
     awaits_masks: bool = False  # which its sampling needs, and which come after the forward pass
     num_samples: int = 0
@@ -253,7 +254,7 @@ class ShardedPlan:
 
     def __init__(self, shards: abc.Sequence[Plan]):
         self.shards = tuple(shards)
-        self.num_wanted = 0  # as in `Plan`, of a shard
+        self.num_wanted = self.num_sequences = 0  # as in `Plan`, of a shard
         self.awaits_masks = False  # as in `Plan`
         self.num_tokens = sum(plan.num_tokens for plan in shards)
         self.num_samples = sum(plan.num_samples for plan in shards)

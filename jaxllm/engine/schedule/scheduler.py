@@ -83,10 +83,15 @@ class Scheduler:
         return 1 if head is None else head.waiting[0].num_tokens
 
     def num_left_tokens(self) -> int:
-        """Tokens that could be computed beside those that are planned, but for the waiting sequences' prompts: of these
-        one each is counted. O(running)."""
+        """Tokens that could be computed beside those that are planned; of who waits as `WaitingQueue` counts them.
+        O(running)."""
         left = sum(max(0, each.num_tokens - each.num_computed) for each in self.running_set.individuals)
-        return left + len(self.waiting)
+        return left + self.waiting.num_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        """How many run or wait."""
+        return len(self.running_set) + len(self.waiting)
 
     def add(self, group: SequenceGroup) -> None:
         """Queues a request's sequences. They must fit the pool alone: the engine has refused them otherwise."""

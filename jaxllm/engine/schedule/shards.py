@@ -70,8 +70,14 @@ class Shards:
 
     def num_left_tokens(self) -> int:
         """See `Scheduler.num_left_tokens`: of a shard, the most."""
-        share = -(-len(self.waiting) // len(self.shards))
+        share = -(-self.waiting.num_tokens // len(self.shards))
         return share + max(scheduler.num_left_tokens() for scheduler in self.shards)
+
+    @property
+    def num_sequences(self) -> int:
+        """See `Scheduler.num_sequences`: of a shard, the most."""
+        share = -(-len(self.waiting) // len(self.shards))
+        return share + max(scheduler.num_sequences for scheduler in self.shards)
 
     def forget_keys(self) -> None:
         """Drops the prefix cache of all shards. They have the same keys from then on."""

@@ -22,6 +22,7 @@ class WaitingQueue:
         self._entries: list[Entry] = []
         self._entry_of: dict[SequenceGroup, Entry | None] = {}  # of each group with waiting sequences; None: parked
         self._num_waiting = self._num_outdated = 0
+        self._num_prompt_tokens = 0  # of the groups that are not parked, each prompt once
         self._returning: set[Sequence] = set()  # those that have run before
         self._count = itertools.count()
 
@@ -29,7 +30,7 @@ class WaitingQueue:
         for group in self._entry_of:
             group.waiting = []
         self._entries, self._entry_of = [], {}
-        self._num_waiting = self._num_outdated = 0
+        self._num_waiting = self._num_outdated = self._num_prompt_tokens = 0
         self._returning = set()
 
     def __len__(self) -> int:
@@ -43,6 +44,12 @@ class WaitingQueue:
     def num_queued(self) -> int:
         """Groups that are not parked."""
         return len(self._entries) - self._num_outdated
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that those which wait have to compute, about: of each group that is not parked the prompt, and one of
+        each other sequence."""
+        return self._num_prompt_tokens + self._num_waiting - self.num_queued
 
     @property
     def num_returning(self) -> int:
@@ -67,6 +74,8 @@ class WaitingQueue:
             if old[0] == order:
                 return
             self._num_outdated += 1
+        else:
+            self._num_prompt_tokens += _prompt_len(group)
         entry = self._entry_of[group] = order, next(self._count), group
         heapq.heappush(self._entries, entry)
         self._tidy()
@@ -76,7 +85,7 @@ class WaitingQueue:
         group = self.peek()
         if group is not None:
             heapq.heappop(self._entries)
-            self._entry_of[group] = None
+            self._park(group)
             self._tidy()
         return group
 
@@ -90,20 +99,28 @@ class WaitingQueue:
                 return group
             heapq.heappop(self._entries)
             if is_valid:  # its first one has ended
-                self._entry_of[group] = None
+                self._park(group)
                 self.push(group)
             else:
                 self._num_outdated -= 1
         return None
 
+    def _park(self, group: SequenceGroup) -> None:
+        self._entry_of[group] = None
+        self._num_prompt_tokens -= _prompt_len(group)
+
     def take(self, sequence: Sequence) -> None:
         """The sequence has got a slot, or has ended. O(siblings that wait) on average."""
         group = sequence.group
+        if len(group.waiting) == 1:
+            if self._entry_of[group] is not None:
+                self._park(group)
+                self._num_outdated += 1
+            del self._entry_of[group]
         group.waiting.remove(sequence)
         self._returning.discard(sequence)
         self._num_waiting -= 1
         if not group.waiting:
-            self._num_outdated += self._entry_of.pop(group) is not None
             self._tidy()
 
     def remove(self, group: SequenceGroup) -> None:
@@ -131,6 +148,7 @@ class WaitingQueue:
         waiting = self.sequences()
         assert self._num_waiting == len(waiting) == len(set(waiting))
         assert self._returning <= set(waiting)
+        assert self._num_prompt_tokens == sum(map(_prompt_len, self.queued()))
         assert all(sequence.slot < 0 and sequence.group.waiting for sequence in waiting)
         assert self._num_outdated == len(self._entries) - len(self.queued()) <= len(self._entries) / 2
         for group in self._entry_of:
@@ -141,3 +159,8 @@ class WaitingQueue:
                 assert any(sequence.fork_len for sequence in group.on_device), "it waits for nobody"
             else:
                 assert entry in self._entries and entry[0] <= group.waiting[0].order
+
+
+def _prompt_len(group: SequenceGroup) -> int:
+    """Of a group that waits."""
+    return len(group.waiting[0].prompt_token_ids)

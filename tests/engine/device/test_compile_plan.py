@@ -109,6 +109,7 @@ def test_what_is_wanted_is_compiled_quickly_and_then_once_more_before_the_rest(m
     plan = made(*jobs, first=["first", "kept"], compile=compile, compile_quickly=quickly)
     plan.wait(["first", "kept"])
     assert (plan["first"], plan["kept"], plan.num_done) == ("quick first", "kept", 2)
+    assert plan.is_passing("first") and not plan.is_passing("kept")
     plan.stepped(is_stepping=False)
     gate.set()
     wait_until(lambda: plan.num_done == 4)
@@ -217,6 +218,25 @@ def test_what_someone_waits_for_passes_what_is_compiled_for_nobody(made):
     plan.wait(["awaited"])
     assert plan.ready("awaited") and not plan.ready("slow") and not plan.ready("later")
     gate.set()
+
+
+def test_what_someone_waits_for_is_compiled_two_at_a_time(made):
+    running, most = [], {"awaited": 0, "wanted": 0}
+
+    def note(kind):
+        running.append(kind)
+        most[kind] = max(most[kind], len(running))
+        time.sleep(0.1)
+        running.pop()
+
+    jobs = [Fake((kind, i), lambda kind=kind: note(kind)) for kind in most for i in range(4)]
+    plan = made(Fake("first"), *jobs, first=["first"], share=1e-6)
+    plan.stepped(is_stepping=True)
+    plan.wait(["first"])
+    plan.wait([("awaited", i) for i in range(4)])
+    plan.want([("wanted", i) for i in range(4)])
+    wait_until(lambda: plan.num_done == plan.total)
+    assert most == {"awaited": 2, "wanted": 1}
 
 
 def test_settling_outlives_failures_and_the_end(made):

@@ -38,10 +38,10 @@ def test_what_is_wanted_serves_smaller_steps_too():
 
 
 def test_small_steps_cost_little_where_padding_is_free():
-    demand = Demand((64, 256, 2048), free_padding=True)
-    told = {demand.observe(5, 256, 1.0, patience=0.1) for _ in range(9)}
+    demand = Demand((64, 256, 2048))
+    told = {demand.observe(5, 256, 1.0, patience=0.1, free_padding=True) for _ in range(9)}
     assert told == {None}, "what is too large costs nothing"
-    told = [demand.observe(2048, 256, 0.1, patience=0.2) for _ in range(3)]  # a quarter of 7/8, and of seven more steps
-    assert told == [None, 2048, None]
-    few = Demand(SIZES, free_padding=True)
-    assert [few.observe(512, 8, 0.1, patience=0.4) for _ in range(2)] == [None, 512]  # as without
+    told = [demand.observe(2048, 256, 0.1, patience=0.2, free_padding=True) for _ in range(3)]
+    assert told == [None, 2048, None]  # a quarter of 7/8, and of seven more steps
+    few = Demand(SIZES)
+    assert [few.observe(512, 8, 0.1, patience=0.4, free_padding=True) for _ in range(2)] == [None, 512]  # as without
