@@ -18,7 +18,7 @@ _COLUMNS = (
     ("generate_us", "generate", ".2f"),
     ("alone_us", "no steps computed", ".2f"),
 )
-_N, _PROMPT_LEN = 8, 32
+_N, _PROMPT_LEN, _BLOCK_SIZE = 8, 32, 32
 
 
 def run(*, slots: list[int], tokens: list[int], prompts: int, repeats: int, seed: int) -> dict[str, Any]:
@@ -29,7 +29,8 @@ def run(*, slots: list[int], tokens: list[int], prompts: int, repeats: int, seed
     token_ids = rng.integers(5, 4000, (prompts, _PROMPT_LEN))
     for num in slots:
         at_once, most = max(128, num), _PROMPT_LEN + max(tokens)
-        with LLM(max_num_seqs=num, max_num_batched_tokens=at_once, max_model_len=most) as llm:
+        options = {"block_size": _BLOCK_SIZE, "num_blocks": num * (most // _BLOCK_SIZE + 2)}  # nobody is preempted
+        with LLM(max_num_seqs=num, max_num_batched_tokens=at_once, max_model_len=most, **options) as llm:
             llm.wait_compiled()
             of_slots = []
             for length in tokens:

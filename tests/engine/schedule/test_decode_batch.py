@@ -148,6 +148,34 @@ def test_samples_enter_when_their_tails_are_their_own():
     engine.run()
 
 
+def batch_of(num, **options):
+    batch = DecodeBatch(num)
+    for slot in range(num):
+        batch.add(make_sequence(arrival=slot, slot=slot, status=Status.RUNNING, max_total_len=999, **options))
+    return batch
+
+
+@pytest.mark.parametrize("num_stops", [0, 1, 8, 9, 30])
+def test_stop_tokens_and_what_is_no_token_are_apart(num_stops):
+    batch = batch_of(6, stop_ids=frozenset(range(100, 100 + num_stops)))
+    drawn = np.array([99, 100, -2, 7, 99 + num_stops, 100 + num_stops], np.int32)
+    batch.advance()
+    rows = batch.rows_apart(1, np.array(batch.slots, np.int32), drawn)
+    assert rows == {0: [2], 1: [1, 2, 4]}.get(num_stops, [1, 2, 4])
+
+
+def test_columns_that_a_plan_has_stay_as_they_are():
+    batch = batch_of(3)
+    columns = batch.columns()
+    assert batch.columns() == columns and all(a is b for a, b in zip(batch.columns(), columns, strict=True))
+    sequences = columns[0].copy()
+    slots = np.frombuffer(columns[1], np.int32)  # which could not grow any more
+    batch.remove(sequences[0])
+    batch.add(make_sequence(arrival=9, slot=0, status=Status.RUNNING, max_total_len=999))
+    assert columns[0] == sequences and slots.tolist() == [0, 1, 2] and len(columns[2]) == 3
+    assert batch.slots.tolist() == [2, 1, 0]
+
+
 moves = st.sampled_from(["step", "step", "step", "step", "join", "leave", "look", "switch", "deliver"])
 
 
