@@ -29,8 +29,13 @@ def run(*, slots: list[int], tokens: list[int], prompts: int, repeats: int, seed
     token_ids = rng.integers(5, 4000, (prompts, _PROMPT_LEN))
     for num in slots:
         at_once, most = max(128, num), _PROMPT_LEN + max(tokens)
-        options = {"block_size": _BLOCK_SIZE, "num_blocks": num * (most // _BLOCK_SIZE + 2)}  # nobody is preempted
-        with LLM(max_num_seqs=num, max_num_batched_tokens=at_once, max_model_len=most, **options) as llm:
+        with LLM(
+            max_num_seqs=num,
+            max_num_batched_tokens=at_once,
+            max_model_len=most,
+            block_size=_BLOCK_SIZE,
+            num_blocks=num * (most // _BLOCK_SIZE + 2),  # so that nobody is preempted
+        ) as llm:
             llm.wait_compiled()
             of_slots = []
             for length in tokens:
