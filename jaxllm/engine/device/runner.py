@@ -95,7 +95,7 @@ class Runner:
         self._buckets = self._encoder.all  # those of the step that is planned now
         self._usable: dict[bool, Buckets] = {}  # with and without the full sampler
         self._compiled_at = -1  # executables there were when these were last looked for
-        self._demand = Demand(self._buckets.tokens)
+        self._demand = Demand(self._buckets.tokens, free_padding=config.free_padding)
         self._expected: list[Hashable] = []  # executables that will be there before steps without them are over
         weakref.finalize(self, self.compile_plan.abandon)  # nobody waits for the rest
         self.costs = PreemptionCosts(executor.page_bytes)
@@ -240,18 +240,19 @@ class Runner:
         self.costs.observe_step(most.num_tokens, most.num_tokens - len(most.decodes), seconds)
         compiled = self.compile_plan
         if compiled.num_done < compiled.total:
-            is_quick = compiled.is_passing(("step", handle.bucket))  # and computes padding slowly
-            lacks = self._demand.observe(
-                *(plan.num_wanted, handle.bucket, seconds),
-                patience=compiled.longest_s,
-                free_padding=self.config.free_padding and not is_quick,
-            )
+            is_quick, patience = compiled.is_passing(("step", handle.bucket)), compiled.longest_s
+            lacks = self._demand.observe(plan.num_wanted, handle.bucket, seconds, patience=patience, is_quick=is_quick)
             if lacks is not None:
                 names = self._encoder.names(lacks, full=plan.full_sampler)
-                num_decodes = min(lacks, plan.num_sequences, self.config.max_num_seqs)  # that will come together
-                decodes = pick_bucket(self._encoder.all.tokens, num_decodes)
-                compiled.want([*names, *self._encoder.names(decodes, full=plan.full_sampler)])
+                compiled.want([*names, *self._names_of_decodes(plan, lacks)])
                 self._expected = [] if plan.num_samples else names
+
+    def _names_of_decodes(self, plan: StepPlan, most: int) -> list[Hashable]:
+        """The executables of a step, of at most `most` tokens, in which all that run or wait decode."""
+        if not self.config.generates:
+            return []
+        num_tokens = min(most, plan.num_sequences, self.config.max_num_seqs)
+        return self._encoder.names(pick_bucket(self._encoder.all.tokens, num_tokens), full=plan.full_sampler)
 
     def knows_bandwidth(self) -> bool:
         """Whether copies to the host and back can be weighed; measures them if they can be, once."""

@@ -38,10 +38,20 @@ def test_what_is_wanted_serves_smaller_steps_too():
 
 
 def test_small_steps_cost_little_where_padding_is_free():
-    demand = Demand((64, 256, 2048))
-    told = {demand.observe(5, 256, 1.0, patience=0.1, free_padding=True) for _ in range(9)}
+    demand = Demand((64, 256, 2048), free_padding=True)
+    told = {demand.observe(5, 256, 1.0, patience=0.1) for _ in range(9)}
     assert told == {None}, "what is too large costs nothing"
-    told = [demand.observe(2048, 256, 0.1, patience=0.2, free_padding=True) for _ in range(3)]
+    told = [demand.observe(2048, 256, 0.1, patience=0.2) for _ in range(3)]
     assert told == [None, 2048, None]  # a quarter of 7/8, and of seven more steps
-    few = Demand(SIZES)
-    assert [few.observe(512, 8, 0.1, patience=0.4, free_padding=True) for _ in range(2)] == [None, 512]  # as without
+    few = Demand(SIZES, free_padding=True)
+    assert [few.observe(512, 8, 0.1, patience=0.4) for _ in range(2)] == [None, 512]  # as without
+
+
+def test_padding_of_what_was_compiled_quickly_is_not_free():
+    demand = Demand((64, 256, 2048), free_padding=True)
+    told = [demand.observe(5, 256, 0.4, patience=0.25, is_quick=True) for _ in range(4)]  # a third of 3/4 each time
+    assert told == [None, None, 64, None]
+    small = Demand((64, 256, 2048), free_padding=True)
+    assert small.observe(2048, 256, 0.1, patience=0.02, is_quick=True) == 2048, "as of others"
+    other = Demand((64, 256, 2048), free_padding=True)
+    assert other.observe(2048, 256, 0.1, patience=0.02) == 2048
