@@ -114,7 +114,9 @@ class RunningSet:
         take less time at once. They come when it leaves the batch, if not before."""
         if sequence.batch is None or sequence.reports_tokens or self.pool.has_windows:
             return False
-        return sequence.table.num_blocks - sequence.table.num_keyed < _LATE_BLOCKS
+        table = sequence.table
+        is_awaited = len(table.keys) > table.num_keyed  # perhaps: the end of its prompt, which others wait for
+        return not is_awaited and table.num_blocks - table.num_keyed < _LATE_BLOCKS
 
     def _offer(self, sequence: Sequence) -> None:
         self.prefix_cache.offer(sequence, min(sequence.num_computed, sequence.num_tokens))

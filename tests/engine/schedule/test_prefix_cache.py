@@ -37,6 +37,16 @@ def test_waits_for_blocks_of_a_chunked_prefill():
     engine.run()
 
 
+def test_nobody_waits_for_the_end_of_a_prompt_that_nobody_sees_tokens_of():
+    """Whose last token is computed like a decode, as the step before had no room for it."""
+    engine = FakeEngine(block_size=2, max_tokens=3, num_blocks=64, reports_tokens=False)
+    first, second = engine.add([1, 2, 1, 2], 40), engine.add([1, 2, 1, 2, 1], 1)
+    for _ in range(5):
+        engine.step()
+    assert not first.finish_reason and second.finish_reason and second.num_cached == 4
+    engine.run()
+
+
 def test_waiting_ends_when_the_writer_is_aborted():
     engine = FakeEngine(block_size=2, max_tokens=4)
     first, second = engine.add([1] * 9), engine.add([1] * 9)
