@@ -113,8 +113,10 @@ def logits_step(
     layout: SampleLayout,
     placement: Placement = UNPLACED,
 ) -> Float[Array, "samples vocab"]:
-    """The logits that each sample comes from, of the step that has just left its hidden states."""
-    return model_shape.logits(head, hidden, layout.unpack(packed).tokens, placement)
+    """The logits that each sample comes from, of the step that has just left its hidden states; anything for rows that
+    pad."""
+    given = layout.unpack(packed)
+    return model_shape.logits(head, hidden, given.tokens, placement, layout.num_samples(given))
 
 
 def alter_step(

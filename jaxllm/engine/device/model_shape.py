@@ -96,10 +96,12 @@ class ModelShape:
         hidden: Float[Array, "max_tokens embed"],
         tokens: Int[Array, " rows"],
         at: Placement,
+        num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "rows logits_width"]:
         """The model's logits after the `tokens` of a step, counted flat, from the leaves `head_indices`; minus infinity
-        where they are no token's."""
+        where they are no token's. Rows from `num_rows` on, if that is given, are padding, and may be anything."""
         ctx = StepContext.of(tokens, placement=at)  # the head reads neither rows nor positions
+        ctx = dataclasses.replace(ctx, num_tokens=num_rows)
         logits = self._with(self.head_indices, head).logits(hidden.at[tokens].get(mode="clip"), ctx)
         if self.logits_width == self.vocab:
             return logits
