@@ -30,8 +30,7 @@ const Kernels* amx_kernels() {
   static const Kernels kernels = [] {
     Kernels own = kAvx512Bf16;
     own.name = "amx", own.reads_rows = true, own.gemm = amx::multiply_by_tiles;
-    own.tile_rows = amx::rows_of_tiles, own.attend = amx::attend_by_tiles;
-    own.scratch_floats = amx::tiled_scratch_floats;
+    own.attend = amx::attend_by_tiles, own.scratch_floats = amx::tiled_scratch_floats;
     return own;
   }();
   static const bool is_allowed = is_amx_allowed();

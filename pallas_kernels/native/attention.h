@@ -10,7 +10,6 @@ namespace jaxllm::JAXLLM_ISA {
 constexpr int kRowVectors = kRegisters == 32 ? 4 : 2;  // of query rows, in a wide tile
 constexpr int64_t kTileRows = kRowVectors * kWidth;
 constexpr int64_t kFewRows = 8;  // up to here a tile is narrow: each score is a dot product
-constexpr int kFewVectors = (kFewRows + kWidth - 1) / kWidth;
 constexpr int kRowsAtOnce = kRegisters == 32 ? 4 : 2;  // of a narrow tile, whose sums stay in registers
 constexpr int64_t kKeys = 64;      // that a tile attends to at a time, at most
 constexpr int kKeysAtOnce = 6;     // whose scores stay in registers
@@ -76,6 +75,7 @@ struct Running {
   float* sums;    // [rows, head_dim]
   float* keys;    // [keys, head_dim], of keys that aren't float32
   float* pairs;   // [keys / 2, kTileRows]: two weights in bfloat16, in the place of `weights`
+  bool narrow;    // whether its rows are computed as if each were alone, and keys fill vectors
   bool paired;    // whether two numbers of bfloat16 are multiplied at once
   float *top, *total, *rescale;  // [kTileRows]
   int32_t* position;             // [kTileRows]
@@ -83,8 +83,7 @@ struct Running {
   int32_t last_key;  // that some row sees
 };
 
-// The rows of a narrow tile are computed as if each were alone.
-static int64_t tile_rows(const Attention& a) { return a.batch_invariant ? kFewRows : kTileRows; }
+static int64_t tile_rows(const Attention&) { return kTileRows; }
 
 static int64_t scratch_floats(const Attention& a) {
   return kTileRows * (2 * a.head_dim + kKeys + kKeys / 2 + 4) + kKeys * a.head_dim;
@@ -165,10 +164,38 @@ static int64_t position_of(const Attention& a, const AttentionTile& tile, int64_
   return start + (tile.begin + row) / (a.heads / a.kv_heads);
 }
 
-// The first key that a tile sees, or that its sums begin with.
+// The first key that a tile sees.
 static int64_t first_key(const Attention& a, const AttentionTile& tile) {
-  const int64_t position = position_of(a, tile, 0), oldest = a.window && position >= a.window ? position - a.window + 1 : 0;
-  return a.batch_invariant ? oldest - oldest % a.block_size % kKeys : oldest;  // the same groups of keys in any tile
+  const int64_t position = position_of(a, tile, 0);
+  return a.window && position >= a.window ? position - a.window + 1 : 0;
+}
+
+// A part of a block, which begins with key number `first` of a group.
+template <class T>
+struct Piece {
+  const T *keys, *values;
+  int64_t first, count;
+};
+
+// What a tile attends to at a time: of the kKeys keys from `base` on, a multiple of that, those from `first` to `end`. So
+// every tile has the same groups, and what a row doesn't see of them adds zeros to its sums.
+template <class T>
+struct Group {
+  int64_t base, first, end, num_pieces;
+  Piece<T> pieces[kKeys];
+};
+
+// Those from `key` on, of which `last` is the last.
+template <class T>
+static Group<T> group_of(const Attention& a, const AttentionTile& tile, int64_t key, int64_t last) {
+  Group<T> group;
+  group.base = key - key % kKeys, group.first = key % kKeys, group.end = std::min(kKeys, last + 1 - group.base);
+  group.num_pieces = 0;
+  for (int64_t i = group.first; i < group.end; i += group.pieces[group.num_pieces++].count) {
+    const int64_t at = group.base + i, count = std::min(a.block_size - at % a.block_size, group.end - i);
+    group.pieces[group.num_pieces] = {block_of<T>(a, tile, at, 0), block_of<T>(a, tile, at, 1), i, count};
+  }
+  return group;
 }
 
 // q of a vector of rows from `first` on, as tiles read it: scaled, or in pairs.
@@ -199,24 +226,23 @@ static void begin_rows(const Attention& a, const AttentionTile& tile, const Runn
 template <class T>
 static void begin_tile(const Attention& a, const AttentionTile& tile, Running& run) {
   const int64_t group = a.heads / a.kv_heads;
-  const bool few = run.rows <= kFewRows && !run.paired;
   const float scale = a.scale * kv_scale(a, 0, tile.kv_head);
   for (int64_t row = 0; row < run.filled; row++) {
     run.top[row] = kNothing;
     run.total[row] = 0;
-    if (few && row >= run.rows) continue;
+    if (run.narrow && row >= run.rows) continue;
     const int64_t given = row < run.rows ? row : run.rows - 1;
     run.position[row] = (int32_t)position_of(a, tile, given);
     if (a.sinks) {
       run.top[row] = a.sinks[tile.kv_head * group + (tile.begin + given) % group];
       run.total[row] = 1;
     }
-    if (few) {
+    if (run.narrow) {
       const T* q = static_cast<const T*>(a.q) + row_offset(a, tile, given);
       for (int64_t d = 0; d < a.head_dim; d++) run.q[row * a.head_dim + d] = value(q + d) * scale;
     }
   }
-  for (int64_t row = 0; !few && row < run.filled; row += kWidth)
+  for (int64_t row = 0; !run.narrow && row < run.filled; row += kWidth)
     (run.paired ? begin_rows<T, true> : begin_rows<T, false>)(a, tile, run, row, scale);
   std::memset(run.sums, 0, run.rows * a.head_dim * sizeof(float));
 }
@@ -234,25 +260,27 @@ static void end_tile(const Attention& a, const AttentionTile& tile, const Runnin
 // As `add_values`, with two weights and two values at once, for the dimensions from `d` on that fill tiles; returns the
 // first one after these.
 template <int kVectors>
-static int64_t add_pairs(const Attention& a, const Running& run, const Bf16* values, int64_t count, int64_t d) {
+static int64_t add_pairs(const Attention& a, const Running& run, const Piece<Bf16>& of, int64_t d) {
+  const float* const pairs = run.pairs + of.first / 2 * kTileRows;
   for (; d + kVectors * kWidth <= a.head_dim; d += kVectors * kWidth)
     for (int64_t row = 0; row < run.rows; row += kMostRows) {
       const int64_t rows = run.rows - row < kMostRows ? run.rows - row : kMostRows;
       Ahead nothing;
-      tile_of<kVectors, From::kMatrix, Pair, Ahead>(rows)(run.pairs + row, kTileRows, values + d, a.head_dim,
-                                                          run.sums + row * a.head_dim + d, a.head_dim, count, false, nothing);
+      tile_of<kVectors, From::kMatrix, Pair, Ahead>(rows)(pairs + row, kTileRows, of.values + d, a.head_dim,
+                                                          run.sums + row * a.head_dim + d, a.head_dim, of.count, false, nothing);
     }
   return d;
 }
 #endif
 
-// sums += weights^T @ values, for `count` values from where they lie.
+// sums += weights^T @ values, from where they lie.
 template <class T>
-static void add_values(const Attention& a, const Running& run, const T* values, int64_t count) {
+static void add_values(const Attention& a, const Running& run, const Piece<T>& of) {
+  const float* const weights = run.weights + of.first * kTileRows;
   int64_t d = 0;
 #if defined(JAXLLM_PAIRS)
   if constexpr (std::is_same_v<T, Bf16>)
-    if (run.paired) d = add_pairs<1>(a, run, values, count, add_pairs<kVectors>(a, run, values, count, 0));
+    if (run.paired) d = add_pairs<1>(a, run, of, add_pairs<kVectors>(a, run, of, 0));
 #endif
   const auto add = [&](auto vectors) {
     constexpr int kVectors = decltype(vectors)::value;
@@ -260,17 +288,17 @@ static void add_values(const Attention& a, const Running& run, const T* values, 
       for (int64_t row = 0; row < run.rows; row += kMostRows) {
         const int64_t rows = run.rows - row < kMostRows ? run.rows - row : kMostRows;
         Ahead nothing;
-        tile_of<kVectors, From::kMatrix, Single<T>, Ahead>(rows)(run.weights + row, kTileRows, values + d, a.head_dim,
-                                                                 run.sums + row * a.head_dim + d, a.head_dim, count, false,
-                                                                 nothing);
+        tile_of<kVectors, From::kMatrix, Single<T>, Ahead>(rows)(weights + row, kTileRows, of.values + d, a.head_dim,
+                                                                 run.sums + row * a.head_dim + d, a.head_dim, of.count,
+                                                                 false, nothing);
       }
   };
   add(Count<kVectors>());
   add(Count<1>());
   for (; d < a.head_dim; d++)
     for (int64_t row = 0; row < run.rows; row++)
-      for (int64_t i = 0; i < count; i++)
-        run.sums[row * a.head_dim + d] += run.weights[i * kTileRows + row] * value(values + i * a.head_dim + d);
+      for (int64_t i = 0; i < of.count; i++)
+        run.sums[row * a.head_dim + d] += weights[i * kTileRows + row] * value(of.values + i * a.head_dim + d);
 }
 
 #if defined(JAXLLM_PAIRS)
@@ -291,15 +319,14 @@ static void paired_scores_of(const Bf16* keys, const float* q, float scale, floa
 }
 
 template <int kVectors>
-static void paired_scores(const Attention& a, const Running& run, const Bf16* keys, int64_t count) {
+static void paired_scores(const Attention& a, const Running& run, const Bf16* keys, float* weights, int64_t count) {
   int64_t i = 0;
   for (; i + kKeysAtOnce <= count; i += kKeysAtOnce)
-    paired_scores_of<kKeysAtOnce, kVectors>(keys + i * a.head_dim, run.q, a.scale, run.weights + i * kTileRows,
-                                            a.head_dim);
+    paired_scores_of<kKeysAtOnce, kVectors>(keys + i * a.head_dim, run.q, a.scale, weights + i * kTileRows, a.head_dim);
   for (; i + 2 <= count; i += 2)
-    paired_scores_of<2, kVectors>(keys + i * a.head_dim, run.q, a.scale, run.weights + i * kTileRows, a.head_dim);
+    paired_scores_of<2, kVectors>(keys + i * a.head_dim, run.q, a.scale, weights + i * kTileRows, a.head_dim);
   for (; i < count; i++)
-    paired_scores_of<1, kVectors>(keys + i * a.head_dim, run.q, a.scale, run.weights + i * kTileRows, a.head_dim);
+    paired_scores_of<1, kVectors>(keys + i * a.head_dim, run.q, a.scale, weights + i * kTileRows, a.head_dim);
 }
 #endif
 
@@ -333,22 +360,22 @@ static void rescale_sums(const Attention& a, const Running& run) {
 
 // Scores to weights, in place, and the running maximum and total; the sums so far are rescaled.
 template <int kVectors>
-static void softmax(const Attention& a, const Running& run, int64_t key, int64_t count, bool all_seen) {
+static void softmax(const Attention& a, const Running& run, int64_t base, int64_t first, int64_t end, bool all_seen) {
   for (int v = 0; v < kVectors; v++) {
     const Floats before = load(run.top + v * kWidth);
     Floats top = before, total{};
     const bool as_they_are = all_seen && a.soft_cap == 0;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = first; i < end; i++) {
       float* const at = run.weights + i * kTileRows + v * kWidth;
       Floats scores = load(at);
       if (!as_they_are) {
         scores = capped(a, scores);
-        if (!all_seen) scores = masked(a, run, v, (int32_t)(key + i), scores);
+        if (!all_seen) scores = masked(a, run, v, (int32_t)(base + i), scores);
         store(at, scores);
       }
       top = max(top, scores);
     }
-    int64_t i = 0;
+    int64_t i = first;
     const auto weigh = [&](int64_t key) {
       const Floats weights = exp(load(run.weights + key * kTileRows + v * kWidth) - top);
       total += weights;
@@ -356,12 +383,12 @@ static void softmax(const Attention& a, const Running& run, int64_t key, int64_t
     };
 #if defined(JAXLLM_PAIRS)
     if (run.paired)
-      for (; i < count; i += 2) {
-        const Floats first = weigh(i), second = i + 1 < count ? weigh(i + 1) : Floats{};
-        store(run.pairs + i / 2 * kTileRows + v * kWidth, pair_of(first, second));
+      for (; i < end; i += 2) {
+        const Floats even = weigh(i), odd = i + 1 < end ? weigh(i + 1) : Floats{};
+        store(run.pairs + i / 2 * kTileRows + v * kWidth, pair_of(even, odd));
       }
 #endif
-    for (; i < count; i++) store(run.weights + i * kTileRows + v * kWidth, weigh(i));
+    for (; i < end; i++) store(run.weights + i * kTileRows + v * kWidth, weigh(i));
     const Floats rescale = exp(before - top);
     store(run.rescale + v * kWidth, rescale);
     store(run.top + v * kWidth, top);
@@ -386,31 +413,32 @@ static void scores_of(const float* keys, const float* q, float* weights, int64_t
     for (int v = 0; v < kVectors; v++) store(weights + i * kTileRows + v * kWidth, acc[i][v]);
 }
 
-static const float* widened(const Attention&, const Running&, const float* keys, int64_t) { return keys; }
-
 template <class T>
-static const float* widened(const Attention& a, const Running& run, const T* keys, int64_t count) {
-  const int64_t size = count * a.head_dim;
+static void widen(const T* from, float* to, int64_t size) {
   int64_t i = 0;
-  for (; i + kWidth <= size; i += kWidth) store(run.keys + i, load(keys + i));
-  for (; i < size; i++) run.keys[i] = value(keys + i);
-  return run.keys;
+  for (; i + kWidth <= size; i += kWidth) store(to + i, load(from + i));
+  for (; i < size; i++) to[i] = value(from + i);
 }
 
 template <int kVectors, class T>
-static void wide_scores(const Attention& a, const Running& run, const T* in_place, int64_t count) {
+static void wide_scores(const Attention& a, const Running& run, const T* in_place, int64_t first, int64_t count) {
+  float* const weights = run.weights + first * kTileRows;
 #if defined(JAXLLM_PAIRS)
   if constexpr (std::is_same_v<T, Bf16>)
-    if (run.paired) return paired_scores<kVectors>(a, run, in_place, count);
+    if (run.paired) return paired_scores<kVectors>(a, run, in_place, weights, count);
 #endif
-  const float* const keys = widened(a, run, in_place, count);
+  const float* keys = run.keys;
+  if constexpr (std::is_same_v<T, float>)
+    keys = in_place;
+  else
+    widen(in_place, run.keys, count * a.head_dim);
   int64_t i = 0;
   for (; i + kKeysAtOnce <= count; i += kKeysAtOnce)
-    scores_of<kKeysAtOnce, kVectors>(keys + i * a.head_dim, run.q, run.weights + i * kTileRows, a.head_dim);
+    scores_of<kKeysAtOnce, kVectors>(keys + i * a.head_dim, run.q, weights + i * kTileRows, a.head_dim);
   for (; i + 2 <= count; i += 2)
-    scores_of<2, kVectors>(keys + i * a.head_dim, run.q, run.weights + i * kTileRows, a.head_dim);
+    scores_of<2, kVectors>(keys + i * a.head_dim, run.q, weights + i * kTileRows, a.head_dim);
   for (; i < count; i++)
-    scores_of<1, kVectors>(keys + i * a.head_dim, run.q, run.weights + i * kTileRows, a.head_dim);
+    scores_of<1, kVectors>(keys + i * a.head_dim, run.q, weights + i * kTileRows, a.head_dim);
 }
 
 typedef Part<4>::Lanes Four;
@@ -445,22 +473,63 @@ static inline Four sums_of_four(Lanes a, Lanes b, Lanes c, Lanes d) {
   }
 }
 
+// scores[row, key] of four keys, `acc` being the products of each row and key, whose lanes are added in that order.
+template <int kRows>
+static inline void store_sums(const Floats (*acc)[4], float* scores) {
+#if defined(__AVX512F__)
+  if constexpr (kRows == 4) {  // all at once takes half of the instructions
+    Floats rows[4];
+    for (int r = 0; r < 4; r++) {
+      const __m512 a = (__m512)acc[r][0], b = (__m512)acc[r][1], c = (__m512)acc[r][2], d = (__m512)acc[r][3];
+      const Floats ab = (Floats)_mm512_shuffle_f32x4(a, b, 0x44) + (Floats)_mm512_shuffle_f32x4(a, b, 0xee);
+      const Floats cd = (Floats)_mm512_shuffle_f32x4(c, d, 0x44) + (Floats)_mm512_shuffle_f32x4(c, d, 0xee);
+      rows[r] = (Floats)_mm512_shuffle_f32x4((__m512)ab, (__m512)cd, 0x88) +
+                (Floats)_mm512_shuffle_f32x4((__m512)ab, (__m512)cd, 0xdd);  // four lanes of each key
+    }
+    __m512 pairs[2];
+    for (int i = 0; i < 2; i++) {
+      const __m512 even = (__m512)rows[2 * i], odd = (__m512)rows[2 * i + 1];
+      pairs[i] = (__m512)((Floats)_mm512_shuffle_ps(even, odd, 0x44) + (Floats)_mm512_shuffle_ps(even, odd, 0xee));
+    }
+    const __m512 by_key = (__m512)((Floats)_mm512_shuffle_ps(pairs[0], pairs[1], 0x88) +
+                                   (Floats)_mm512_shuffle_ps(pairs[0], pairs[1], 0xdd));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const Floats by_row = (Floats)_mm512_permutexvar_ps(order, by_key);
+    for (int r = 0; r < 4; r++) std::memcpy(scores + r * kKeys, reinterpret_cast<const float*>(&by_row) + 4 * r, 4 * sizeof(float));
+    return;
+  }
+#endif
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; r++) {
+    const Four sums = sums_of_four<kWidth>(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
+    std::memcpy(scores + r * kKeys, &sums, sizeof sums);
+  }
+}
+
 // What the caches get while something else is read, a part at a time: all of it at once would keep reads waiting.
 struct Upcoming {
-  const char *at = nullptr, *end = nullptr;
+  const char *at, *end;
 
   void bring(int64_t bytes) {
     for (const char* const stop = end - at < bytes ? end : at + bytes; at < stop; at += kLine) __builtin_prefetch(at, 0, 2);
   }
 };
 
-// weights[row to row + kRows, keys]: dot products, four keys at a time.
+// Keys, or values, that narrow tiles read one after the other, and what is brought in meanwhile.
+template <class T>
+struct Run {
+  const T* at;
+  int64_t first, count;
+  Upcoming next;
+};
+
+// weights[row to row + kRows, keys]: dot products with the keys before `end`, four at a time.
 template <int kRows, class T>
-static void narrow_scores(const Attention& a, const Running& run, const T* keys, int64_t count, int64_t row,
-                          Upcoming& next) {
-  const int64_t depth = a.head_dim;
+static void narrow_scores(const Attention& a, const Running& run, Run<T>& of, int64_t end, int64_t row) {
+  const int64_t depth = a.head_dim, count = std::min(of.count, end - of.first);
+  const T* const keys = of.at;
   const float* const q = run.q + row * depth;
-  float* const scores = run.weights + row * kKeys;
+  float* const scores = run.weights + row * kKeys + of.first;
   const auto add_rest = [&](int64_t i, int r, int64_t d) {  // of dimensions that fill no vector
     float total = scores[r * kKeys + i];
     for (; d < depth; d++) total = __builtin_fmaf(q[r * depth + d], value(keys + i * depth + d), total);
@@ -468,7 +537,7 @@ static void narrow_scores(const Attention& a, const Running& run, const T* keys,
   };
   int64_t i = 0;
   for (; i + 4 <= count; i += 4) {
-    next.bring(4 * depth * sizeof(T));
+    of.next.bring(4 * depth * sizeof(T));
     Floats acc[kRows][4];
     for (int r = 0; r < kRows; r++)
       for (int c = 0; c < 4; c++) acc[r][c] = Floats{};
@@ -481,13 +550,9 @@ static void narrow_scores(const Attention& a, const Running& run, const T* keys,
         for (int c = 0; c < 4; c++) acc[r][c] += x * part[c];
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) {
-      const Four sums = sums_of_four<kWidth>(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
-      std::memcpy(scores + r * kKeys + i, &sums, sizeof sums);
-      if (d < depth)
-        for (int c = 0; c < 4; c++) add_rest(i + c, r, d);
-    }
+    store_sums<kRows>(acc, scores + i);
+    for (int r = 0; d < depth && r < kRows; r++)
+      for (int c = 0; c < 4; c++) add_rest(i + c, r, d);
   }
   for (; i < count; i++)
     for (int r = 0; r < kRows; r++) {
@@ -500,52 +565,58 @@ static void narrow_scores(const Attention& a, const Running& run, const T* keys,
 }
 
 // As `softmax`, with keys along the vectors; the sums are not rescaled yet.
-static void narrow_softmax(const Attention& a, const Running& run, int64_t key, int64_t count) {
+static void narrow_softmax(const Attention& a, const Running& run, int64_t base, int64_t first, int64_t end) {
   Ints lane;
   for (int i = 0; i < kWidth; i++) lane[i] = i;
-  float before[kFewVectors * kWidth], totals[kFewVectors * kWidth] = {};
-  std::memcpy(before, run.top, sizeof before);
+  float before[kTileRows], totals[kTileRows] = {};
+  std::memcpy(before, run.top, run.filled * sizeof(float));
   for (int64_t row = 0; row < run.rows; row++) {
     float* const weights = run.weights + row * kKeys;
     Floats top = broadcast(before[row]), total{};
-    for (int64_t i = 0; i < count; i += kWidth) {
-      const Ints at = lane + (int32_t)i, age = run.position[row] - ((int32_t)key + at);
-      const Ints seen = (at < (int32_t)count) & seen_at(a, age);
+    const int64_t position = run.position[row];
+    const bool as_they_are = a.soft_cap == 0 && a.causal && !a.window && !first && end % kWidth == 0 && base + end - 1 <= position;
+    for (int64_t i = 0; as_they_are && i < end; i += kWidth) top = max(top, load(weights + i));
+    for (int64_t i = first - first % kWidth; !as_they_are && i < end; i += kWidth) {
+      const Ints at = lane + (int32_t)i, age = run.position[row] - ((int32_t)base + at);
+      const Ints seen = (at >= (int32_t)first) & (at < (int32_t)end) & seen_at(a, age);
       const Floats scores = seen ? capped(a, load(weights + i)) : broadcast(-__builtin_inff());
       store(weights + i, scores);
       top = max(top, scores);
     }
     run.top[row] = largest(top);
-    for (int64_t i = 0; i < count; i += kWidth) {
+    for (int64_t i = first - first % kWidth; i < end; i += kWidth) {
       const Floats w = exp(load(weights + i) - run.top[row]);
       store(weights + i, w);
       total += w;
     }
     totals[row] = sum(total);
   }
-  for (int v = 0; v < kFewVectors * kWidth; v += kWidth) {
+  for (int64_t v = 0; v < run.filled; v += kWidth) {
     const Floats rescale = exp(load(before + v) - load(run.top + v));
     store(run.rescale + v, rescale);
     store(run.total + v, load(run.total + v) * rescale + load(totals + v));
   }
 }
 
-// sums[row to row + kRows, d to d + kVectors * kWidth] = rescaled + weights @ values, for `count` values.
+// sums[row to row + kRows, d to d + kVectors * kWidth] = rescaled + weights @ values, for values before `end`.
 template <int kRows, int kVectors, class T>
-static void narrow_sums(const Attention& a, const Running& run, const T* values, int64_t count, int64_t row,
-                        int64_t d, Upcoming& next) {
+static void narrow_sums(const Attention& a, const Running& run, Run<T>* of, int64_t num_runs, int64_t end, int64_t row,
+                        int64_t d) {
   float* const sums = run.sums + row * a.head_dim + d;
-  const float* const weights = run.weights + row * kKeys;
   Floats acc[kRows][kVectors];
   for (int r = 0; r < kRows; r++)
     for (int v = 0; v < kVectors; v++) acc[r][v] = load(sums + r * a.head_dim + v * kWidth) * run.rescale[row + r];
-  for (int64_t i = 0; i < count; i++) {
-    next.bring(a.head_dim * sizeof(T));
-    Floats part[kVectors];
-    for (int v = 0; v < kVectors; v++) part[v] = load(values + i * a.head_dim + d + v * kWidth);
-    for (int r = 0; r < kRows; r++) {
-      const Floats factor = broadcast(weights[r * kKeys + i]);
-      for (int v = 0; v < kVectors; v++) acc[r][v] += factor * part[v];
+  for (Run<T>* each = of; each < of + num_runs; each++) {
+    const float* const weights = run.weights + row * kKeys + each->first;
+    const int64_t count = std::min(each->count, end - each->first);
+    for (int64_t i = 0; i < count; i++) {
+      each->next.bring(a.head_dim * sizeof(T));
+      Floats part[kVectors];
+      for (int v = 0; v < kVectors; v++) part[v] = load(each->at + i * a.head_dim + d + v * kWidth);
+      for (int r = 0; r < kRows; r++) {
+        const Floats factor = broadcast(weights[r * kKeys + i]);
+        for (int v = 0; v < kVectors; v++) acc[r][v] += factor * part[v];
+      }
     }
   }
   for (int r = 0; r < kRows; r++)
@@ -553,59 +624,105 @@ static void narrow_sums(const Attention& a, const Running& run, const T* values,
 }
 
 template <int kRows, class T>
-static void add_narrow_values(const Attention& a, const Running& run, const T* values, int64_t count, int64_t row,
-                              Upcoming& next) {
+static void add_narrow_values(const Attention& a, const Running& run, Run<T>* of, int64_t num_runs, int64_t end,
+                              int64_t row) {
   int64_t d = 0;
-  for (; d + 4 * kWidth <= a.head_dim; d += 4 * kWidth) narrow_sums<kRows, 4>(a, run, values, count, row, d, next);
-  for (; d + kWidth <= a.head_dim; d += kWidth) narrow_sums<kRows, 1>(a, run, values, count, row, d, next);
+  for (; d + 4 * kWidth <= a.head_dim; d += 4 * kWidth) narrow_sums<kRows, 4>(a, run, of, num_runs, end, row, d);
+  for (; d + kWidth <= a.head_dim; d += kWidth) narrow_sums<kRows, 1>(a, run, of, num_runs, end, row, d);
   for (; d < a.head_dim; d++)
     for (int64_t r = row; r < row + kRows; r++) {
       // Each product is rounded with its sum, whatever the compiler makes of the loops around: as in the vectors.
       float total = run.sums[r * a.head_dim + d] * run.rescale[r];
-      for (int64_t i = 0; i < count; i++)
-        total = __builtin_fmaf(run.weights[r * kKeys + i], value(values + i * a.head_dim + d), total);
+      for (const Run<T>* each = of; each < of + num_runs; each++)
+        for (int64_t i = 0; i < std::min(each->count, end - each->first); i++)
+          total = __builtin_fmaf(run.weights[r * kKeys + each->first + i], value(each->at + i * a.head_dim + d), total);
       run.sums[r * a.head_dim + d] = total;
     }
 }
 
-// Calls `act(Count, row)` for all rows, as many at once as are best.
+// Calls `act(Count, row, end)` for all rows, as many at once as are best; what they see ends before key `end` of a group.
 template <class Act>
-static void for_rows(int64_t rows, const Act& act) {
+static void for_rows(const Attention& a, const Running& run, int64_t base, int64_t end, const Act& act) {
+  const auto call = [&](auto rows, int64_t row) {
+    const int64_t last = run.position[row + decltype(rows)::value - 1];
+    act(rows, row, a.causal ? std::min(end, last + 1 - base) : end);
+  };
   int64_t row = 0;
-  for (; row + kRowsAtOnce <= rows; row += kRowsAtOnce) act(Count<kRowsAtOnce>(), row);
-  for (; row + 2 <= rows; row += 2) act(Count<2>(), row);
-  for (; row < rows; row++) act(Count<1>(), row);
-}
-
-// `count` keys and values, and meanwhile those that come next are brought in.
-template <class T>
-static void attend_narrow(const Attention& a, const Running& run, const T* keys, const T* values, int64_t key,
-                          int64_t count, Upcoming next_keys, Upcoming next_values) {
-  for_rows(run.rows, [&](auto rows, int64_t row) {
-    narrow_scores<decltype(rows)::value>(a, run, keys, count, row, next_keys);
-  });
-  next_keys.bring(next_keys.end - next_keys.at);
-  narrow_softmax(a, run, key, count);
-  for_rows(run.rows, [&](auto rows, int64_t row) {
-    add_narrow_values<decltype(rows)::value>(a, run, values, count, row, next_values);
-  });
-  next_values.bring(next_values.end - next_values.at);
+  for (; row + kRowsAtOnce <= run.rows; row += kRowsAtOnce) call(Count<kRowsAtOnce>(), row);
+  for (; row + 2 <= run.rows; row += 2) call(Count<2>(), row);
+  for (; row < run.rows; row++) call(Count<1>(), row);
 }
 
 static void prefetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
-// The keys, or values, from `key` to `last` that are taken at once.
-static int64_t num_keys(const Attention& a, int64_t key, int64_t last) {
-  return std::min(std::min(a.block_size - key % a.block_size, last + 1 - key), kKeys);
-}
-
-// The keys, or values, of a tile from `key` to `last` that are taken at once.
+// The keys, or values, from `key` to `last` that lie in its block.
 template <class T>
 static Upcoming upcoming(const Attention& a, const AttentionTile& tile, int64_t key, int64_t last, int64_t is_value) {
+  const int64_t count = std::min(std::min(a.block_size - key % a.block_size, last + 1 - key), kKeys);
   const char* const at = reinterpret_cast<const char*>(block_of<T>(a, tile, key, is_value));
-  return {at, at + num_keys(a, key, last) * a.head_dim * static_cast<int64_t>(sizeof(T))};
+  return {at, at + count * a.head_dim * static_cast<int64_t>(sizeof(T))};
+}
+
+// What a tile reads after a group of keys: its next block, or that with which the next tile begins.
+template <class T>
+static Upcoming after(const Attention& a, const AttentionTile& tile, const AttentionTile* next, const Running& run,
+                      int64_t key, int64_t is_value) {
+  if (key <= run.last_key) return upcoming<T>(a, tile, key, run.last_key, is_value);
+  if (next) return upcoming<T>(a, *next, first_key(a, *next), position_of(a, *next, 0), is_value);
+  return {nullptr, nullptr};
+}
+
+// The keys of a group, or its values, from where they lie.
+template <class T>
+static void runs_of(const Attention& a, const Group<T>& group, int64_t is_value, Upcoming last, Run<T>* runs) {
+  for (int64_t i = 0; i < group.num_pieces; i++) {
+    const Piece<T>& piece = group.pieces[i];
+    runs[i] = {is_value ? piece.values : piece.keys, piece.first, piece.count, last};
+    const char* const at = reinterpret_cast<const char*>(runs[i].at);
+    if (i) runs[i - 1].next = {at, at + piece.count * a.head_dim * static_cast<int64_t>(sizeof(T))};
+  }
+}
+
+// Likewise, widened, as one.
+template <class T>
+static Run<float> widened_run(const Attention& a, const Running& run, const Group<T>& group, int64_t is_value) {
+  for (int64_t i = 0; i < group.num_pieces; i++) {
+    const Piece<T>& piece = group.pieces[i];
+    widen(is_value ? piece.values : piece.keys, run.keys + (piece.first - group.first) * a.head_dim, piece.count * a.head_dim);
+  }
+  return {run.keys, group.first, group.end - group.first, {nullptr, nullptr}};
+}
+
+// Keys and values of a group, and meanwhile those that come next are brought in. Where many rows read them they are widened
+// first, once.
+template <class T>
+static void attend_narrow(const Attention& a, const AttentionTile& tile, const AttentionTile* next, const Running& run,
+                          const Group<T>& group) {
+  const auto over = [&](int64_t is_value, const auto& act) {
+    if constexpr (!std::is_same_v<T, float>)
+      if (run.rows > kFewRows) {
+        Run<float> all = widened_run(a, run, group, is_value);
+        return act(&all, 1);
+      }
+    Run<T> runs[kKeys];
+    runs_of(a, group, is_value, after<T>(a, tile, next, run, group.base + group.end, is_value), runs);
+    act(runs, group.num_pieces);
+    for (int64_t i = 0; i < group.num_pieces; i++) runs[i].next.bring(runs[i].next.end - runs[i].next.at);
+  };
+  over(0, [&](auto* runs, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+      for_rows(a, run, group.base, group.end, [&](auto rows, int64_t row, int64_t end) {
+        narrow_scores<decltype(rows)::value>(a, run, runs[i], end, row);
+      });
+  });
+  narrow_softmax(a, run, group.base, group.first, group.end);
+  over(1, [&](auto* runs, int64_t count) {
+    for_rows(a, run, group.base, group.end, [&](auto rows, int64_t row, int64_t end) {
+      add_narrow_values<decltype(rows)::value>(a, run, runs, count, end, row);
+    });
+  });
 }
 
 // Whether each row sees all of these keys.
@@ -621,30 +738,20 @@ static int32_t last_key(const Attention& a, const AttentionTile& tile, const Run
   return (int32_t)(a.causal ? last : a.window ? std::min(last + a.window - 1, end) : end);
 }
 
-// `count` keys and values from key `key` on, all in one block.
+// As `attend_narrow`, with rows along the vectors.
 template <class T>
-static void attend_keys(const Attention& a, const AttentionTile& tile, const AttentionTile* next, const Running& run,
-                        int64_t key, int64_t count) {
-  const T* const keys = block_of<T>(a, tile, key, 0);
-  const T* const values = block_of<T>(a, tile, key, 1);
-  const int64_t then = key + count;
-  if (run.rows <= kFewRows) {
-    Upcoming ahead[2];
-    for (int64_t is_value = 0; is_value < 2; is_value++)
-      if (then <= run.last_key)
-        ahead[is_value] = upcoming<T>(a, tile, then, run.last_key, is_value);
-      else if (next)
-        ahead[is_value] = upcoming<T>(a, *next, first_key(a, *next), position_of(a, *next, 0), is_value);
-    return attend_narrow(a, run, keys, values, key, count, ahead[0], ahead[1]);
-  }
-  prefetch(values, count * a.head_dim * sizeof(T));
-  if (then <= run.last_key)
-    prefetch(block_of<T>(a, tile, then, 0), num_keys(a, then, run.last_key) * a.head_dim * sizeof(T));
-  const bool all_seen = sees_all(a, run, key, count);
+static void attend_wide(const Attention& a, const AttentionTile& tile, const Running& run, const Group<T>& group) {
   const bool half = run.rows <= kTileRows / 2;
-  (half ? wide_scores<kRowVectors / 2, T> : wide_scores<kRowVectors, T>)(a, run, keys, count);
-  (half ? softmax<kRowVectors / 2> : softmax<kRowVectors>)(a, run, key, count, all_seen);
-  add_values(a, run, values, count);
+  for (int64_t i = 0; i < group.num_pieces; i++) {
+    const Piece<T>& piece = group.pieces[i];
+    prefetch(piece.values, piece.count * a.head_dim * sizeof(T));
+    Upcoming next = after<T>(a, tile, nullptr, run, group.base + piece.first + piece.count, 0);
+    next.bring(next.end - next.at);
+    (half ? wide_scores<kRowVectors / 2, T> : wide_scores<kRowVectors, T>)(a, run, piece.keys, piece.first, piece.count);
+  }
+  const bool all_seen = sees_all(a, run, group.base + group.first, group.end - group.first);
+  (half ? softmax<kRowVectors / 2> : softmax<kRowVectors>)(a, run, group.base, group.first, group.end, all_seen);
+  for (int64_t i = 0; i < group.num_pieces; i++) add_values(a, run, group.pieces[i]);
 }
 
 template <class T, class Pool>
@@ -661,15 +768,20 @@ static void attend_as(const Attention& a, const AttentionTile& tile, const Atten
   int32_t position[kTileRows];
   run.position = position;
   run.rows = tile.end - tile.begin;
-  run.paired = kHasPairs && std::is_same_v<T, Bf16> && std::is_same_v<Pool, Bf16> && run.rows > kFewRows &&
-               a.head_dim % kWidth == 0;
-  run.filled = run.rows <= kFewRows ? kFewVectors * kWidth : kTileRows;
+  run.narrow = run.rows <= kFewRows || a.batch_invariant;
+  run.paired = kHasPairs && std::is_same_v<T, Bf16> && std::is_same_v<Pool, Bf16> && !run.narrow &&
+               a.head_dim % kWidth == 0 && a.block_size % 2 == 0;
+  run.filled = run.narrow ? (run.rows + kWidth - 1) / kWidth * kWidth : kTileRows;
   begin_tile<T>(a, tile, run);
   run.last_key = last_key(a, tile, run);
-  for (int64_t key = first_key(a, tile); key <= run.last_key;) {
-    const int64_t count = num_keys(a, key, run.last_key);
-    attend_keys<Pool>(a, tile, next, run, key, count);
-    key += count;
+  const int64_t oldest = first_key(a, tile);
+  for (int64_t key = run.paired ? oldest - oldest % 2 : oldest; key <= run.last_key;) {
+    const Group<Pool> group = group_of<Pool>(a, tile, key, run.last_key);
+    if (run.narrow)
+      attend_narrow(a, tile, next, run, group);
+    else
+      attend_wide(a, tile, run, group);
+    key = group.base + group.end;
   }
   end_tile<T>(a, tile, run);
 }

@@ -28,8 +28,6 @@ static bool may_be_tiled(const Attention& a) {
          a.head_dim % (2 * kTile) == 0 && a.head_dim <= kMostTiledDim && !(a.batch_invariant && a.window);
 }
 
-static int64_t rows_of_tiles(const Attention& a) { return may_be_tiled(a) ? kTileRows : tile_rows(a); }
-
 // weights[keys, rows] = keys @ q^T, not scaled. Keys beyond the last are whatever lies there; nobody reads their weights.
 static void tiled_scores(const Attention& a, const Running& run, const Places& places, int64_t count) {
   const int64_t key_tiles = (count + kTile - 1) / kTile, row_tiles = (run.rows + kTile - 1) / kTile;
@@ -198,7 +196,7 @@ static void attend_by_tiles(const Attention& a, const AttentionTile& tile, const
   run.total = run.top + kTileRows;
   run.rescale = run.total + kTileRows;
   int32_t position[kTileRows];
-  run.position = position, run.rows = tile.end - tile.begin, run.paired = true;
+  run.position = position, run.rows = tile.end - tile.begin, run.narrow = false, run.paired = true;
   run.filled = (run.rows + kTile - 1) / kTile * kTile;
   begin_tile<Bf16>(a, tile, run);
   std::fill(run.sums + run.rows * a.head_dim, run.sums + run.filled * a.head_dim, 0.0f);
