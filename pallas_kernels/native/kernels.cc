@@ -10,7 +10,7 @@ namespace jaxllm {
 
 const Kernels JAXLLM_TABLE = {
     JAXLLM_ISA_NAME, JAXLLM_ISA::kHasPairs, false, JAXLLM_ISA::kVectors* JAXLLM_ISA::kWidth, JAXLLM_ISA::kMostRows,
-    JAXLLM_ISA::tile_rows, JAXLLM_ISA::round, JAXLLM_ISA::pack, JAXLLM_ISA::gemm, JAXLLM_ISA::quantized_gemm,
+    JAXLLM_ISA::kTileRows, JAXLLM_ISA::round, JAXLLM_ISA::pack, JAXLLM_ISA::gemm, JAXLLM_ISA::quantized_gemm,
     JAXLLM_ISA::round_row, JAXLLM_ISA::panel_gemm,
     JAXLLM_ISA::write_kv, JAXLLM_ISA::attend, JAXLLM_ISA::scratch_floats,
     JAXLLM_ISA::normalize, JAXLLM_ISA::draw, JAXLLM_ISA::best, JAXLLM_ISA::draw_floats, JAXLLM_ISA::best_floats,

@@ -182,7 +182,7 @@ struct Kernels {
   bool reads_rows;  // and those of a w that isn't transposed read it without groups
   int64_t columns;  // a Gemm's columns are best divided at multiples of it
   int64_t group_rows;  // of a Gemm, at most
-  int64_t (*tile_rows)(const Attention&);  // query rows of a tile of attention, at most
+  int64_t tile_rows;  // query rows of a tile of attention, at most
   void (*round)(const float* from, Bf16* to, int64_t count);  // to the nearest, to even if there are two
   // Rows [height, k] of a Gemm's x as it reads them: [units, height].
   void (*pack)(const void* rows, DType dtype, bool pairs, int64_t height, int64_t k, float* to);

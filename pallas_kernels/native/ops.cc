@@ -195,7 +195,7 @@ constexpr int64_t kMostTogether = 8;  // tiles of a part: a tile brings in what 
 
 void write_and_attend(ffi::ThreadPool& pool, const Attention& a, int64_t seqs) {
   const Kernels& best = kernels();
-  const int64_t group = a.heads / a.kv_heads, rows = best.tile_rows(a);
+  const int64_t group = a.heads / a.kv_heads, rows = best.tile_rows;
   std::vector<AttentionTile> writes, tiles;
   for (int64_t s = 0; s < seqs; s++) {
     const int64_t q_len = a.cu_q_lens[s + 1] - a.cu_q_lens[s];
