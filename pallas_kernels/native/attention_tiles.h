@@ -11,7 +11,7 @@ constexpr int kRowVectors = kRegisters == 32 ? 4 : 2;  // of query rows, in a wi
 constexpr int64_t kTileRows = kRowVectors * kWidth;
 constexpr int64_t kFewRows = 8;  // up to here a tile is narrow: each score is a dot product
 constexpr int kRowsAtOnce = kRegisters == 32 ? 4 : 2;  // of a narrow tile, whose sums stay in registers
-constexpr int64_t kKeys = 64;      // that a tile attends to at a time, at most
+constexpr int64_t kKeys = 64;      // that a tile attends to at a time, at most; api.py knows it too
 constexpr int kKeysAtOnce = 6;     // whose scores stay in registers
 constexpr float kNothing = -1e30f;  // the maximum of no scores: finite, so that differences are numbers
 

@@ -24,7 +24,7 @@ IN_ORDER: dict[str, tuple[str, dict[str, bool]]] = {
 }
 
 # Such kernels add up keys in tiles from position 0 on: positions may be counted from multiples of this alone.
-_KEYS_IN_ORDER = {"gpu": 64, "tpu": 512}
+_KEYS_IN_ORDER = {"cpu": 64, "gpu": 64, "tpu": 512}
 
 # Logical axes of a layer's pool. Blocks are head-major: the keys of one head are contiguous, so that a block is a
 # matrix operand in place (on a CPU ten times faster than token-major blocks).

@@ -12,12 +12,13 @@ from jaxllm.engine.device.layer_caches import view_table
 from jaxllm.engine.device.slot_rows import TableShape
 from jaxllm.engine.schedule.cache_groups import CacheGroup
 from jaxllm.pallas_kernels.dispatch import Placement
-from jaxllm.pallas_kernels.paged_attention import PagedBatch, first_key_multiple, gpu_in_order, kv_shape, tpu
+from jaxllm.pallas_kernels.paged_attention import PagedBatch, first_key_multiple, gpu_in_order, kv_shape, native, tpu
 
 WINDOW = 70
 ATTENTION = {
-    "gpu": gpu_in_order.ragged_paged_attention,
-    "tpu": partial(tpu.ragged_paged_attention, batch_invariant=True),
+    "cpu": partial(native.ragged_paged_attention, batch_invariant=True),
+    "gpu": partial(gpu_in_order.ragged_paged_attention, interpret=True),
+    "tpu": partial(tpu.ragged_paged_attention, batch_invariant=True, interpret=True),
 }
 
 
@@ -29,7 +30,7 @@ def attend(platform: str, dtype: str, block_size: int, multiple: int, chunks: li
     pool = jnp.zeros(kv_shape(num_blocks, block_size, 2, 64, platform=platform), dtype)
     table = jnp.arange(num_blocks, dtype=jnp.int32)[None, None]
     shape, found = TableShape(CacheGroup(window=WINDOW), num_blocks, num_blocks), []
-    op = jax.jit(partial(ATTENTION[platform], scale=0.125, sliding_window=WINDOW, interpret=True))
+    op = jax.jit(partial(ATTENTION[platform], scale=0.125, sliding_window=WINDOW))
     for begin, size in zip(np.cumsum([0, *chunks[:-1]]), chunks, strict=True):
         past = int(begin) + size
         ints = [0, size], [past], [int(size == 1), 1]
@@ -43,6 +44,8 @@ def attend(platform: str, dtype: str, block_size: int, multiple: int, chunks: li
 @pytest.mark.parametrize(
     ("platform", "dtype", "block_size", "chunks"),
     [
+        ("cpu", "bfloat16", 16, [90, 13, 13, 13, 1, 1, 1]),
+        ("cpu", "float32", 8, [90, 13, 13, 13, 1, 1, 1]),
         ("gpu", "bfloat16", 32, [90, 13, 13, 13, 1]),  # blocks are smaller than the kernel's tiles of keys
         ("gpu", "float32", 16, [90, 13, 13, 13, 1]),
         pytest.param("tpu", "bfloat16", 32, [560, 13, 17, 1], marks=pytest.mark.slow),

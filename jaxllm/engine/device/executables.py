@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxllm.engine.device.cache_layout import CacheLayout
 from jaxllm.engine.device.columns import RowLayout, install, of_slots
@@ -116,7 +116,8 @@ def logits_step(
     """The logits that each sample comes from, of the step that has just left its hidden states; anything for rows that
     pad."""
     given = layout.unpack(packed)
-    return model_shape.logits(head, hidden, given.tokens, placement, layout.num_samples(given))
+    num_samples = jnp.sum(layout.is_sample(given), dtype=jnp.int32)
+    return model_shape.logits(head, hidden, given.tokens, placement, num_samples)
 
 
 def alter_step(
@@ -149,10 +150,16 @@ def sample_step(
     placement: Placement = UNPLACED,
 ) -> tuple[Int[Array, " slots"], Int[Array, " samples"]]:
     """Samples every row, and writes the tokens of rows that are no padding into the slot table."""
-    slots = layout.unpack(packed).slots
+    given = layout.unpack(packed)
     logits = logits_step(head, hidden, packed, model_shape=model_shape, layout=layout, placement=placement)
-    tokens = sample(logits, slots, lengths, SAMPLING_LAYOUT.unpack(sampling), placement=placement)
-    return last_token.at[slots].set(tokens, mode="drop"), tokens
+    tokens = sample(logits, given.slots, lengths, SAMPLING_LAYOUT.unpack(sampling), placement=placement)
+    (tokens,) = _padded_with_zeros(layout.is_sample(given), tokens)
+    return last_token.at[given.slots].set(tokens, mode="drop"), tokens
+
+
+def _padded_with_zeros(is_sample: Bool[Array, " samples"], *results: Int[Array, "samples ..."]) -> list[Array]:
+    """`results` with zeros for rows that pad: those are the same wherever the step is computed, as replays check."""
+    return [jnp.where(jnp.expand_dims(is_sample, range(1, x.ndim)), x, 0) for x in results]
 
 
 def sample_full_step(
@@ -183,6 +190,7 @@ def sample_full_step(
         vocab=vocab,
         placement=placement,
     )
+    tokens, rows, candidates = _padded_with_zeros(layout.is_sample(given), tokens, rows, candidates)
     last_token = last_token.at[given.slots].set(tokens, mode="drop")
     return last_token, jnp.concatenate([tokens[:, None], rows], 1), candidates
 

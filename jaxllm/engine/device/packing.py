@@ -169,9 +169,9 @@ class SampleLayout:
         """The fields of `packed`, a numpy array (as views) or a traced one."""
         return SampleInput(packed[: self.samples], packed[self.samples : -1], packed[-1:])
 
-    def num_samples(self, given: SampleInput):
-        """How many there are; what pads them comes last."""
-        return (given.slots < self.max_num_seqs).sum(dtype=np.int32)
+    def is_sample(self, given: SampleInput):
+        """[samples] False for what pads them, which comes last."""
+        return given.slots < self.max_num_seqs
 
     @cached_property
     def _padding(self) -> np.ndarray:
