@@ -266,7 +266,7 @@ def test_async_updates_while_others_wait(tiny):
         return [output async for output in outputs][-1]
 
     async def run(llm: AsyncLLM):
-        steps = llm.generate({"prompt_token_ids": PROMPTS[0]}, LONG)
+        steps = llm.generate({"prompt_token_ids": PROMPTS[0]}, greedy(100))  # of which many are left after a pause
         await anext(steps)
         await llm.pause()
         other = asyncio.create_task(read(llm.generate({"prompt_token_ids": PROMPTS[1]}, greedy(2))))

@@ -47,6 +47,7 @@ def same(got, want) -> None:
 
 
 def theirs(path):
+    pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     return logits(transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32"), TOKENS)
 

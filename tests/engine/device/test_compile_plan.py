@@ -256,3 +256,18 @@ def test_compiling_goes_through_what_the_plan_is_given(made):
     plan = made(Fake("a"), compile=lambda lowered: f"from the cache: {lowered.name}")
     plan.wait_all()
     assert plan["a"] == "from the cache: a"
+
+
+def test_the_rest_waits_as_if_what_was_compiled_quickly_had_taken_its_whole_time(made):
+    times = {}
+
+    def compile_quickly(lowered):
+        time.sleep(0.2)
+        times["quick"] = time.monotonic()
+        return lowered.name, False
+
+    later = Fake("later", lambda: times.setdefault("rest", time.monotonic()))
+    plan = made(Fake("first"), later, first=["first"], share=0.5, compile_quickly=compile_quickly)
+    plan.stepped(is_stepping=True)
+    wait_until(lambda: plan.num_done == 2)
+    assert times["rest"] - times["quick"] >= 0.5  # three times 0.2, less what the clock may be off
