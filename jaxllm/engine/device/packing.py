@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import abc
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -169,7 +169,7 @@ class SampleLayout:
         """The fields of `packed`, a numpy array (as views) or a traced one."""
         return SampleInput(packed[: self.samples], packed[self.samples : -1], packed[-1:])
 
-    def is_sample(self, given: SampleInput):
+    def is_sample(self, given: SampleInput) -> Any:
         """[samples] False for what pads them, which comes last."""
         return given.slots < self.max_num_seqs
 
