@@ -9,7 +9,7 @@ namespace jaxllm::JAXLLM_ISA {
 
 constexpr int kRowVectors = kRegisters == 32 ? 4 : 2;  // of query rows, in a wide tile
 constexpr int64_t kTileRows = kRowVectors * kWidth;
-constexpr int64_t kFewRows = 8;  // up to here a tile is narrow: each score is a dot product
+constexpr int64_t kFewRows = 8;  // up to here a tile is narrow, in any engine: each score is a dot product
 constexpr int kRowsAtOnce = kRegisters == 32 ? 4 : 2;  // of a narrow tile, whose sums stay in registers
 constexpr int64_t kKeys = 64;      // that a tile attends to at a time, at most; api.py knows it too
 constexpr int kKeysAtOnce = 6;     // whose scores stay in registers
@@ -73,7 +73,7 @@ struct Running {
   float* q;       // scaled; narrow: [rows, head_dim], wide: [head_dim, kTileRows], or paired, not scaled, half of that
   float* weights;  // scores, then what they weigh; narrow: [rows, kKeys], wide: [keys, kTileRows]
   float* sums;    // [rows, head_dim]
-  float* keys;    // [keys, head_dim], of keys that aren't float32
+  float* keys;    // [keys, head_dim], of keys, or values, that aren't float32
   float* pairs;   // [keys / 2, kTileRows]: two weights in bfloat16, in the place of `weights`
   bool narrow;    // whether its rows are computed as if each were alone, and keys fill vectors
   bool paired;    // whether two numbers of bfloat16 are multiplied at once

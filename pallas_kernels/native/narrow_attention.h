@@ -133,7 +133,7 @@ static void narrow_softmax(const Attention& a, const Running& run, int64_t base,
     const bool as_they_are = a.soft_cap == 0 && a.causal && !a.window && end % kWidth == 0 && base + end - 1 <= position;
     for (int64_t i = 0; as_they_are && i < end; i += kWidth) top = max(top, load(weights + i));
     for (int64_t i = first - first % kWidth; !as_they_are && i < end; i += kWidth) {
-      const Ints at = lane + (int32_t)i, age = run.position[row] - ((int32_t)base + at);
+      const Ints at = lane + (int32_t)i, age = (int32_t)(position - base) - at;
       const Ints seen = (at >= (int32_t)first) & (at < (int32_t)end) & seen_at(a, age);
       const Floats scores = seen ? capped(a, load(weights + i)) : broadcast(-__builtin_inff());
       store(weights + i, scores);

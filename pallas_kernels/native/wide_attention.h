@@ -165,18 +165,15 @@ static void wide_scores(const Attention& a, const Running& run, const T* in_plac
     scores_of<1, kVectors>(keys + i * a.head_dim, run.q, weights + i * kTileRows, a.head_dim);
 }
 
-static void prefetch(const void* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
-}
-
 // As `attend_narrow`, with rows along the vectors.
 template <class T>
 static void attend_wide(const Attention& a, const AttentionTile& tile, const Running& run, const Group<T>& group) {
   const bool half = run.rows <= kTileRows / 2;
   for (int64_t i = 0; i < group.num_pieces; i++) {
     const Piece<T>& piece = group.pieces[i];
-    prefetch(piece.values, piece.count * a.head_dim * sizeof(T));
-    after<T>(a, tile, nullptr, run, group.base + piece.first + piece.count, 0).bring_all();
+    const int64_t key = group.base + piece.first;
+    upcoming<T>(a, tile, key, run.last_key, 1).bring_all();
+    after<T>(a, tile, nullptr, run, key + piece.count, 0).bring_all();
     (half ? wide_scores<kRowVectors / 2, T> : wide_scores<kRowVectors, T>)(a, run, piece.keys, piece.first, piece.count);
   }
   const bool all_seen = sees_all(a, run, group.base + group.first, group.end - group.first);
