@@ -69,7 +69,7 @@ def operations(document) -> list:
     return [found.ok() for found in schemathesis.openapi.from_dict(document).get_all_operations()]
 
 
-@pytest.mark.parametrize("num_cases", [25, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_cases", [25, pytest.param(200, marks=pytest.mark.slow)])
 def test_most_sound_requests_are_accepted(web, document, num_cases):
     """At least half of those of every route, and all of them are sound by the document that is served."""
     registry = Registry().with_resource("urn:api", Resource.opaque(document))
@@ -98,7 +98,7 @@ def test_most_sound_requests_are_accepted(web, document, num_cases):
     assert min(shares.values()) >= 0.5, shares
 
 
-@pytest.mark.parametrize("num_cases", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_cases", [10, pytest.param(80, marks=pytest.mark.slow)])
 def test_unsound_requests_are_refused(web, document, num_cases):
     for operation in operations(document):
         if operation.body:
