@@ -9,8 +9,9 @@ from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.cli import generate
 from jaxllm.errors import ModelFormatError
+from jaxllm.text.foreign_tokenizer import wrap
 from jaxllm.text.prompts import TokensPrompt
-from jaxllm.text.tokenizer import Tokenizer, wrap
+from jaxllm.text.tokenizer import Tokenizer
 from tests.chat_model import TEMPLATE, TURNS, save_tokenizer, write_model
 from tests.tiny import Tiny, clean
 

@@ -44,8 +44,9 @@ from jaxllm.models.wrapped import name_of
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.quantized_matmul import panels
 from jaxllm.sharding.mesh import platform_of
+from jaxllm.text.foreign_tokenizer import wrap
 from jaxllm.text.tokenizer import FILE as TOKENIZER_FILE
-from jaxllm.text.tokenizer import Tokenizer, wrap
+from jaxllm.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

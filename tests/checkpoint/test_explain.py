@@ -12,7 +12,8 @@ from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.tensors import find_tensors
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.errors import ModelFormatError
-from jaxllm.text.tokenizer import Tokenizer, wrap
+from jaxllm.text.foreign_tokenizer import wrap
+from jaxllm.text.tokenizer import Tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
 

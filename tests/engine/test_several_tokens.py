@@ -12,7 +12,8 @@ from jaxllm.engine.schedule.sequence import Sequence
 from jaxllm.engine.schedule.sequence_group import Samples
 from jaxllm.grammar.compiler import GrammarCompiler
 from jaxllm.grammar.matcher import mask_words
-from jaxllm.text.tokenizer import Tokenizer, wrap
+from jaxllm.text.foreign_tokenizer import wrap
+from jaxllm.text.tokenizer import Tokenizer
 from tests.chat_model import backend
 from tests.engine.schedule.test_drafts import answer, drafting
 from tests.engine.test_step_contract import Letters

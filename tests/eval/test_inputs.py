@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.eval.inputs import Question, check_same_tokens, chunks_of, encode_choices, read_questions, read_text
-from jaxllm.text.tokenizer import wrap
+from jaxllm.text.foreign_tokenizer import wrap
 
 GOOD = {"context": "a", "choices": ["b", " c"], "answer": 1}
 

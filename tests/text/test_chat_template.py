@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from jaxllm.errors import ModelFormatError
 from jaxllm.text import chat_template as chat
 from jaxllm.text.chat_template import ChatTemplates, read_templates
+from jaxllm.text.foreign_tokenizer import wrap
 from jaxllm.text.messages import parse_messages
-from jaxllm.text.tokenizer import Tokenizer, wrap
+from jaxllm.text.tokenizer import Tokenizer
 from tests.chat_model import TURNS, save_tokenizer
 
 TEMPLATES = {file.stem: file.read_text() for file in (Path(__file__).parents[1] / "chat_templates").glob("*.jinja")}

@@ -6,7 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from jaxllm.text.tokenizer import Tokenizer, wrap
+from jaxllm.text.foreign_tokenizer import wrap
+from jaxllm.text.tokenizer import Tokenizer
 
 WORDS = [chr(97 + i) for i in range(26)]
 

@@ -11,8 +11,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text.detokenizer import Detokenizer
+from jaxllm.text.foreign_tokenizer import wrap
 from jaxllm.text.streams import MAX_HELD_TOKENS, ByteStream, ByteTable, PieceStream, PieceTable, WindowStream
-from jaxllm.text.tokenizer import Tokenizer, wrap
+from jaxllm.text.tokenizer import Tokenizer
 
 SPECIAL, ADDED = "<|end|>", "<tool é>"
 WORDS = ["▁", "▁a", "a", "ab", "b", "c", "▁b▁", "\n", "é", "##b", "b</w>", "."]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm.text.tokenizer import wrap
+from jaxllm.text.foreign_tokenizer import wrap
 from tests.text.test_detokenizer import TOKENIZERS, ids_of
 
 

@@ -13,7 +13,8 @@ from jaxllm.errors import ModelFormatError
 from jaxllm.sampling_params import SamplingParams
 from jaxllm.text import tokenizer as tokenizer_module
 from jaxllm.text.detokenizer import Detokenizer
-from jaxllm.text.tokenizer import Tokenizer, wrap
+from jaxllm.text.foreign_tokenizer import wrap
+from jaxllm.text.tokenizer import Tokenizer
 
 CORPUS = ["The quick brown fox jumps over the lazy dog.", "naïve café, 東京 and 🙂", "def f(x):\n    return x + 1"]
 SPECIAL = ["<unk>", "<s>", "</s>"]

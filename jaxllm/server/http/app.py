@@ -25,6 +25,7 @@ from jaxllm.server.http.middleware import App, Guard
 from jaxllm.server.observe.metrics import CONTENT_TYPE
 from jaxllm.server.observe.overview import overview
 from jaxllm.server.openai import chat, prepare, responses, schemas
+from jaxllm.server.openai.chat_job import chat_text
 from jaxllm.server.openai.completions import CompletionAnswer
 from jaxllm.server.openai.responses_schema import ResponsesRequest
 from jaxllm.server.openai.schemas import CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -201,7 +202,7 @@ async def _tokenize(server: Server, request: TokenizeRequest, exchange: Exchange
     def work() -> dict[str, Any]:
         text, special = request.prompt, request.add_special_tokens is not False
         if request.messages is not None:
-            text = prepare.chat_text(
+            text = chat_text(
                 server.model,
                 request.messages,
                 request.tools,

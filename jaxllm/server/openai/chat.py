@@ -10,6 +10,7 @@ from jaxllm.outputs import CompletionOutput
 from jaxllm.server.http.errors import invalid, unsupported
 from jaxllm.server.http.exchange import DONE, Exchange
 from jaxllm.server.openai import prepare
+from jaxllm.server.openai.chat_job import chat_job
 from jaxllm.server.openai.generation import MergedOutput, TokenUsage, Update
 from jaxllm.server.openai.logprobs import LogprobsFormat, chat_logprobs, prompt_logprobs
 from jaxllm.server.openai.parsing.choose import MARKED_BY_TOKENS, make_parser, thought_format, tool_format
@@ -110,7 +111,7 @@ def prepare_chat(server: Server, info: Any, request: ChatRequest) -> PreparedCha
     schemas = {}
     if calls in TAGS:
         schemas = {tool.function.name: reduced(parameters_of(tool.function)) for tool in tools or ()}
-    return PreparedChat(prepare.chat_job(model, info, request, tools, format_after), calls, thoughts, schemas)
+    return PreparedChat(chat_job(model, info, request, tools, format_after), calls, thoughts, schemas)
 
 
 def echoed_text(request: ChatRequest) -> str:

@@ -3,10 +3,7 @@ synchronous and run in threads, because templates and tokenizers take time."""
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from jaxllm.engine.intake import check_request
 from jaxllm.sampling_params import RequestOutputKind, SamplingParams
@@ -14,16 +11,7 @@ from jaxllm.server.engine.client import EngineInfo
 from jaxllm.server.http.errors import APIError, invalid, refusing, too_long, unsupported
 from jaxllm.server.openai.infilling import infilling_ids, infilling_tokens
 from jaxllm.server.openai.response_format import ResponseFormat, response_format_of
-from jaxllm.server.openai.schemas import (
-    MAX_PROMPTS,
-    MAX_SEQUENCES,
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    Sampling,
-    Tool,
-    plain_tool,
-)
+from jaxllm.server.openai.schemas import MAX_PROMPTS, MAX_SEQUENCES, CompletionRequest, Sampling
 from jaxllm.server.served_model import ServedModel
 
 _PASSED = (
@@ -120,7 +108,7 @@ def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionReq
     unchecked = unchecked_format(model, response_format)
     jobs = []
     for ids, text in prompts:
-        ids, text = _truncated(ids, text, request, info)
+        ids, text = truncated(ids, text, request, info)
         check_job(model, info, ids, params, "prompt")
         if text is None and request.echo:
             text = _decode(model, ids)
@@ -128,7 +116,7 @@ def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionReq
     return jobs
 
 
-def _truncated(ids: list[int], text: str | None, request: Sampling, info: EngineInfo) -> tuple[list[int], str | None]:
+def truncated(ids: list[int], text: str | None, request: Sampling, info: EngineInfo) -> tuple[list[int], str | None]:
     """The last `truncate_prompt_tokens` of a prompt; the text is unknown if that cuts it."""
     keep = request.truncate_prompt_tokens
     if keep is None:
@@ -261,93 +249,3 @@ def _too_many(count: int, info: EngineInfo, param: str) -> APIError:
 def maximum_length(info: EngineInfo) -> str:
     """What messages begin with by which clients like litellm know that a prompt is too long."""
     return f"This model's maximum context length is {info.config.max_model_len} tokens"
-
-
-def chat_text(
-    model: ServedModel,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] | None,
-    *,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    variables: dict[str, Any] | None = None,
-) -> str:
-    """The conversation rendered by the chat template. Raises `APIError`."""
-    tokenizer = model.need_tokenizer("messages")
-    try:
-        with refusing("messages"):
-            return tokenizer.chat.render(
-                [_plain(message) for message in messages],
-                tools=[plain_tool(tool) for tool in tools] if tools else None,
-                chat_template=model.chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs={**model.chat_template_kwargs, **(variables or {})},
-            )
-    except RecursionError as error:
-        raise invalid("a tool call's arguments are nested too deep", "messages") from error
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    """The message as templates expect it: developer becomes system, a refusal becomes text, and reasoning has each
-    of the names that templates have for it."""
-    plain = msgspec.to_builtins(message)
-    thoughts = plain.get("reasoning_content") or plain.get("reasoning")
-    if thoughts and message.role == "assistant":
-        plain |= {"reasoning_content": thoughts, "reasoning": thoughts}
-        if not (plain.get("content") and message.tool_calls):  # gpt-oss's template takes one of the two before a call
-            plain["thinking"] = thoughts
-    if message.role == "developer":
-        plain["role"] = "system"
-    if isinstance(message.content, list):
-        plain["content"] = [
-            {"type": "text", "text": part.refusal if part.type == "refusal" else part.text}
-            if part.type in ("text", "refusal", "input_text", "output_text")
-            else {"type": part.type}
-            for part in message.content
-        ]
-    refusal = plain.pop("refusal", None)
-    if refusal and not plain.get("content"):
-        plain["content"] = refusal
-    if message.role == "assistant" and not plain.get("content"):  # beside tool calls too: templates add it to text
-        plain["content"] = ""
-    return plain
-
-
-def chat_job(
-    model: ServedModel,
-    info: EngineInfo,
-    request: ChatRequest,
-    tools: Sequence[Tool] | None,
-    format_after: Callable[[str], ResponseFormat | None],
-) -> GenerationJob:
-    """The job of a conversation, with its rendered prompt as `text`; `format_after` gives the response format from the
-    prompt. Raises `APIError`."""
-    if request.top_logprobs is not None and not request.logprobs:
-        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    if request.logprob_token_ids is not None and not request.logprobs:
-        raise invalid("logprob_token_ids needs logprobs: true", "logprob_token_ids")
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-    text = chat_text(
-        model,
-        request.messages,
-        tools,
-        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
-        continue_final_message=bool(request.continue_final_message),
-        variables=variables,
-    )
-    response_format = format_after(text)
-    params = sampling_params(
-        model,
-        request,
-        response_format,
-        max_tokens=request.max_completion_tokens or request.max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs and request.logprob_token_ids is None else None,
-        prompt_logprobs=request.prompt_logprobs,
-    )
-    ids = encode(model, info, text, "messages", add_special_tokens=bool(request.add_special_tokens))
-    ids, _ = _truncated(ids, text, request, info)
-    check_job(model, info, ids, params, "messages")
-    return GenerationJob(ids, params, text, unchecked_format(model, response_format))

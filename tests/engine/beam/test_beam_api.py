@@ -11,7 +11,7 @@ from jaxllm import BeamSearchParams as CheckedBeamSearchParams
 from jaxllm.cli import generate
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxllm.sampling_params import MAX_BEAM_WIDTH
-from jaxllm.text.tokenizer import wrap
+from jaxllm.text.foreign_tokenizer import wrap
 from tests.engine.test_step_contract import Letters
 from tests.fake_llm import Folder, install, output
 from tests.plain_search import beam_search, cumulative_logprob

@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from jaxllm import SamplingParams
-from jaxllm.text.tokenizer import wrap
+from jaxllm.text.foreign_tokenizer import wrap
 from tests.engine.beam.test_beam_search import OFTEN, PROMPTS, beams, seen
 from tests.engine.test_step_contract import Letters, fail_once
 from tests.plain_search import assert_found, beam_search, cumulative_logprob, draw

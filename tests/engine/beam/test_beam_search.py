@@ -8,7 +8,7 @@ import pytest
 from jaxllm import AsyncLLM, SamplingParams
 from jaxllm.engine import build
 from jaxllm.sampling_params import RequestOutputKind
-from jaxllm.text.tokenizer import wrap
+from jaxllm.text.foreign_tokenizer import wrap
 from tests.engine.test_step_contract import Letters
 from tests.plain_search import assert_found, beam_search, cumulative_logprob, log_softmax
 from tests.tiny import drain, greedy, ids, prompts_of
