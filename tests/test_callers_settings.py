@@ -45,6 +45,7 @@ SETTINGS = {
     "auto mesh": lambda: jax.set_mesh(mesh(AxisType.Auto)),
     "explicit mesh": lambda: jax.set_mesh(mesh(AxisType.Explicit)),
     "nans": lambda: jax.debug_nans(True),
+    "infs": lambda: jax.debug_infs(True),
     "leaks": lambda: jax.checking_leaks(),
     "explicit, x64, transfers": lambda: together("explicit mesh", "x64", "transfers"),
 }
@@ -80,8 +81,9 @@ def test_a_setting_changes_nothing(name, on, tiny):
         said.append(tokens(llm.generate(PROMPTS, greedy(6), use_tqdm=False)))
         llm.update_params(nnx.state(tiny.model))
         said.append(tokens(llm.generate(PROMPTS, greedy(6), use_tqdm=False)))
+        (chosen,) = llm.generate(PROMPTS[:1], greedy(4, allowed_token_ids=[3, 5], logprobs=0), use_tqdm=False)
         served = llm.params
-    assert said[0] == said[2] != said[1]
+    assert said[0] == said[2] != said[1] and {3, 5} >= set(chosen.outputs[0].token_ids)
     for prompt, output in zip(PROMPTS, said[0], strict=True):
         tiny.assert_greedy(prompt, output)
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(served), nnx.to_pure_dict(nnx.state(tiny.model)))

@@ -34,11 +34,12 @@ void each_row(ffi::ThreadPool& pool, int64_t rows, double time, int64_t scratch_
   });
 }
 
-ffi::Error normalize(ffi::ThreadPool pool, Floats2D logits, ffi::Result<Floats1D> top,
+ffi::Error normalize(ffi::ThreadPool pool, Floats2D logits, NumRows num_rows, ffi::Result<Floats1D> top,
                      ffi::Result<Floats1D> normalizer) {
-  const int64_t rows = logits.dimensions()[0], vocab = logits.dimensions()[1];
-  if (top->dimensions()[0] != rows || normalizer->dimensions()[0] != rows)
+  const int64_t all = logits.dimensions()[0], vocab = logits.dimensions()[1];
+  if (top->dimensions()[0] != all || normalizer->dimensions()[0] != all || !is_one_or_none(num_rows))
     return ffi::Error::InvalidArgument("jaxllm_normalize: shapes don't go together");
+  const int64_t rows = used_rows(num_rows, all);
   const Rows r{logits.typed_data(), top->typed_data(), normalizer->typed_data(), vocab};
   each_row(pool, rows, rows * vocab * kSearchTime, 0, [&](int64_t row, float*) { kernels().normalize(r, row); });
   return ffi::Error::Success();
@@ -62,15 +63,17 @@ ffi::Error draw(ffi::ThreadPool pool, Floats2D logits, Floats1D temperature, Int
   return ffi::Error::Success();
 }
 
-ffi::Error best(ffi::ThreadPool pool, Floats2D scores, Floats2D logits, Ints2D tokens, ffi::Result<Ints2D> ids,
-                ffi::Result<Floats2D> found, ffi::Result<Floats2D> own, ffi::Result<Ints2D> ranks) {
-  const int64_t rows = scores.dimensions()[0], vocab = scores.dimensions()[1];
+ffi::Error best(ffi::ThreadPool pool, Floats2D scores, Floats2D logits, Ints2D tokens, NumRows num_rows,
+                ffi::Result<Ints2D> ids, ffi::Result<Floats2D> found, ffi::Result<Floats2D> own,
+                ffi::Result<Ints2D> ranks) {
+  const int64_t all = scores.dimensions()[0], vocab = scores.dimensions()[1];
   const int64_t k = ids->dimensions()[1], columns = k + tokens.dimensions()[1];
-  const auto has_shape = [rows](auto dims, int64_t width) { return dims[0] == rows && dims[1] == width; };
+  const auto has_shape = [all](auto dims, int64_t width) { return dims[0] == all && dims[1] == width; };
   if (!has_shape(logits.dimensions(), vocab) || !has_shape(tokens.dimensions(), columns - k) || k > vocab ||
       !has_shape(ids->dimensions(), k) || !has_shape(found->dimensions(), k) ||
-      !has_shape(own->dimensions(), columns) || !has_shape(ranks->dimensions(), columns))
+      !has_shape(own->dimensions(), columns) || !has_shape(ranks->dimensions(), columns) || !is_one_or_none(num_rows))
     return ffi::Error::InvalidArgument("jaxllm_best: shapes don't go together");
+  const int64_t rows = used_rows(num_rows, all);
   const Best b{scores.typed_data(), logits.typed_data(), tokens.typed_data(), ids->typed_data(), found->typed_data(),
                own->typed_data(), ranks->typed_data(), vocab, k, columns - k};
   each_row(pool, rows, rows * vocab * kSearchTime, kernels().best_floats(vocab, k),
@@ -82,7 +85,12 @@ ffi::Error best(ffi::ThreadPool pool, Floats2D scores, Floats2D logits, Ints2D t
 }  // namespace jaxllm
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_normalize, jaxllm::normalize,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats2D>().Ret<Floats1D>().Ret<Floats1D>());
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats2D>()
+                                  .Arg<jaxllm::NumRows>()
+                                  .Ret<Floats1D>()
+                                  .Ret<Floats1D>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_draw, jaxllm::draw,
                               ffi::Ffi::Bind()
@@ -103,6 +111,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_best, jaxllm::best,
                                   .Arg<Floats2D>()
                                   .Arg<Floats2D>()
                                   .Arg<Ints2D>()
+                                  .Arg<jaxllm::NumRows>()
                                   .Ret<Ints2D>()
                                   .Ret<Floats2D>()
                                   .Ret<Floats2D>()

@@ -21,10 +21,16 @@ BEST = _op(name="best", implementations=_ALL, preferred=_BOTH)
 
 
 def normalize(
-    logits: Float[Array, "rows vocab"], *, implementation: str = "auto", placement: Placement = UNPLACED
+    logits: Float[Array, "rows vocab"],
+    *,
+    num_rows: Int[Array, ""] | None = None,
+    implementation: str = "auto",
+    placement: Placement = UNPLACED,
 ) -> Rows:
-    """The largest logit of each row, and the log of the sum of their exponentials."""
-    return _with_total(NORMALIZE.choose(implementation, placement, logits), placement)(logits)
+    """The largest logit of each row, and the log of the sum of their exponentials. Rows from `num_rows` on, if that is
+    given, are padding, whose results may be anything."""
+    fn = _with_total(NORMALIZE.choose(implementation, placement, logits), placement)
+    return fn(logits, num_rows=num_rows)
 
 
 def draw(
@@ -53,16 +59,18 @@ def best(
     k: int,
     tokens: Int[Array, "rows tokens"] | None = None,
     *,
+    num_rows: Int[Array, ""] | None = None,
     implementation: str = "auto",
     placement: Placement = UNPLACED,
 ) -> Best:
-    """The k best tokens of each row, and some given ones; see `reference.best`."""
+    """The k best tokens of each row, and some given ones; see `reference.best`. Rows from `num_rows` on, if that is
+    given, are padding, whose results may be anything."""
     if tokens is None:
         tokens = jnp.zeros((logits.shape[0], 0), jnp.int32)
     fn = BEST.choose(implementation, placement, scores, logits, tokens, k=k)
     if placement.platform == "gpu" and not placement.single_device and fn.__module__.endswith(".reference"):
         fn = partial(fn, at_once=GPU_TOP_K)
-    return fn(scores, logits, tokens, k=k)
+    return fn(scores, logits, tokens, k=k, num_rows=num_rows)
 
 
 def total_of(placement: Placement) -> Total:

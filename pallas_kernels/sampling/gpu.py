@@ -55,9 +55,11 @@ def best(
     tokens: Int[Array, "rows tokens"],
     *,
     k: int,
+    num_rows: Any = None,
     interpret: bool = False,
 ) -> Best:
     """See `reference.best`."""
+    del num_rows  # programs of rows that pad run beside the others
     (rows, vocab), num_tokens = logits.shape, tokens.shape[1]
     width, given = pl.next_power_of_2(k), max(num_tokens, 1)
     tokens = jnp.pad(tokens, ((0, 0), (0, given - num_tokens)))

@@ -1,5 +1,6 @@
 """Sampling in C++: reads each row a few times from the cache, with as many threads as pay."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,14 +17,15 @@ def supports(logits: Array, *others: Any, **options: Any) -> bool:
     return logits.dtype == jnp.float32 and native.is_built()
 
 
-def normalize(logits: Float[Array, "rows vocab"]) -> Rows:
+def normalize(logits: Float[Array, "rows vocab"], *, num_rows: Int[Array, ""] | None = None) -> Rows:
     """See `reference.normalize`."""
-    return with_gradient_of(reference.normalize, _normalize)(logits)
+    return with_gradient_of(reference.normalize, partial(_normalize, num_rows=num_rows), num_rows)(logits)
 
 
-def _normalize(logits: Array) -> Rows:
+def _normalize(logits: Array, *, num_rows: Array | None) -> Rows:
     column = jax.ShapeDtypeStruct(logits.shape[:1], jnp.float32)
-    return Rows(*native.ffi_call("jaxllm_normalize", [column, column])(logits))
+    call = native.ffi_call("jaxllm_normalize", [column, column])
+    return Rows(*call(logits, native.num_rows(num_rows, logits.shape[:1])))
 
 
 def draw(
@@ -43,10 +45,15 @@ def draw(
 
 
 def best(
-    scores: Float[Array, "rows vocab"], logits: Float[Array, "rows vocab"], tokens: Int[Array, "rows tokens"], *, k: int
+    scores: Float[Array, "rows vocab"],
+    logits: Float[Array, "rows vocab"],
+    tokens: Int[Array, "rows tokens"],
+    *,
+    k: int,
+    num_rows: Int[Array, ""] | None = None,
 ) -> Best:
     """See `reference.best`."""
     rows, columns = logits.shape[0], k + tokens.shape[1]
     shapes = ((k, jnp.int32), (k, jnp.float32), (columns, jnp.float32), (columns, jnp.int32))
     results = [jax.ShapeDtypeStruct((rows, width), dtype) for width, dtype in shapes]
-    return Best(*native.ffi_call("jaxllm_best", results)(scores, logits, tokens))
+    return Best(*native.ffi_call("jaxllm_best", results)(scores, logits, tokens, native.num_rows(num_rows, (rows,))))

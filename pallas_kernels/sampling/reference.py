@@ -1,7 +1,7 @@
 """Defines sampling, in jnp: a draw per row, its best tokens, and its normaliser. Nothing is sorted."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,9 @@ def in_any_order(x: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
     return jnp.sum(x, axis=-1)
 
 
-def normalize(logits: Float[Array, "rows vocab"], total: Total | None = None) -> Rows:
+def normalize(logits: Float[Array, "rows vocab"], *, num_rows: Any = None, total: Total | None = None) -> Rows:
     """`total` sums rows; None: XLA does, in any order."""
+    del num_rows  # XLA reads padding, too
     top = jnp.max(logits, axis=-1)
     if total is None:
         return Rows(top, jax.nn.logsumexp(logits, axis=-1))
@@ -93,12 +94,14 @@ def best(
     tokens: Int[Array, "rows tokens"],
     *,
     k: int,
+    num_rows: Any = None,
     at_once: int | None = None,
 ) -> Best:
     """The `k` best by `scores`, with logits and ranks in `logits`, and those of the given `tokens`.
 
     `at_once` is how many XLA finds without a sort, if that is bounded. Tokens of minus infinity may then come twice.
     """
+    del num_rows  # XLA reads padding, too
     found, ids = _top_k(scores, k, at_once or k)
     own = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
     given = jnp.take_along_axis(logits, tokens, axis=-1, mode="clip")

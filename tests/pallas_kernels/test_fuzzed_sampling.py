@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxllm.pallas_kernels import native
 from jaxllm.pallas_kernels.sampling import reference
-from tests.pallas_kernels.guarded import call, fuzzed, with_each_set
+from tests.pallas_kernels.guarded import FILL, call, fuzzed, with_each_set
 
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
 
@@ -32,10 +32,21 @@ def logits_of(draw, rows, vocab):
     return logits.astype(np.float32) + np.float32(0)  # of zeros the kernels know two, and numpy one
 
 
+@st.composite
+def counts_of(draw, rows):
+    """How many rows are no padding, as custom calls take it, and the number."""
+    used = draw(st.none() | st.integers(0, rows + 1))
+    return np.array([] if used is None else [used], np.int32), rows if used is None else min(used, rows)
+
+
+def is_untouched(results: np.ndarray) -> bool:
+    return bool((np.frombuffer(results.tobytes(), np.uint8) == FILL).all())
+
+
 @fuzzed
 @given(data=st.data(), rows=st.integers(0, 5), vocab=vocabularies, threads=threads)
 def test_normalizers(data, rows, vocab, threads):
-    logits = data.draw(logits_of(rows, vocab))
+    logits, (counts, used) = data.draw(logits_of(rows, vocab)), data.draw(counts_of(rows))
     if rows and data.draw(st.booleans()):
         logits[0, data.draw(st.integers(0, vocab - 1))] = data.draw(st.sampled_from([np.nan, np.inf]))
     top, wide = logits.max(axis=1), logits.astype(np.float64)
@@ -45,9 +56,10 @@ def test_normalizers(data, rows, vocab, threads):
 
     def of_one_set():
         results = [((rows,), np.float32)] * 2
-        got_top, got = call("jaxllm_normalize", [logits], results, threads=threads)
-        np.testing.assert_array_equal(got_top, top)
-        np.testing.assert_allclose(got, want.astype(np.float32), rtol=1e-6, atol=2e-6)
+        got_top, got = call("jaxllm_normalize", [logits, counts], results, threads=threads)
+        np.testing.assert_array_equal(got_top[:used], top[:used])
+        np.testing.assert_allclose(got[:used], want[:used].astype(np.float32), rtol=1e-6, atol=2e-6)
+        assert all(is_untouched(x[used:]) for x in (got_top, got))
 
     with_each_set(of_one_set)
 
@@ -58,6 +70,7 @@ def test_best(data, rows, vocab, k, threads):
     """Best first, the smaller id first among equals; tokens outside of the vocabulary are its ends."""
     scores, logits, k = *(data.draw(logits_of(rows, vocab)) for _ in range(2)), min(k, vocab)
     tokens = np.random.default_rng(vocab).integers(-2, vocab + 2, (rows, data.draw(st.integers(0, 3)))).astype(np.int32)
+    counts, used = data.draw(counts_of(rows))
     want = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     own = np.take_along_axis(logits, np.concatenate([want, tokens.clip(0, vocab - 1)], axis=1), axis=1)
     want_ranks = 1 + (logits[:, None, :] > own[:, :, None]).sum(axis=-1)
@@ -66,12 +79,14 @@ def test_best(data, rows, vocab, k, threads):
         columns = own.shape[1]
         shapes = ((k, np.int32), (k, np.float32), (columns, np.float32), (columns, np.int32))
         results = [((rows, width), dtype) for width, dtype in shapes]
-        ids, found, got_own, ranks = call("jaxllm_best", [scores, logits, tokens], results, threads=threads)
-        np.testing.assert_array_equal(ids, want)
-        np.testing.assert_array_equal(found, np.take_along_axis(scores, want, axis=1))
-        np.testing.assert_array_equal(got_own, own)
-        counts = np.concatenate([found > -np.inf, np.ones(tokens.shape, bool)], axis=1)
-        np.testing.assert_array_equal(ranks[counts], want_ranks[counts])
+        all_found = call("jaxllm_best", [scores, logits, tokens, counts], results, threads=threads)
+        ids, found, got_own, ranks = (x[:used] for x in all_found)
+        np.testing.assert_array_equal(ids, want[:used])
+        np.testing.assert_array_equal(found, np.take_along_axis(scores, want, axis=1)[:used])
+        np.testing.assert_array_equal(got_own, own[:used])
+        has_rank = np.concatenate([found > -np.inf, np.ones(tokens[:used].shape, bool)], axis=1)
+        np.testing.assert_array_equal(ranks[has_rank], want_ranks[:used][has_rank])
+        assert all(is_untouched(x[used:]) for x in all_found)
 
     with_each_set(of_one_set)
 

@@ -103,14 +103,14 @@ CALLS = {  # arguments, results, options, and aliases if there are some
         {"eps": F32(1e-6), "unit_offset": False, "scales_first": False},
     ),
     "jaxllm_copy_blocks": ([zeros(3, 5), zeros(2, 2, dtype=I32)], [zeros(3, 5)], {}, {0: 0}),
-    "jaxllm_normalize": ([zeros(3, 5)], [zeros(3), zeros(3)], {}),
+    "jaxllm_normalize": ([zeros(3, 5), COUNT], [zeros(3), zeros(3)], {}),
     "jaxllm_draw": (
         [zeros(3, 5), zeros(3) + 1, zeros(3, dtype=I32), zeros(3) + 1, zeros(3), zeros(3, 2, dtype=np.uint32)],
         [zeros(3, dtype=I32), zeros(3)],
         {"partitionable": True},
     ),
     "jaxllm_best": (
-        [zeros(3, 5), zeros(3, 5), zeros(3, 1, dtype=I32)],
+        [zeros(3, 5), zeros(3, 5), zeros(3, 1, dtype=I32), COUNT],
         [zeros(3, 2, dtype=I32), zeros(3, 2), zeros(3, 3), zeros(3, 3, dtype=I32)],
         {},
     ),

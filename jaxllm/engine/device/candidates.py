@@ -15,6 +15,7 @@ def candidate_rows(
     logits: Float[Array, "rows vocab"],
     *,
     normalizer: Float[Array, " rows"] | None = None,
+    num_rows: Int[Array, ""] | None = None,
     placement: Placement = UNPLACED,
 ) -> Int[Array, "rows width"]:
     """What `read_candidates` reads: the `NUM_CANDIDATES` best tokens of each row by `scores`, best first and the
@@ -22,12 +23,13 @@ def candidate_rows(
     as they are. Floats as their bits.
 
     `scores`, float32, are log-probabilities after masks, bias and penalties, minus infinity where a token may not be.
-    `normalizer` is the softmax's, if it was computed before; `placement` says where they are.
+    `normalizer` is the softmax's, if it was computed before; rows from `num_rows` on, if that is given, are padding,
+    whose results may be anything; `placement` says where they are.
     """
     count = min(NUM_CANDIDATES, scores.shape[1])
-    best = sampling.best(scores, logits, count, placement=placement)
+    best = sampling.best(scores, logits, count, num_rows=num_rows, placement=placement)
     if normalizer is None:
-        normalizer = sampling.normalize(logits, placement=placement).normalizer
+        normalizer = sampling.normalize(logits, num_rows=num_rows, placement=placement).normalizer
     logprobs = jnp.maximum(best.logits - normalizer[:, None], LEAST)
     columns = []
     for values, padding in ((best.ids, 0), (best.scores, -jnp.inf), (logprobs, 0.0), (best.ranks, 0)):

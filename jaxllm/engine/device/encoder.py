@@ -159,6 +159,7 @@ class Encoder:
             for row, of_shard in zip(packed, columns, strict=True):
                 part = np.asarray(of_shard[i : i + size], np.int32).reshape(-1, 2)
                 row[:, : len(part)] = part.T
+                row[0, len(part) :] = -1
             commands.append(Command("prompt_logprobs", (packed.reshape(-1, size),)))
         return commands
 

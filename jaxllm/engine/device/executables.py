@@ -116,8 +116,7 @@ def logits_step(
     """The logits that each sample comes from, of the step that has just left its hidden states; anything for rows that
     pad."""
     given = layout.unpack(packed)
-    num_samples = jnp.sum(layout.is_sample(given), dtype=jnp.int32)
-    return model_shape.logits(head, hidden, given.tokens, placement, num_samples)
+    return model_shape.logits(head, hidden, given.tokens, placement, _count(layout.is_sample(given)))
 
 
 def alter_step(
@@ -157,6 +156,10 @@ def sample_step(
     return last_token.at[given.slots].set(tokens, mode="drop"), tokens
 
 
+def _count(is_sample: Bool[Array, " samples"]) -> Int[Array, ""]:
+    return jnp.sum(is_sample, dtype=jnp.int32)
+
+
 def _padded_with_zeros(is_sample: Bool[Array, " samples"], *results: Int[Array, "samples ..."]) -> list[Array]:
     """`results` with zeros for rows that pad: those are the same wherever the step is computed, as replays check."""
     return [jnp.where(jnp.expand_dims(is_sample, range(1, x.ndim)), x, 0) for x in results]
@@ -188,6 +191,7 @@ def sample_full_step(
         altered=altered,
         is_altered=given.is_altered[0],
         vocab=vocab,
+        num_rows=_count(layout.is_sample(given)),
         placement=placement,
     )
     tokens, rows, candidates = _padded_with_zeros(layout.is_sample(given), tokens, rows, candidates)
@@ -235,9 +239,14 @@ def prompt_logprobs(
     model_shape: ModelShape,
     placement: Placement = UNPLACED,
 ) -> Int[Array, "rows width"]:
-    """Log-probabilities of prompt tokens: of `packed[1]` after the step's tokens at `packed[0]`."""
-    logits = model_shape.logits(head, hidden, packed[0], placement)
-    return logprob_rows(logits, packed[1], vocab=model_shape.vocab, placement=placement)
+    """Log-probabilities of prompt tokens: of `packed[1]` after the step's tokens at `packed[0]`, which is -1 for rows
+    that pad, the last ones."""
+    is_token = packed[0] >= 0
+    num_rows = _count(is_token)
+    logits = model_shape.logits(head, hidden, packed[0], placement, num_rows)
+    rows = logprob_rows(logits, packed[1], vocab=model_shape.vocab, num_rows=num_rows, placement=placement)
+    (rows,) = _padded_with_zeros(is_token, rows)
+    return rows
 
 
 def admit(

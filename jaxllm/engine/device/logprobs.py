@@ -17,15 +17,16 @@ def logprob_rows(
     *,
     vocab: int | None = None,
     normalizer: Float[Array, " rows"] | None = None,
+    num_rows: Int[Array, ""] | None = None,
     placement: Placement = UNPLACED,
 ) -> Int[Array, "rows width"]:
     """What `pack_logprobs` reads, of the softmax of `logits` as they are; floats as their bits. `vocab` counts the
-    tokens, if the logits are padded; `normalizer` is the softmax's, if it was computed before; `placement` says where
-    the logits are."""
+    tokens, if the logits are padded; `normalizer` is the softmax's, if it was computed before; rows from `num_rows` on,
+    if that is given, are padding, whose results may be anything; `placement` says where the logits are."""
     if normalizer is None:
-        normalizer = sampling.normalize(logits, placement=placement).normalizer
+        normalizer = sampling.normalize(logits, num_rows=num_rows, placement=placement).normalizer
     count = min(MAX_LOGPROBS, vocab or logits.shape[1])
-    best = sampling.best(logits, logits, count, tokens[:, None], placement=placement)
+    best = sampling.best(logits, logits, count, tokens[:, None], num_rows=num_rows, placement=placement)
 
     def bits(values: Array) -> Array:
         return jax.lax.bitcast_convert_type(jnp.maximum(values - normalizer[:, None], LEAST), jnp.int32)

@@ -19,6 +19,8 @@ def own_settings() -> Iterator[None]:
         jax.enable_x64(False),
         jax.disable_jit(False),
         jax.transfer_guard("allow"),
+        jax.debug_nans(False),  # rows that pad may be anything, and tokens that may not be are minus infinity
+        jax.debug_infs(False),
         jax.check_tracer_leaks(False),  # which searches all of Python's objects after each trace
         jax.set_mesh(None),  # unlike an empty abstract mesh, which leaves the devices of the caller's
     ):
@@ -31,8 +33,14 @@ def _are_own(config: Any) -> bool:
         config.jax_transfer_guard_device_to_device,
         config.jax_transfer_guard_device_to_host,
     )
-    others = config.jax_enable_x64 or config.jax_disable_jit or config.jax_check_tracer_leaks
-    return not others and all(guard in (None, "allow") for guard in guards)
+    flags = (
+        config.jax_enable_x64,
+        config.jax_disable_jit,
+        config.jax_check_tracer_leaks,
+        config.jax_debug_nans,
+        config.jax_debug_infs,
+    )
+    return not any(flags) and all(guard in (None, "allow") for guard in guards)
 
 
 def with_own_settings(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,6 +53,7 @@ def sample_full(
     altered: Float[Array, "samples vocab"] | None = None,
     is_altered: Int[Array, ""] | int = 1,
     vocab: int | None = None,
+    num_rows: Int[Array, ""] | None = None,
     placement: Placement = UNPLACED,
 ) -> tuple[Int[Array, " samples"], Int[Array, "samples width"], Int[Array, "samples candidates_width"]]:
     """Like `sample`, with everything that a request may ask for: tokens, the rows of `logprob_rows` (zeros if nobody
@@ -60,11 +61,13 @@ def sample_full(
     `NO_TOKEN`.
 
     The tokens are drawn from `altered`, what `logit_rules.alter` made of the logits. If nobody asked for that it is
-    None, or the logits once more with `is_altered` 0. `vocab` counts the tokens, if the logits are padded.
+    None, or the logits once more with `is_altered` 0. `vocab` counts the tokens, if the logits are padded. Rows from
+    `num_rows` on, if that is given, are padding, which gives anything.
     """
     row, length = _of_samples(table, lengths, slots)
     is_beam, logprob_ids = row.is_beam > 0, of_slots(rules.logprob_ids, slots)
-    largest, normalizer = sampling.normalize(logits, placement=placement)
+    some = {"num_rows": num_rows, "placement": placement}
+    largest, normalizer = sampling.normalize(logits, **some)
     if altered is None:
         altered, is_altered = logits, 0
     altered = altered - jnp.where(is_beam & (is_altered == 0), normalizer, 0.0)[:, None]
@@ -72,7 +75,7 @@ def sample_full(
     tokens, top = _draw(altered, row, length, placement)
     tokens = jnp.where(top > -jnp.inf, tokens, NO_TOKEN)
     tokens = jnp.where(jnp.isfinite(largest), tokens, NOT_FINITE)
-    of_rows = partial(logprob_rows, tokens=tokens, logprob_ids=logprob_ids, vocab=vocab, placement=placement)
+    of_rows = partial(logprob_rows, tokens=tokens, logprob_ids=logprob_ids, vocab=vocab, **some)
 
     def of_wanted(x: Array, own: Array) -> Array:
         return of_rows(x, normalizer=own)
@@ -83,13 +86,13 @@ def sample_full(
         (
             lambda x, _: jnp.zeros((x.shape[0], WIDTH_WITH_IDS), jnp.int32),
             lambda x, _: of_rows(x, normalizer=normalizer),
-            lambda x, drawn_from: of_wanted(*_as_wanted(x, normalizer, drawn_from, row, placement)),
+            lambda x, drawn_from: of_wanted(*_as_wanted(x, normalizer, drawn_from, row, **some)),
         ),
         *(logits, altered),
     )
     candidates = jax.lax.cond(
         jnp.any(is_beam),
-        lambda x: candidate_rows(x, logits, normalizer=normalizer, placement=placement),
+        lambda x: candidate_rows(x, logits, normalizer=normalizer, **some),
         lambda x: jnp.zeros((x.shape[0], CANDIDATES_WIDTH), jnp.int32),
         altered,
     )
@@ -108,6 +111,7 @@ def _as_wanted(
     normalizer: Float[Array, " samples"],
     altered: Float[Array, "samples vocab"],
     row: SamplingTable,
+    num_rows: Int[Array, ""] | None,
     placement: Placement,
 ) -> tuple[Float[Array, "samples vocab"], Float[Array, " samples"]]:
     """The logits whose softmax each row's log-probabilities are of, and its normaliser; see
@@ -131,7 +135,7 @@ def _as_wanted(
     least = jax.lax.cond(jnp.any(filters), least_kept, lambda x: jnp.full(x.shape[0], -jnp.inf), altered)
     x = scaled(altered)
     x = jnp.where(x < least[:, None], -jnp.inf, x)
-    own = sampling.normalize(x, placement=placement).normalizer
+    own = sampling.normalize(x, num_rows=num_rows, placement=placement).normalizer
     return jnp.where(is_raw[:, None], logits, x), jnp.where(is_raw, normalizer, own)
 
 
