@@ -46,9 +46,11 @@ class ServedModel:
         own = {} if self.tokenizer is None else self.tokenizer.chat.templates
         return self.chat_template is not None or "default" in own
 
-    def check_name(self, name: str | None) -> None:
+    def known_name(self, name: str | None) -> str:
+        """The name that an answer has: the one asked for, or the model's first. Raises `APIError` 404 for others."""
         if name is not None and name not in self.names:
             raise unknown_model(name, list(self.names))
+        return name or self.name
 
     def need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:

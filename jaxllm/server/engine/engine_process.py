@@ -129,9 +129,10 @@ class EngineProcess:
                 self._take(wire.from_server.decode(data))
         except (OSError, msgspec.MsgspecError):
             log.debug("the server's connection broke", exc_info=True)
-        if self.loop is not None:
-            self.loop.stop()
-            self.loop.engine.runner.compile_plan.abandon()  # for nobody, and in the way of the loop's end
+        if self.loop is None:
+            os._exit(1)  # it still loads, for nobody
+        self.loop.stop()
+        self.loop.engine.runner.compile_plan.abandon()  # for nobody, and in the way of the loop's end
         time.sleep(_EXIT_S)
         log.warning("the engine has not ended within %.0f s of the server's end, and its process does", _EXIT_S)
         os._exit(1)
@@ -228,8 +229,14 @@ def main(path: str) -> int:
     logging.basicConfig(level=logging_level(), format="%(levelname)s engine: %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # what it looked for and did not find is no news
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(path)
-    start = wire.from_server.decode(wire.read_frame(connection) or b"")
+    try:
+        connection.connect(path)
+        first = wire.read_frame(connection)
+    except OSError:
+        first = None
+    if first is None:  # the server was stopped before it began
+        return 1
+    start = wire.from_server.decode(first)
     process = EngineProcess(connection)
     writer, *others = (threading.Thread(target=run, daemon=True) for run in (process.write, process.read, process.beat))
     for thread in (writer, *others):

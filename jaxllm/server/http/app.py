@@ -173,7 +173,7 @@ def _described(routes: list[Route], server: Server) -> Callable[[Request], Await
 
 async def _completions(server: Server, request: CompletionRequest, exchange: Exchange) -> None:
     info = server.check_ready(exchange.request_id)
-    server.model.check_name(request.model)
+    request.model = server.model.known_name(request.model)
     server.check_priority(request.priority)
     schemas.check_stream(request)
     count = prepare.count_prompts(request)
@@ -195,7 +195,7 @@ async def _completions(server: Server, request: CompletionRequest, exchange: Exc
 
 async def _tokenize(server: Server, request: TokenizeRequest, exchange: Exchange) -> None:
     info = server.check_ready(exchange.request_id)
-    server.model.check_name(request.model)
+    server.model.known_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("give either prompt or messages", "prompt")
 
@@ -219,7 +219,7 @@ async def _tokenize(server: Server, request: TokenizeRequest, exchange: Exchange
 
 async def _detokenize(server: Server, request: DetokenizeRequest, exchange: Exchange) -> None:
     info = server.check_ready(exchange.request_id)
-    server.model.check_name(request.model)
+    server.model.known_name(request.model)
     tokenizer = server.model.need_tokenizer("tokens")
     if len(request.tokens) > info.config.max_model_len:
         raise prepare.too_long(f"{prepare.maximum_length(info)}, and these are {len(request.tokens)}", "tokens")

@@ -45,7 +45,7 @@ class PreparedChat(NamedTuple):
 
 async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> None:
     info = server.check_ready(exchange.request_id)
-    server.model.check_name(request.model)
+    request.model = server.model.known_name(request.model)
     server.check_priority(request.priority)
     check_chat(request)
     prepare.count_samples(1, request)

@@ -21,8 +21,7 @@ from jaxllm.server.server import Server
 
 async def answer(server: Server, request: ResponsesRequest, exchange: Exchange) -> None:
     info = server.check_ready(exchange.request_id)
-    server.model.check_name(request.model)
-    request.model = request.model or server.model.name
+    request.model = server.model.known_name(request.model)
     chat = as_chat(request, request.model)
     check_chat(chat)
     prepare.count_samples(1, chat)

@@ -69,7 +69,7 @@ class Sampling(Struct, kw_only=True):
     """The fields that completions and chats share; None: not given. Sampling parameters have the names of
     `SamplingParams`."""
 
-    model: Name
+    model: Name | None = None  # None: the one that is served
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     best_of: Annotated[int, Meta(ge=0, le=MAX_BEST_OF)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None

@@ -150,7 +150,7 @@ async def _answer(
     """Has the prompts of a request pooled, and sends the answer with the tokens they had. `num_chars` are of texts that
     are in several prompts, as often as they are there."""
     info = server.check_ready(exchange.request_id)
-    server.model.check_name(request.model)
+    request.model = server.model.known_name(request.model)
     server.check_priority(request.priority)
     with server.admit(jobs.num_places(server, count)):
         work = await server.in_thread(exchange, prepare, info, size=num_chars)

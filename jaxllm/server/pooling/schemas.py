@@ -30,7 +30,7 @@ class PoolingFields(Struct, kw_only=True):
 
     REFUSED: ClassVar[dict[str, str]] = _REFUSED  # rather than ignored
 
-    model: Name
+    model: Name | None = None  # None: the one that is served
     use_activation: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     add_special_tokens: bool | None = None
