@@ -62,6 +62,8 @@ class RMSNorm(Norm):
     def add(
         self, x: Float[Array, "*t d"], h: Float[Array, "*t d"], ctx: StepContext | None = None
     ) -> tuple[Float[Array, "*t d"], Float[Array, "*t d"]]:
+        if type(self).__call__ is not RMSNorm.__call__:  # of a subclass, which normalises in another way
+            return super().add(x, h, ctx)
         return self._normalised(x, h, ctx)
 
     def _normalised(self, x: Array, h: Array | None, ctx: StepContext | None) -> tuple[Array, Array]:
@@ -149,8 +151,13 @@ class Attention(nnx.Module):
         self.scale = h**-0.5 if cfg.query_scale is None else cfg.query_scale
         self.window, self.soft_cap = spec.window, cfg.attn_soft_cap
         self.causal = cfg.causal
-        # Where tokens see later ones, a text is in one step, and nothing of it is left behind a window.
-        self.cache_specs = (CacheSpec.keys_and_values(k, h, window=spec.window if cfg.causal else None),)
+        self.cached = k, h  # KV heads and their width
+
+    @property
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """Keys and values, of the window that the layer has by now. Where tokens see later ones, a text is in one step,
+        and nothing of it is left behind a window."""
+        return (CacheSpec.keys_and_values(*self.cached, window=self.window if self.causal else None),)
 
     def __call__(self, x: Float[Array, "*t embed"], ctx: StepContext, sin_cos: tuple[Array, Array] | None, cache):
         qkv = self.qkv(x, ctx)

@@ -57,24 +57,36 @@ def _expanded(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
 
 
 class _Watcher:
-    """A cache of one layer that notes the keys it is given, and gives the queries back; or runs a recurrence."""
+    """A cache of one layer that notes the keys it is given, and gives the queries back; or runs a recurrence. A pytree
+    without leaves, as transformations of a layer take no other arguments."""
 
-    def __init__(self, keys: list[Array]):
-        self.keys = keys
+    def __init__(self, keys: list[jax.ShapeDtypeStruct], spec: CacheSpec):
+        self.keys, self.spec = keys, spec
 
-    def attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, "_Watcher"]:
-        self.keys.append(k)
+    def attend(
+        self, q: Array, k: Array, v: Array, *, sliding_window: int | None = None, **options: Any
+    ) -> tuple[Array, "_Watcher"]:
+        kept = None if self.spec.is_state else self.spec.window
+        if kept is not None and (sliding_window is None or sliding_window > kept):
+            raise ValueError(
+                f"a layer attends to {sliding_window or 'all'} tokens, and its cache keeps {kept}, as its cache_specs "
+                "say: make the two agree"
+            )
+        self.keys.append(jax.ShapeDtypeStruct(k.shape, k.dtype))
         return q, self
 
     def scan(self, step: Any, start: Array, inputs: Any) -> tuple[Any, "_Watcher"]:
         return jax.lax.scan(step, start, inputs)[1], self
 
 
+jax.tree_util.register_pytree_node(_Watcher, lambda watcher: ((), watcher), lambda watcher, _: watcher)
+
+
 def kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str, mesh: Mesh | None = None) -> Any:
     """Traces the module for a token as the engine will, checks what comes out, and returns the dtype of its keys.
     `mesh` is that for which the model was expanded, if it was."""
     has_logits = task_of(cfg) == "generate"
-    keys: list[Array] = []
+    keys: list[jax.ShapeDtypeStruct] = []
     wanted: list[tuple[int, ...]] = []  # shapes of the keys, of one token each
     widths = {cfg.vocab} if mesh is None else {cfg.vocab, padded(cfg.vocab, mesh)}  # of the logits
 
@@ -82,7 +94,7 @@ def kv_dtype(graph: nnx.GraphDef, params: Params, cfg: Any, name: str, mesh: Mes
         module = nnx.merge(graph, params)
         ctx = StepContext.of(token)
         specs = cache_specs(module, cfg, mesh)
-        watchers = [[_Watcher(keys) for _ in of_layer] for of_layer in specs]
+        watchers = [[_Watcher(keys, spec) for spec in of_layer] for of_layer in specs]
         hidden, caches = module(token, ctx, [each[0] if len(each) == 1 else each for each in watchers])
         if len(caches) != len(watchers):
             raise ValueError(f"it returned {len(caches)} caches for {len(watchers)} layers")

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 import tokenizers
@@ -12,6 +13,8 @@ from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.engine.model_source import model_source
 from jaxllm.models import qwen3, transformer
 from jaxllm.models.cache_spec import CacheSpec
+from jaxllm.models.layers import LayerSpec, RMSNorm, Rope
+from jaxllm.models.linear import Linear
 from tests.tiny import Tiny, clean, greedy, ids, logprobs_of, make_llm, prompts_of, served_logprobs, tokens
 
 CFG = Tiny().cfg
@@ -91,9 +94,15 @@ class SaysOtherwise(qwen3.Model):
         return [(CacheSpec.keys_and_values(4, 16),)] * 2
 
 
+class KeepsLess(qwen3.Model):
+    def cache_specs(self):
+        return [(CacheSpec.keys_and_values(2, 16, window=8),)] * 2
+
+
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
+        (KeepsLess, ValueError, "a layer attends to all tokens, and its cache keeps 8, as its cache_specs say"),
         (OtherLogits, ValueError, r"OtherLogits makes logits of bfloat16; expected float32"),
         (OtherCall, TypeError, r"OtherCall.__call__ can't be called as __call__\(tokens, ctx, caches\)"),
         (Raises, ValueError, "Raises can't be served: .* raises KeyError: 'nowhere'"),
@@ -103,6 +112,56 @@ class SaysOtherwise(qwen3.Model):
 def test_what_can_not_be_served_is_refused(module, error, message):
     with pytest.raises(error, match=message):
         LLM(module(CFG, rngs=nnx.Rngs(params=0)))
+
+
+def test_windows_may_be_wider_than_the_configurations():
+    model = Tiny(layers=(LayerSpec(rope=Rope(theta=1e4), window=8),) * 3).model
+    for layer, window in zip(model.layers, (None, 40, 4), strict=True):
+        layer.attn.window = window
+    (prompt,) = prompts_of([90])
+    with make_llm(model) as llm:  # in chunks, behind which blocks that nobody reads any more are given up
+        np.testing.assert_allclose(served_logprobs(llm, prompt), logprobs_of(model, prompt), rtol=0, atol=1e-5)
+
+
+class HalfNorm(RMSNorm):
+    def __call__(self, x, ctx=None):
+        return super().__call__(x, ctx) / 2
+
+
+class HalfProduct(Linear):
+    def __call__(self, x, ctx, **options):
+        return super().__call__(x, ctx, **options) / 2
+
+
+def test_calls_that_were_overridden_come_before_what_is_fused():
+    model, same = Tiny().model, Tiny().model
+    for layer, of_same in zip(model.layers, same.layers, strict=True):
+        norm, product = layer.mlp_norm, layer.mlp.gate_up
+        layer.mlp_norm = HalfNorm(CFG.embed, norm.eps, dtype=CFG.dtype)
+        layer.mlp_norm.scale = norm.scale
+        layer.mlp.gate_up = HalfProduct(product.shape, product.weight)
+        for weight in (of_same.mlp_norm.scale, of_same.mlp.gate_up.weight):
+            weight.set_value(weight[...] / 2)
+    (prompt,) = prompts_of([21])
+    np.testing.assert_allclose(logprobs_of(model, prompt), logprobs_of(same, prompt), rtol=0, atol=1e-5)
+    with make_llm(model) as llm:
+        np.testing.assert_allclose(served_logprobs(llm, prompt), logprobs_of(same, prompt), rtol=0, atol=1e-5)
+
+
+class Rematerialised(qwen3.Model):
+    class Layer(transformer.DecoderLayer):
+        def __call__(self, x, ctx, sin_cos, cache):
+            def call(layer, x, cache):
+                return transformer.DecoderLayer.__call__(layer, x, ctx, sin_cos, cache)
+
+            return nnx.remat(call)(self, x, cache)
+
+
+def test_a_module_that_computes_its_layers_again_as_it_trains(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # JAX fills pytrees with None for a while
+    model, (prompt,) = Rematerialised(CFG, rngs=nnx.Rngs(params=1)), prompts_of([30])
+    with make_llm(model) as llm:
+        np.testing.assert_allclose(served_logprobs(llm, prompt), logprobs_of(model, prompt), rtol=0, atol=1e-5)
 
 
 def test_a_module_of_another_interface_is_refused():
