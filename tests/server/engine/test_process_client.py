@@ -330,6 +330,25 @@ def test_a_process_that_ends_before_it_calls():
     asyncio.run(main())
 
 
+def test_a_server_that_stops_while_its_engine_loads(capfd):
+    async def main():
+        client = ProcessClient({"load_s": 300}, module=MODULE)
+        start = asyncio.create_task(client.start())
+        await until(lambda: client._writer is not None)
+        start.cancel()
+        await client.close()
+        assert client._process.returncode == 1  # it was not killed
+
+    asyncio.run(main())
+    assert capfd.readouterr().err == ""
+
+
+def test_a_server_that_stops_before_its_engine_calls(tmp_path):
+    command = [sys.executable, "-m", "jaxllm.server.engine.engine_process", str(tmp_path / "engine")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_what_lives_once_all_is_compiled_is_left_to_itself(monkeypatch):
     """Python's collector would search it again and again, while each stream stands still."""
     beats, frozen = iter([1, 2, 2, 2]), []

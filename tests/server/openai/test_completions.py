@@ -212,6 +212,19 @@ def test_unknown_fields_are_ignored(web):
     assert web.complete(store=True, metadata={"a": "b"}, no_such_field={"deep": [1]}).status == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 2}),
+    ],
+)
+def test_the_model_that_is_served_need_not_be_named(web, path, body):
+    answer = web.post(path, body)
+    assert answer.status == 200 and answer.json["model"] == "fake"
+
+
 def test_ids_are_made_here_and_the_clients_is_echoed(web):
     answer = web.send("GET", "/v1/models", headers={"X-Request-Id": "mine-1"}.items())
     assert answer.headers["x-request-id"] != "mine-1" and answer.headers["x-client-request-id"] == "mine-1"
