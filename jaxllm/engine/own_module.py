@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 
 from jaxllm.checkpoint.placement import named, some_of
 from jaxllm.engine.model_interface import check_interface, kv_dtype
+from jaxllm.models.definition import Definition
 from jaxllm.models.transformer import Params
-from jaxllm.models.wrapped import Wrapped, name_of
+from jaxllm.models.wrapped import Wrapped, definition_of, name_of
 from jaxllm.sharding.rules import RULES
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class OwnModule(NamedTuple):
     cfg: Any
     model: nnx.Module  # of ShapeDtypeStructs; the engine's own object
     params: Params  # all arrays of the user's
+    definition: Definition | None  # of what the user gave, as it was then
     without_axes: tuple[str, ...]  # names of those that nothing says how to split
     misnamed: tuple[str, ...]  # names of those with an axis that is nearly called as one that meshes split
 
@@ -32,7 +34,7 @@ class OwnModule(NamedTuple):
 def open_module(model: Any) -> OwnModule:
     """A module's configuration, an abstract copy of its own class and attributes, and its arrays. Raises `TypeError`
     for a module without the interface, and `ValueError` for one that does not do what it says."""
-    name = name_of(model)
+    name, definition = name_of(model), definition_of(model)
     check_interface(model, name)
     _say_training(model, name)
     if not all(map(_is_served, named(nnx.state(model)).values())):
@@ -47,7 +49,7 @@ def open_module(model: Any) -> OwnModule:
         variable.set_metadata(axes=axes[key] or (None,) * value.ndim)
     cfg = dataclasses.replace(model.cfg, dtype=kv_dtype(graph, shapes, model.cfg, name))
     without_axes = tuple(key for key in axes if axes[key] is None)
-    return OwnModule(cfg, nnx.merge(graph, shapes), params, without_axes, tuple(_misnamed(axes)))
+    return OwnModule(cfg, nnx.merge(graph, shapes), params, definition, without_axes, tuple(_misnamed(axes)))
 
 
 def _say_training(model: nnx.Module, name: str) -> None:
