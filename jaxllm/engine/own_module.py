@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.placement import named, some_of
 from jaxllm.engine.model_interface import check_interface, kv_dtype
 from jaxllm.models.definition import Definition
@@ -41,6 +42,7 @@ def open_module(model: Any) -> OwnModule:
         model = Wrapped.of_module(model, model.cfg)
     graph, params = nnx.split(model)
     variables = named(params)
+    _check_arrays(variables)
     axes = {key: _axes_of(key, variable, variables) for key, variable in variables.items()}
     shapes = jax.tree.map(lambda leaf: leaf, params)
     for key, variable in named(shapes).items():
@@ -52,12 +54,20 @@ def open_module(model: Any) -> OwnModule:
     return OwnModule(cfg, nnx.merge(graph, shapes), params, definition, without_axes, tuple(_misnamed(axes)))
 
 
+def _check_arrays(variables: Mapping[str, nnx.Variable]) -> None:
+    for name, variable in variables.items():
+        value = variable.get_value()
+        if not hasattr(value, "shape"):
+            raise ValueError(f"parameter {name} is {a_type(value)}; give an array, or leave it out of the parameters")
+
+
 def _say_training(model: nnx.Module, name: str) -> None:
     """Logs which parts of `model` do what is done in training alone, as dropout does."""
+    own = model.model if isinstance(model, Wrapped) else model
     modes = ("deterministic", "use_running_average")  # which eval() sets
     parts = [
         ".".join(map(str, path))
-        for path, part in nnx.iter_modules(model)
+        for path, part in (nnx.iter_modules(own) if isinstance(own, nnx.Module) else ())
         if any(getattr(part, mode, None) is False for mode in modes) and getattr(part, "rate", 1) != 0
     ]
     if parts:

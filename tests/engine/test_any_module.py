@@ -79,6 +79,23 @@ def test_an_axis_that_is_nearly_called_as_one_that_is_split_is_told(mesh, caplog
     assert not any("embedding" in text for text in said)
 
 
+class Outer(nnx.Module):
+    """Without a configuration."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, tokens, ctx, caches):
+        return self.inner(tokens, ctx, caches)
+
+    def logits(self, hidden, ctx):
+        return self.inner.logits(hidden, ctx)
+
+
+def given(model, kind):
+    return (model, {}) if kind == "module" else (Outer(model), {"shape": SHAPE})
+
+
 class WithDropout(qwen3.Model):
     def __init__(self, cfg, *, rngs):
         super().__init__(cfg, rngs=rngs)
@@ -88,15 +105,17 @@ class WithDropout(qwen3.Model):
         return self.dropout(super().embed_tokens(tokens, ctx))
 
 
-def test_a_module_in_training_is_told(caplog):
-    model = WithDropout(CFG, rngs=nnx.Rngs(1))
-    make_llm(model).close()
+@pytest.mark.parametrize("kind", ["module", "shape"])
+def test_a_module_in_training_is_told(caplog, kind):
+    inner = WithDropout(CFG, rngs=nnx.Rngs(1))
+    model, options = given(inner, kind)
+    make_llm(model, **options).close()
     (text,) = [text for text in caplog.messages if "model.eval()" in text]
-    assert text.startswith("WithDropout is served as it trains, as dropout say")
+    assert re.match(r"(WithDropout|Outer) is served as it trains, as (inner\.)?dropout say", text)
     caplog.clear()
     model.eval()
-    with make_llm(model) as llm:
-        assert_served(llm, model)
+    with make_llm(model, **options) as llm:
+        assert_served(llm, inner)
     assert not caplog.messages
 
 
@@ -179,23 +198,6 @@ class Parallel(DecoderLayer):
 
 class OfParallel(qwen3.Model):
     Layer = Parallel
-
-
-class Outer(nnx.Module):
-    """Without a configuration."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __call__(self, tokens, ctx, caches):
-        return self.inner(tokens, ctx, caches)
-
-    def logits(self, hidden, ctx):
-        return self.inner.logits(hidden, ctx)
-
-
-def given(model, kind):
-    return (model, {}) if kind == "module" else (Outer(model), {"shape": SHAPE})
 
 
 def scaled(model):
