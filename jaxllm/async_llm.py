@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 
 from jaxllm.base_llm import BaseLLM
 from jaxllm.engine.config import EngineConfig
-from jaxllm.engine.failure import check_any
+from jaxllm.engine.failure import check_rollout
 from jaxllm.engine.loop import Delivery, EngineLoop
 from jaxllm.engine.mailbox import Basket, Mailbox
 from jaxllm.engine.pooling import Pooler
@@ -128,7 +128,7 @@ class AsyncLLM(BaseLLM):
         params = rollout_params(SamplingParams() if sampling_params is None else sampling_params, parsed)
         order = parse_each("priority", priority, int, len(parsed))
         requests = await asyncio.to_thread(
-            lambda: [self._engine.prepare(each.token_ids, one) for each, one in zip(parsed, params, strict=True)]
+            lambda: [self._engine.prepare(each.token_ids, one) for each, one in zip(parsed, params, strict=False)]
         )
         basket, ids = Basket(len(requests)), [f"rollout-{next(self._ids)}" for _ in requests]
         try:
@@ -138,7 +138,7 @@ class AsyncLLM(BaseLLM):
         finally:
             self._loop.drop(ids, basket)
         outputs = {index: by_id[request_id] for index, request_id in enumerate(ids)}
-        check_any(self._engine.failure, list(outputs.values()))
+        check_rollout(self._engine.failure, outputs)
         return make_rollout([request.token_ids for request in requests], params, outputs, pad_id)
 
     def add(

@@ -112,7 +112,8 @@ class LLMControl(BaseLLM):
         keep_prefix: new requests may share blocks that the old parameters made. They may not by default.
         donate: frees the arrays of `params` that the engine does not share.
 
-        ValueError names what does not match.
+        ValueError names what does not match: of a module also a class or an attribute that is another than in the one
+        that is served, whose code alone runs; `nnx.state(module)` is its parameters, whatever else it is.
         """
         take_over = prepare_update(
             *(self.engine, params),

@@ -5,9 +5,10 @@ from typing import Any
 
 from jaxllm.argument_checks import a_type, check_int
 from jaxllm.engine.caller import Inbox
-from jaxllm.engine.failure import check_any
+from jaxllm.engine.failure import check_rollout
 from jaxllm.engine.prepare import PreparedRequest
 from jaxllm.engine.rollout_request import RolloutOutput
+from jaxllm.errors import EngineAsleepError
 from jaxllm.llm_pooling import LLMPooling
 from jaxllm.progress import progress_bar
 from jaxllm.rollout import Rollout, check_rollout_params, make_rollout, rollout_params, rollout_prompts
@@ -40,8 +41,8 @@ class LLMRollout(LLMPooling):
         the same `n`. Seeds count on from a request's: sample `i` is `generate`'s sample `i`.
 
         `ValueError` before anything runs for an unusable prompt or parameter, and for parameters that need text or
-        other tokens' log-probabilities. A prompt whose steps fail has the finish `ERROR` and an entry in `errors`;
-        `EngineError` if all do.
+        other tokens' log-probabilities. A prompt whose steps fail, or whose logits are not finite, has the finish
+        `ERROR` and an entry in `errors`; `EngineError` if all do: there is nothing to train on.
         """
         check_int("pad_id", pad_id, -(2**31), 2**31 - 1)
         parsed = rollout_prompts(prompts, lengths, self.tokenizer)
@@ -50,14 +51,14 @@ class LLMRollout(LLMPooling):
         order = parse_each("priority", priority, int, len(parsed))
         requests = [
             (self.engine.prepare(prompt.token_ids, one), number)
-            for prompt, one, number in zip(parsed, params, order, strict=True)
+            for prompt, one, number in zip(parsed, params, order, strict=False)
         ]
         outputs: dict[int, RolloutOutput] = {}
         with progress_bar(use_tqdm, len(requests), "drawing") as bar:
             for index, output in self._run(requests, as_arrays=True):
                 outputs[index] = output
                 bar.update()
-        check_any(self.engine.failure, list(outputs.values()))
+        check_rollout(self.engine.failure, outputs)
         ids = [prepared.token_ids for prepared, _ in requests]
         return make_rollout(ids, params, outputs, pad_id)
 
@@ -65,8 +66,9 @@ class LLMRollout(LLMPooling):
         self, prompts: Iterable[Any], sampling_params: SamplingParams | None = None, *, pad_id: int = 0
     ) -> Iterator[tuple[int, Rollout]]:
         """Like `rollout`, of any number of prompts, drawn from an iterator as the engine has room: yields each one's
-        index and `Rollout`, whose B is 1, when its samples are over. What the iterator yields late comes under the
-        parameters of then. Closing it aborts what is left; so does a prompt that can't be served, by `ValueError`."""
+        index and `Rollout`, whose B is 1, when its samples are over; one that fails has its entry in `errors`. What the
+        iterator yields late comes under the parameters of then. Closing it aborts what is left; so does a prompt that
+        can't be served, by `ValueError`."""
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         check_int("pad_id", pad_id, -(2**31), 2**31 - 1)
         if not isinstance(params, SamplingParams):
@@ -85,6 +87,8 @@ class LLMRollout(LLMPooling):
             try:
                 parsed = parse_prompt(prompt, self.tokenizer)
                 prepared = self.engine.prepare(parsed.token_ids, with_salt(params, parsed.cache_salt))
+            except EngineAsleepError:
+                raise
             except ValueError as error:
                 raise ValueError(f"prompt {index}: {error}") from error
             token_ids[index] = prepared.token_ids

@@ -31,7 +31,8 @@ class LLMScores(LLMControl):
             ((paris, berlin),) = llm.loglikelihood([("The capital of France is", [" Paris", " Berlin"])])
             paris.logprob > berlin.logprob  # nats; also token_logprobs, float32 [tokens], and is_greedy
 
-        A context and its continuations are strings, or lists of token ids. Strings are tokenised together, as
+        A context and its continuations are strings, or lists or arrays of token ids; continuations of one length may be
+        an array `[n, length]`. Strings are tokenised together, as
         lm-evaluation-harness does: spaces at the end of the context count as the continuation's. Nothing is generated;
         a context is computed once for all its continuations, and not at all where the prefix cache has it. Both
         together may have one token more than `max_model_len`.
@@ -52,7 +53,7 @@ class LLMScores(LLMControl):
         prefix_token_id: int | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[DocumentScore]:
-        """How well the model predicts documents of any length: strings, lists of token ids, or one of them.
+        """How well the model predicts documents of any length: strings, lists or arrays of token ids, or one of them.
 
         The first token is given `prefix_token_id` (None: the tokenizer's beginning of sequence, or else its end of
         one). A longer document than `max_len` (None: `max_model_len`) is read in windows of so many tokens, each of
@@ -87,7 +88,7 @@ class LLMScores(LLMControl):
             if self.tokenizer is None:
                 raise ValueError("texts need a tokenizer; pass tokenizer=..., or token ids")
             ids = encode_text(document, self.tokenizer)
-        ids = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+        ids = ids.tolist() if hasattr(ids, "ndim") else list(ids)
         if not ids:
             raise ValueError(f"document {index} has no tokens; leave it out")
         return ids
@@ -119,7 +120,7 @@ def _each_document(documents: Any) -> list[Any]:
     """One document, or each of a list of them."""
     if isinstance(documents, str):
         return [documents]
-    if not isinstance(documents, list | tuple | np.ndarray):
-        raise ValueError("documents must be strings or lists of token ids, or one of them")
-    is_one = len(documents) > 0 and not isinstance(documents[0], str | list | tuple | np.ndarray)
+    if not isinstance(documents, list | tuple) and getattr(documents, "ndim", 0) not in (1, 2):
+        raise ValueError("documents must be strings, or lists or arrays of token ids, or one of them")
+    is_one = len(documents) > 0 and not isinstance(documents[0], str | list | tuple) and not np.ndim(documents[0])
     return [documents] if is_one else list(documents)

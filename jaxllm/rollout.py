@@ -66,7 +66,10 @@ def rollout_prompts(prompts: Any, lengths: Any, tokenizer: Any) -> list[Prompt]:
 
 
 def rollout_params(params: Any, prompts: Sequence[Prompt]) -> list[SamplingParams]:
-    """One for each prompt. ValueError for what a rollout has no place for."""
+    """One for each prompt, or those for all if there are no prompts. ValueError for what a rollout has no place for."""
+    if not prompts and isinstance(params, SamplingParams):
+        check_rollout_params(params)
+        return [params]
     given = parse_params(params, len(prompts))
     each = [with_salt(one, prompt.cache_salt) for one, prompt in zip(given, prompts, strict=True)]
     for one in {id(one): one for one in each}.values():
@@ -98,7 +101,7 @@ def make_rollout(
     outputs: Mapping[int, RolloutOutput],
     pad_id: int = 0,
 ) -> Rollout:
-    """The arrays of `outputs`, by prompt."""
+    """The arrays of `outputs`, by prompt, in the shapes that `params` ask for, also if there are no prompts."""
     num_prompts, n = len(prompts), params[0].n if params else 0
     limits = [one.max_tokens for one in params]
     drawn = [tokens for output in outputs.values() for tokens in output.tokens]

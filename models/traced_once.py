@@ -16,8 +16,8 @@ class TracedOnce:
         self._shared: list[tuple[Any, Callable]] = []
 
     def __call__(self, layer: nnx.Module, *arguments: Any) -> Any:
-        """`layer(*arguments)`; what it changes in itself is lost. Where an argument is no pytree of arrays, as several
-        caches that a layer puts back itself, it is called as it is."""
+        """`layer(*arguments)`; what it changes in variables is there for the layers after it. Where an argument is no
+        pytree of arrays, as several caches that a layer puts back itself, it is called as it is."""
         if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arguments)):
             return layer(*arguments)
         graph, state = nnx.split(layer)
@@ -26,11 +26,27 @@ class TracedOnce:
         if shared is None:
             shared = jax.jit(partial(_call, graph, tree))
             self._shared.append(((graph, tree), shared))
-        return shared(leaves, *arguments)
+        result, changed = shared(leaves, *arguments)
+        if changed:
+            variables = _variables(layer)
+            for i, value in changed.items():
+                variables[i].set_value(value)
+        return result
 
 
-def _call(graph: Any, tree: Any, leaves: list[jax.Array], *arguments: Any) -> Any:
-    return nnx.merge(graph, jax.tree.unflatten(tree, leaves))(*arguments)
+def _call(graph: Any, tree: Any, leaves: list[jax.Array], *arguments: Any) -> tuple[Any, dict[int, Any]]:
+    """The result, and the values of those variables that the layer has changed, by their places among all."""
+    layer = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+    variables = _variables(layer)
+    before = [variable.get_value() for variable in variables]
+    result = layer(*arguments)
+    after = [variable.get_value() for variable in variables]
+    return result, {i: new for i, (old, new) in enumerate(zip(before, after, strict=True)) if new is not old}
+
+
+def _variables(layer: nnx.Module) -> list[nnx.Variable]:
+    """In an order that is the same for layers of equal graph definitions."""
+    return [node for _, node in nnx.iter_graph(layer) if isinstance(node, nnx.Variable)]
 
 
 def plain_call(layer: nnx.Module, *arguments: Any) -> Any:

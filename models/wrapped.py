@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from jaxllm.models.cache_spec import CacheSpec
 from jaxllm.models.context import StepContext
+from jaxllm.models.definition import Definition
 
 
 class Constant(nnx.Variable):
@@ -41,7 +42,7 @@ class Wrapped(nnx.Module):
         """`module` with `cfg` as its configuration; its arrays have the names that they have there. The keys of its
         random numbers stay those that they are: no two steps draw others."""
         graph, keys, state = nnx.split(module, nnx.RngState, ...)
-        return cls(type(module).__qualname__, cfg, _Merge(graph, keys), state, Constant)
+        return cls(type(module).__qualname__, cfg, _Merge(graph, keys, definition_of(module)), state, Constant)
 
     @property
     def model(self) -> Any:
@@ -71,8 +72,8 @@ class Wrapped(nnx.Module):
 class _Merge:
     """Makes a module of its state again; equal ones are of equal graphs, and the same keys."""
 
-    def __init__(self, graph: nnx.GraphDef, keys: Any):
-        self.graph, self.keys = graph, keys
+    def __init__(self, graph: nnx.GraphDef, keys: Any, definition: Definition | None):
+        self.graph, self.keys, self.definition = graph, keys, definition
 
     def __call__(self, state: Any, cfg: Any) -> nnx.Module:
         keys = jax.tree.map(lambda key: key, self.keys)  # variables of this trace, which may count up
@@ -86,6 +87,11 @@ class _Merge:
 
     def __hash__(self) -> int:
         return hash(self.graph)
+
+
+def definition_of(model: nnx.Module) -> Definition | None:
+    """Of a module, which may be wrapped; None for functions that are."""
+    return getattr(model.wrapped_make, "definition", None) if isinstance(model, Wrapped) else Definition.of(model)
 
 
 def name_of(model: Any) -> str:

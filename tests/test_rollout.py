@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxllm import AsyncLLM, Finish, SamplingParams
-from jaxllm.errors import EngineError
+from jaxllm.errors import EngineAsleepError, EngineError
 from tests.tiny import clean, drain, ids, make_llm, prompts_of
 
 PROMPTS = prompts_of((5, 9, 3), seed=51)
@@ -169,10 +169,43 @@ def test_versions_while_parameters_change(llm, tiny):
 def test_not_finite(llm, tiny):
     params = nnx.state(tiny.model, nnx.Param)
     llm.update_params(jax.tree.map(lambda x: x * jnp.nan, params))
-    made = llm.rollout(PROMPTS, DRAWN)
+    with pytest.raises(EngineError, match="all 3 prompts failed, the first because .*not finite"):
+        llm.rollout(PROMPTS, DRAWN)
+    parts = dict(llm.rollout_iter(PROMPTS, DRAWN))
     llm.update_params(params, version=0)
-    assert (made.finish == Finish.ERROR).all() and not made.lengths.any()
-    assert sorted(made.errors) == [0, 1, 2] and "not finite" in made.errors[1]
+    assert sorted(parts) == [0, 1, 2]
+    for made in parts.values():
+        assert (made.finish == Finish.ERROR).all() and not made.lengths.any() and "not finite" in made.errors[0]
+
+
+def test_one_that_fails_is_told_beside_the_others(tiny):
+    """Of a token that is not finite, which one prompt has."""
+    model = nnx.clone(tiny.model)
+    model.embed.weight[...] = model.embed.weight[...].at[95].set(jnp.nan)
+    prompts = [[token % 95 for token in prompt] for prompt in PROMPTS]
+    with make_llm(model) as llm:
+        params = DRAWN.clone()
+        params.logit_bias = {95: -100.0}
+        made = llm.rollout([prompts[0], [95, 3], prompts[2]], params)
+    assert list(made.errors) == [1] and "not finite" in made.errors[1]
+    assert [(made.finish[b] == Finish.ERROR).all() for b in range(3)] == [False, True, False]
+
+
+def test_no_prompts(llm):
+    made, none = llm.rollout([], DRAWN), llm.rollout([], [])
+    assert made.tokens.shape == made.version.shape == made.logprobs.shape == (0, 4, 8)
+    assert made.logprobs.dtype == np.float32 and made.finish.shape == made.lengths.shape == (0, 4)
+    assert none.tokens.shape == (0, 0, 0)
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        llm.rollout([], SamplingParams(stop="x"))
+
+
+def test_asleep(tiny):
+    with make_llm((tiny.cfg, jax.tree.map(np.asarray, nnx.state(tiny.model, nnx.Param)))) as llm:
+        llm.sleep()
+        for draw in (lambda: llm.rollout(PROMPTS, DRAWN), lambda: list(llm.rollout_iter(PROMPTS, DRAWN))):
+            with pytest.raises(EngineAsleepError):
+                draw()
 
 
 def test_deleted_parameters(tiny):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -196,6 +197,20 @@ def test_documents_come_back_in_their_order(llm):
     found = llm.perplexity(documents, prefix_token_id=0, stride=50, use_tqdm=False)
     assert [each.token_ids for each in found] == documents
     assert llm.perplexity([], use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_token_ids_as_arrays(llm, make):
+    documents = prompts_of([6, 6])
+    found = llm.perplexity(documents, prefix_token_id=0, use_tqdm=False)
+    for given in (make(documents), [make(each) for each in documents]):
+        again = llm.perplexity(given, prefix_token_id=0, use_tqdm=False)
+        assert [each.token_ids for each in again] == documents
+        np.testing.assert_array_equal(again[0].token_logprobs, found[0].token_logprobs)
+    (alone,) = llm.perplexity(make(documents[0]), prefix_token_id=0, use_tqdm=False)
+    assert alone.token_ids == documents[0]
+    ((*scores,),) = score(llm, (make(documents[0]), make(documents)))
+    assert [each.token_ids for each in scores] == documents
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,8 @@ def build_engine(
             group.fail(error)
         executor.close()
         raise
-    return Engine(runner, vocab=source.cfg.vocab, eos_ids=source.eos_ids, tokenizer=source.tokenizer, pooler=pooler)
+    known = {"tokenizer": source.tokenizer, "pooler": pooler, "definition": source.definition}
+    return Engine(runner, vocab=source.cfg.vocab, eos_ids=source.eos_ids, **known)
 
 
 def _fit(

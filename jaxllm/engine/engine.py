@@ -29,6 +29,7 @@ from jaxllm.engine.stats import EngineStats, StepCounter, read_stats
 from jaxllm.engine.step_results import commit, end_blocked
 from jaxllm.engine.swap_choice import SwapChoice
 from jaxllm.errors import EngineDeadError, EngineError
+from jaxllm.models.definition import Definition
 from jaxllm.models.transformer import Params
 from jaxllm.pooling_params import PoolingParams
 from jaxllm.sampling_params import SamplingParams
@@ -42,10 +43,18 @@ class Engine:
     """Serves requests of token ids on a `Runner`. `vocab` and `eos_ids` are the model's."""
 
     def __init__(
-        self, runner: Runner, *, vocab: int, eos_ids: abc.Sequence[int], pooler: Pooler, tokenizer: Any = None
+        self,
+        runner: Runner,
+        *,
+        vocab: int,
+        eos_ids: abc.Sequence[int],
+        pooler: Pooler,
+        tokenizer: Any = None,
+        definition: Definition | None = None,
     ):
         self.config: EngineConfig = runner.config
         self.runner = runner
+        self.definition = definition  # of the module that is served, as it was given
         self.intake = Intake(self.config, vocab=vocab, eos_ids=eos_ids, tokenizer=tokenizer, pooler=pooler)
         self._swap_choice = SwapChoice(runner, self.config.preemption)
         self.failure: Exception | None = None  # of the last step, if none has succeeded since

@@ -1,6 +1,6 @@
 """Why the device failed, in words for who asked for it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxllm.engine.config import EngineConfig
@@ -26,6 +26,14 @@ def check_any(failure: Exception | None, outputs: Sequence[Any]) -> None:
     """Raises `EngineError` if all `outputs` failed, as every step does: for this `failure`."""
     if failure is not None and outputs and all(output.error for output in outputs):
         raise EngineError(f"every step failed: {outputs[0].error}") from failure
+
+
+def check_rollout(failure: Exception | None, outputs: Mapping[int, Any]) -> None:
+    """Raises `EngineError` if all `outputs`, by prompt, failed, whatever for: a loop would train on nothing."""
+    check_any(failure, list(outputs.values()))
+    if outputs and all(output.error for output in outputs.values()):
+        first = outputs[min(outputs)].error
+        raise EngineError(f"all {len(outputs)} prompts failed, the first because {first}; check the parameters")
 
 
 def describe_state(error: Exception, config: EngineConfig) -> str:

@@ -38,6 +38,7 @@ from jaxllm.engine.model_interface import kv_dtype
 from jaxllm.engine.own_module import open_module, say_replicated
 from jaxllm.errors import MeshError
 from jaxllm.models import panel_linear, registry, transformer
+from jaxllm.models.definition import Definition
 from jaxllm.models.quantized import put_in_panels, round_rows
 from jaxllm.models.transformer import Params
 from jaxllm.models.wrapped import name_of
@@ -66,6 +67,7 @@ class ModelSource(NamedTuple):
     kv_scales: Callable[[str], Scales | None] = lambda kind: None  # what they bring for a cache of this kind
     without_axes: tuple[str, ...] = ()  # names of parameters that no mesh splits, as nothing says how
     misnamed: tuple[str, ...] = ()  # and of those that none splits, as it seems by mistake
+    definition: Definition | None = None  # of the module, before its weights get other forms; None: it is a function
 
     @property
     def name(self) -> str:
@@ -169,10 +171,11 @@ def _source(model: Any, dtype: str, platform: str, tokenizer: Tokenizer | None, 
     eos_ids = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     if isinstance(model, nnx.Module):
         own = open_module(model)
-        arrays = own.cfg, own.model, own.params
-        source = ModelSource(*arrays, eos_ids, tokenizer, without_axes=own.without_axes, misnamed=own.misnamed)
+        said = {"without_axes": own.without_axes, "misnamed": own.misnamed, "definition": own.definition}
+        source = ModelSource(own.cfg, own.model, own.params, eos_ids, tokenizer, **said)
     elif isinstance(model, tuple) and len(model) == 2 and dataclasses.is_dataclass(model[0]):
-        source = ModelSource(*_of_pair(*model), eos_ids, tokenizer)
+        cfg, abstract, params = _of_pair(*model)
+        source = ModelSource(cfg, abstract, params, eos_ids, tokenizer, definition=Definition.of(abstract))
     else:
         raise TypeError(
             f"model is {a_type(model)}; give a directory in Hugging Face format, a GGUF file, a model of transformers, "
@@ -196,6 +199,7 @@ def _of_checkpoint(
         chosen = dtype_for_cpu(checkpoint, hf, has_files=has_files)
         spec = replace(spec, cfg=replace(spec.cfg, dtype=DTYPES[chosen]))
     abstract = transformer.abstract(spec.module.Model, spec.cfg)
+    definition = Definition.of(abstract)
     rounds_rows = reading.rounds_rows and dtype == "auto" and platform == "cpu" and native.is_built()
     if rounds_rows and reading.quantization is None and _has_blocks(checkpoint):
         reading = reading._replace(quantization="gguf")
@@ -208,7 +212,9 @@ def _of_checkpoint(
     if is_float32 and reading.suits_processor and has_files and native.is_built() and holds_bfloat16(checkpoint):
         hold_in(abstract, jnp.bfloat16)
     pooling = read_pooling(checkpoint, spec, reading.hf_overrides)
-    source = ModelSource(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint, pooling)
+    source = ModelSource(
+        *(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint, pooling), definition=definition
+    )
     if scheme is not None and has_files:
         source = source._replace(kv_scales=partial(stored_kv_scales, checkpoint, spec, scheme))
     return source
@@ -225,9 +231,10 @@ def _of_orbax(saved: OrbaxModel, tokenizer: Tokenizer | None, reading: Reading) 
     if tokenizer is None and not reading.skip_tokenizer_init and saved.described_by is not None:
         tokenizer = saved.described_by.tokenizer()
     model = saved.abstract()
+    definition = Definition.of(model)
     if reading.quantization is not None:
         quantize_model(model, reading.quantization)
-    return ModelSource(saved.cfg, model, saved.restore, eos_ids, tokenizer)
+    return ModelSource(saved.cfg, model, saved.restore, eos_ids, tokenizer, definition=definition)
 
 
 def _loader(

@@ -10,10 +10,12 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.placement import named, some_of
 from jaxllm.engine.model_interface import check_interface, kv_dtype
+from jaxllm.models.definition import Definition
 from jaxllm.models.transformer import Params
-from jaxllm.models.wrapped import Wrapped, name_of
+from jaxllm.models.wrapped import Wrapped, definition_of, name_of
 from jaxllm.sharding.rules import RULES
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ class OwnModule(NamedTuple):
     cfg: Any
     model: nnx.Module  # of ShapeDtypeStructs; the engine's own object
     params: Params  # all arrays of the user's
+    definition: Definition | None  # of what the user gave, as it was then
     without_axes: tuple[str, ...]  # names of those that nothing says how to split
     misnamed: tuple[str, ...]  # names of those with an axis that is nearly called as one that meshes split
 
@@ -32,13 +35,14 @@ class OwnModule(NamedTuple):
 def open_module(model: Any) -> OwnModule:
     """A module's configuration, an abstract copy of its own class and attributes, and its arrays. Raises `TypeError`
     for a module without the interface, and `ValueError` for one that does not do what it says."""
-    name = name_of(model)
+    name, definition = name_of(model), definition_of(model)
     check_interface(model, name)
     _say_training(model, name)
     if not all(map(_is_served, named(nnx.state(model)).values())):
         model = Wrapped.of_module(model, model.cfg)
     graph, params = nnx.split(model)
     variables = named(params)
+    _check_arrays(variables)
     axes = {key: _axes_of(key, variable, variables) for key, variable in variables.items()}
     shapes = jax.tree.map(lambda leaf: leaf, params)
     for key, variable in named(shapes).items():
@@ -47,15 +51,23 @@ def open_module(model: Any) -> OwnModule:
         variable.set_metadata(axes=axes[key] or (None,) * value.ndim)
     cfg = dataclasses.replace(model.cfg, dtype=kv_dtype(graph, shapes, model.cfg, name))
     without_axes = tuple(key for key in axes if axes[key] is None)
-    return OwnModule(cfg, nnx.merge(graph, shapes), params, without_axes, tuple(_misnamed(axes)))
+    return OwnModule(cfg, nnx.merge(graph, shapes), params, definition, without_axes, tuple(_misnamed(axes)))
+
+
+def _check_arrays(variables: Mapping[str, nnx.Variable]) -> None:
+    for name, variable in variables.items():
+        value = variable.get_value()
+        if not hasattr(value, "shape"):
+            raise ValueError(f"parameter {name} is {a_type(value)}; give an array, or leave it out of the parameters")
 
 
 def _say_training(model: nnx.Module, name: str) -> None:
     """Logs which parts of `model` do what is done in training alone, as dropout does."""
+    own = model.model if isinstance(model, Wrapped) else model
     modes = ("deterministic", "use_running_average")  # which eval() sets
     parts = [
         ".".join(map(str, path))
-        for path, part in nnx.iter_modules(model)
+        for path, part in (nnx.iter_modules(own) if isinstance(own, nnx.Module) else ())
         if any(getattr(part, mode, None) is False for mode in modes) and getattr(part, "rate", 1) != 0
     ]
     if parts:

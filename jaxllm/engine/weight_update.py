@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, SupportsIndex
 
 import jax
+from flax import nnx
 
 from jaxllm.argument_checks import check_int, plain_number
 from jaxllm.checkpoint.placement import canonical_params, completed, place_params, release_others
@@ -14,6 +15,7 @@ from jaxllm.engine.engine import Engine
 from jaxllm.engine.loop import EngineLoop
 from jaxllm.errors import EngineAsleepError
 from jaxllm.models.transformer import Params
+from jaxllm.models.wrapped import definition_of
 
 IN_FLIGHT = ("continue", "recompute", "abort")
 
@@ -30,6 +32,21 @@ def current_params(engine: Engine) -> Params:
     check_holds_params(executor)
     treedef = jax.tree.structure(executor.abstract_params)
     return canonical_params(jax.tree.unflatten(treedef, executor.leaves), executor.mesh)
+
+
+def _check_definition(engine: Engine, params: Any) -> None:
+    """ValueError for a module that is another model than the one served, whose code its parameters would go through."""
+    if not isinstance(params, nnx.Module) or engine.definition is None:
+        return
+    given = definition_of(params)
+    if given is None:
+        return
+    found = given.difference(engine.definition, "in the module given", "in the one served")
+    if found is not None:
+        raise ValueError(
+            f"the module given is another model than the one served, whose parameters alone change: {found}. Give "
+            "nnx.state(module) where only its parameters are meant, or make a new LLM of it"
+        )
 
 
 @with_own_settings
@@ -58,6 +75,7 @@ def prepare_update(
             "an engine over several hosts keeps the parameters that it began with, as those of the program are on one "
             "of them; build another engine"
         )
+    _check_definition(engine, params)
     params = completed(params, executor.abstract_params, partial(current_params, engine))
     placed = place_params(params, executor.abstract_params, executor.mesh, cast=cast)
 

@@ -23,7 +23,7 @@ _LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
+    "step_max_items": 5_000,  # an ambiguous grammar's grow with the text, and a step waits for them
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }

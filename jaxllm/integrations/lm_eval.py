@@ -121,8 +121,9 @@ class JaxLLM(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy unless a task says otherwise, up to the first of its stop strings, which is left out. A prompt that is
-        too long loses its beginning."""
+        """Greedy unless a task says otherwise, up to the first of its stop strings, which is left out. What else a task
+        does not say is as the LLM's default sampling parameters have it. A prompt that is too long loses its
+        beginning."""
         asked = [self._generation(*request.args) for request in requests]
         prompts, params = [one[0] for one in asked], [one[1] for one in asked]
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
@@ -137,6 +138,7 @@ class JaxLLM(TemplateLM):
     def _generation(self, text: str, wanted: dict[str, Any]) -> tuple[TokensPrompt, SamplingParams, list[str]]:
         """What is generated from, how, and what it stops at."""
         given: dict[str, Any] = {"temperature": 0.0, **normalize_gen_kwargs(wanted, self.max_gen_toks)}
+        given = self._recommended(is_greedy=given["temperature"] == 0) | given
         until, max_tokens = [stop for stop in given.pop("until") if stop], given.pop("max_gen_toks")
         given.pop("do_sample")  # the temperature says it
         if not 0 < max_tokens < self.max_length:
@@ -145,6 +147,13 @@ class JaxLLM(TemplateLM):
             )
         prompt: TokensPrompt = {"prompt_token_ids": self.tok_encode(text)[-(self.max_length - max_tokens) :]}
         return prompt, SamplingParams(max_tokens=max_tokens, **self._stopping(until), **given), until
+
+    def _recommended(self, *, is_greedy: bool) -> dict[str, Any]:
+        """What the model's generation_config.json says, which transformers' `generate` takes where it is told nothing
+        else: of a greedy text the repetition penalty, as it filters no tokens there."""
+        own = self.llm.get_default_sampling_params()
+        names = ("repetition_penalty",) if is_greedy else ("repetition_penalty", "top_p", "top_k", "min_p")
+        return {name: getattr(own, name) for name in names}
 
     def _stopping(self, stops: Iterable[str]) -> dict[str, Any]:
         """Special tokens stop by their ids: they have no text in the output."""

@@ -11,7 +11,8 @@ from flax import nnx
 from jaxllm.argument_checks import a_type
 from jaxllm.checkpoint.config import read_spec
 from jaxllm.checkpoint.formats import Checkpoint, GivenConfig, open_checkpoint
-from jaxllm.models import gemma2, gemma3, llama, mistral, qwen2, qwen3, registry
+from jaxllm.models import gemma2, gemma3, llama, mistral, qwen2, qwen3, registry, transformer
+from jaxllm.models.definition import Definition
 from jaxllm.models.rope import Dynamic, LinearRope, Llama3, Rope, Yarn
 
 _ORIGINAL = {"original_max_len": "original_max_position_embeddings"}
@@ -42,6 +43,17 @@ def family_of(model: Any) -> tuple[ModuleType, Any]:
         "called in a checkpoint is not known. jaxllm.models.registry.register makes an architecture known, with its "
         "WEIGHTS"
     )
+
+
+def check_definition(model: nnx.Module, family: ModuleType, cfg: Any) -> None:
+    """ValueError for a module that differs from the one that is made of its configuration, which is what is read."""
+    made = Definition.of(transformer.abstract(family.Model, cfg))
+    found = Definition.of(model).difference(made, "in the model", "in what its configuration describes")
+    if found is not None:
+        raise ValueError(
+            f"config.json has no words for this model: {found}. Make the model of a configuration that says so, if one "
+            "can; otherwise save nnx.state(model), by Orbax say"
+        )
 
 
 def checked_config(cfg: Any, folder: Path | None) -> dict[str, Any]:

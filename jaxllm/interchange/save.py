@@ -21,7 +21,7 @@ from jaxllm.checkpoint.placement import canonical_params, expansion_of, named
 from jaxllm.checkpoint.weights_table import weights_table
 from jaxllm.checkpoint.writing import FileShards, check_is_new, whole_directory
 from jaxllm.from_vllm.dtypes import dtype_name
-from jaxllm.interchange.hf_config import checked_config, family_of
+from jaxllm.interchange.hf_config import check_definition, checked_config, family_of
 from jaxllm.models.transformer import Params
 from jaxllm.models.weights import Weight
 
@@ -43,8 +43,9 @@ def save_hf(
     `model.cfg`. `dtype` is what the weights become, by name or as an object (None: as they are). Files hold at most
     `max_shard_bytes`, unless one tensor is larger, and the host holds one of them at a time.
 
-    Raises `ValueError` for a model whose parameters no family's table names, or whose configuration those keys do not
-    describe, for parameters that other processes hold, and for a `path` that is there.
+    Raises `ValueError` for a model whose parameters no family's table names, whose configuration those keys do not
+    describe, or whose layers are not those that its configuration describes, for parameters that other processes hold,
+    and for a `path` that is there.
     """
     out = local(path)
     check_is_new(out)
@@ -57,6 +58,7 @@ def save_hf(
     folder = None if source is None else local(source)
     config = checked_config(cfg, folder)
     plan = _plan(ModelSpec(module=family, cfg=cfg, eos_token_ids=()), params)
+    check_definition(model, family, cfg)
     stored = name or str(params[next(iter(plan.values()))[0][0].path].get_value().dtype)
     config |= {key: stored for key in ("dtype", "torch_dtype") if key in config} or {"dtype": stored}
     with whole_directory(out) as made:

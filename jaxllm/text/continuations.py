@@ -21,6 +21,8 @@ def encode_continuations(context: Any, continuations: Any, tokenizer: Any) -> tu
     context has alone; spaces at the end of the context are the continuation's. A context without tokens is the one
     that `prefix_token` names. Raises `ValueError`.
     """
+    if getattr(continuations, "ndim", 0) == 2:
+        continuations = continuations.tolist()
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Sequence):
         raise ValueError(f"continuations is {a_type(continuations)}; give a list of strings or of lists of token ids")
     if not isinstance(context, str):

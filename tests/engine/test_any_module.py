@@ -1,5 +1,6 @@
 """Modules are served with all of their arrays, whoever wrapped them: buffers, low-rank weights, Qwix's integers."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,19 +9,39 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxllm import FunctionShape
 from jaxllm.models import qwen3
 from jaxllm.models.cache import Dense
 from jaxllm.models.context import StepContext
+from jaxllm.models.transformer import DecoderLayer
 from tests.seldom import all_but
 from tests.tiny import Tiny, clean, logprobs_of, make_llm, prompts_of, served_logprobs
 
 CFG = Tiny().cfg
+SHAPE = FunctionShape(vocab=96, embed=32, num_layers=2, heads=4, kv_heads=2, head_dim=16, mlp=48, max_len=96)
 (PROMPT,) = prompts_of([21])
 
 
 def assert_served(llm, model) -> None:
     np.testing.assert_allclose(served_logprobs(llm, PROMPT), logprobs_of(model, PROMPT), rtol=0, atol=1e-5)
     clean(llm)
+
+
+class Outer(nnx.Module):
+    """Without a configuration."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, tokens, ctx, caches):
+        return self.inner(tokens, ctx, caches)
+
+    def logits(self, hidden, ctx):
+        return self.inner.logits(hidden, ctx)
+
+
+def given(model, kind):
+    return (model, {}) if kind == "module" else (Outer(model), {"shape": SHAPE})
 
 
 class WithBuffers(qwen3.Model):
@@ -60,6 +81,44 @@ def test_arrays_that_are_no_parameters(mesh, caplog):
     )
 
 
+class Residual(nnx.Module):
+    def __init__(self, width):
+        self.first = nnx.Variable(jnp.zeros((1, width)))
+
+
+class WithResidual(DecoderLayer):
+    """The first layer's input, which it writes for those after it."""
+
+    def __call__(self, x, ctx, sin_cos, cache):
+        if self.is_first:
+            self.residual.first.set_value(x)
+        else:
+            x = x + 2 * self.residual.first.get_value()
+        return super().__call__(x, ctx, sin_cos, cache)
+
+
+class OfResidual(qwen3.Model):
+    Layer = WithResidual
+
+    def __init__(self, cfg, *, rngs):
+        super().__init__(cfg, rngs=rngs)
+        residual = Residual(cfg.embed)
+        for i, layer in enumerate(self.layers):
+            layer.residual, layer.is_first = residual, i == 0
+
+
+@pytest.mark.parametrize("kind", ["module", "shape", "tensor=2"])
+def test_what_a_layer_writes_is_there_for_those_after_it(kind):
+    inner = OfResidual(Tiny(layers=CFG.layers * 2).cfg, rngs=nnx.Rngs(1))
+    shape = dataclasses.replace(SHAPE, num_layers=4)
+    model, options = (Outer(inner), {"shape": shape}) if kind == "shape" else (inner, {})
+    with make_llm(model, mesh="tensor=2" if "=" in kind else None, **options) as llm:
+        for _ in range(2):  # nothing of a step is left for another
+            assert_served(llm, inner)
+        llm.update_params(nnx.state(model, nnx.Param))
+        assert_served(llm, inner)
+
+
 class Misnamed(qwen3.Model):
     def __init__(self, cfg, *, rngs):
         super().__init__(cfg, rngs=rngs)
@@ -83,15 +142,17 @@ class WithDropout(qwen3.Model):
         return self.dropout(super().embed_tokens(tokens, ctx))
 
 
-def test_a_module_in_training_is_told(caplog):
-    model = WithDropout(CFG, rngs=nnx.Rngs(1))
-    make_llm(model).close()
+@pytest.mark.parametrize("kind", ["module", "shape"])
+def test_a_module_in_training_is_told(caplog, kind):
+    inner = WithDropout(CFG, rngs=nnx.Rngs(1))
+    model, options = given(inner, kind)
+    make_llm(model, **options).close()
     (text,) = [text for text in caplog.messages if "model.eval()" in text]
-    assert text.startswith("WithDropout is served as it trains, as dropout say")
+    assert re.match(r"(WithDropout|Outer) is served as it trains, as (inner\.)?dropout say", text)
     caplog.clear()
     model.eval()
-    with make_llm(model) as llm:
-        assert_served(llm, model)
+    with make_llm(model, **options) as llm:
+        assert_served(llm, inner)
     assert not caplog.messages
 
 

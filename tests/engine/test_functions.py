@@ -132,6 +132,11 @@ def no_context(params, tokens, caches):
         ({"model": no_context}, ValueError, r"no_context can't be served: .* TypeError: no_context\(\) takes 3"),
         ({"params": {}}, ValueError, r"forward can't be served: .* raises KeyError: 'table'"),
         ({"params": jnp.zeros(3)}, ValueError, r"the parameters need other names than \[''\]; put them in a dict"),
+        (
+            {"params": random_params(1) | {"s": 0.5}},
+            ValueError,
+            r"parameter s is a float; give an array, or leave it out",
+        ),
         ({"head": lambda p, h: h}, ValueError, r"logits \(1, 32\); expected .* \[1, 96\]"),
     ],
 )

@@ -1,6 +1,7 @@
 """lm-evaluation-harness over the engine, against its own Hugging Face back end, on tasks that lie here."""
 
 import json
+import shutil
 import warnings
 
 import pytest
@@ -46,15 +47,20 @@ def llm():
         yield llm
 
 
-@pytest.fixture(scope="module")
-def reference():
+def backend(model):
+    """The harness's own."""
     pytest.importorskip("torch")
     pytest.importorskip("accelerate")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from lm_eval.models.huggingface import HFLM
 
-        return HFLM(pretrained=str(DEFAULT_MODEL), dtype="float32", device="cpu", batch_size=4, max_length=64)
+        return HFLM(pretrained=str(model), dtype="float32", device="cpu", batch_size=4, max_length=64)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return backend(DEFAULT_MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +109,32 @@ def test_documents_are(llm, reference, tasks):
 def test_generations_stop_where_the_task_says(llm, reference, tasks):
     ours, theirs = (responses(evaluate(model, tasks, "generation"), "generation") for model in (JaxLLM(llm), reference))
     assert ours == theirs
+
+
+@pytest.fixture(scope="module")
+def penalised(tmp_path_factory):
+    """A model whose files recommend a penalty, and filters for what is drawn."""
+    folder = shutil.copytree(DEFAULT_MODEL, tmp_path_factory.mktemp("penalised") / "model")
+    file = folder / "generation_config.json"
+    said = {"repetition_penalty": 1.8, "top_k": 7, "top_p": 0.9, "do_sample": True}
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    return folder
+
+
+def test_the_models_own_repetition_penalty_is_applied(penalised):
+    wanted = {"until": ["\n\n\n"], "max_gen_toks": 16}
+    asked = instances("generate_until", *((text, wanted) for text in ("def f(x):\n    return", "import os\nimport")))
+    theirs, found = backend(penalised).generate_until(asked, disable_tqdm=True), {}
+    for source in ("auto", "vllm"):
+        with LLM(penalised, dtype="float32", generation_config=source, **SIZES) as llm:
+            model = JaxLLM(llm)
+            found[source] = model.generate_until(asked, disable_tqdm=True)
+            _, drawn, _ = model._generation("a", {"until": [], "max_gen_toks": 4, "temperature": 0.5, "top_k": 3})
+            own = (1.8, 3, 0.9, 0.5) if source == "auto" else (1.0, 3, 1.0, 0.5)
+            assert (drawn.repetition_penalty, drawn.top_k, drawn.top_p, drawn.temperature) == own
+            _, greedy, _ = model._generation("a", {"until": [], "max_gen_toks": 4})
+            assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
+    assert found["auto"] == theirs != found["vllm"]
 
 
 def test_by_name(tasks):

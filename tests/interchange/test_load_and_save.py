@@ -22,7 +22,7 @@ from jaxllm.models.context import StepContext
 from jaxllm.models.layers import LayerSpec
 from jaxllm.models.registry import find
 from jaxllm.models.rope import Dynamic, LinearRope, Llama3, Rope, Yarn
-from jaxllm.models.transformer import layers_of
+from jaxllm.models.transformer import DecoderLayer, layers_of
 from tests.hf_models import FAMILIES, checkpoint, logits
 from tests.seldom import all_but
 from tests.tiny import Tiny, dense_caches, greedy, ids, make_llm, tokens
@@ -197,6 +197,68 @@ def test_what_can_not_be_saved_is_refused(tmp_path):
     with pytest.raises(ValueError, match="dtype='int8' is unknown"):
         models.save_hf(tiny.model, tmp_path / "other", dtype="int8")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class Twice(DecoderLayer):
+    def __call__(self, *arguments):
+        x, cache = super().__call__(*arguments)
+        return 2 * x, cache
+
+
+def short_window(model):
+    model.layers[1].attn.window = 4
+
+
+def other_scale(model):
+    model.layers[0].attn.scale = 0.9
+
+
+def own_layer(model):
+    model.layers[0] = Twice(model.cfg, model.cfg.layers[0], rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (short_window, r"layers\.1\.attn\.window is 4 in the model, and None in what its configuration describes"),
+        (other_scale, r"layers\.0\.attn\.scale is 0\.9 in the model, and 0\.25 in"),
+        (own_layer, r"layers\.0 is tests.*\.Twice in the model, and jaxllm\.models\.transformer\.DecoderLayer in"),
+    ],
+)
+@pytest.mark.parametrize("is_like", [False, True])
+def test_a_model_that_is_not_as_its_configuration_says_is_refused(tmp_path, change, says, is_like):
+    model = Tiny().model
+    like = models.save_hf(model, tmp_path / "in") if is_like else None
+    change(model)
+    with pytest.raises(ValueError, match=says):
+        models.save_hf(model, tmp_path / "out", like=like)
+    assert not (tmp_path / "out").exists()
+
+
+def test_modules_that_a_directory_describes_update_its_engine(tmp_path):
+    """Also where its products have another form."""
+    models.save_hf(Tiny().model, tmp_path / "in")
+    model = models.load(tmp_path / "in")
+    for quantization in (None, "int8"):
+        with make_llm(tmp_path / "in", skip_tokenizer_init=True, quantization=quantization) as llm:
+            llm.update_params(model)
+            llm.update_params(models.load(tmp_path / "in", "bfloat16"))
+            model.layers[1].attn.scale = 0.5
+            with pytest.raises(ValueError, match="scale is 0.5 in the module given, and 0.25 in the one served"):
+                llm.update_params(model)
+            model.layers[1].attn.scale = 0.25
+
+
+def test_what_a_lone_processor_serves_is_saved_in_the_order_that_it_was(tmp_path):
+    """In panels, with fixed orders of additions."""
+    tiny = Tiny()
+    models.save_hf(tiny.model, tmp_path / "in")
+    options = {"skip_tokenizer_init": True, "dtype": "float32", "batch_invariant": True}
+    with make_llm(tmp_path / "in", **options) as llm:
+        models.save_hf(llm.module, tmp_path / "out", like=tmp_path / "in")
+        llm.update_params(models.load(tmp_path / "out", "bfloat16"))
+    read = models.load(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, *map(nnx.to_pure_dict, map(nnx.state, (read, tiny.model))))
 
 
 def test_quantised_weights_do_not_train(tmp_path):

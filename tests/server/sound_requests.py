@@ -169,6 +169,8 @@ def fit(body: dict) -> dict:
         body.pop("top_logprobs", None)
     if body.get("beam_width"):
         body = {name: value for name, value in body.items() if name in OF_BEAMS}
+        if not body.get("max_tokens") and not body.get("max_completion_tokens"):
+            body["max_tokens"] = 8  # beams to the context's end may be more than the pool holds
     else:
         body = {name: value for name, value in body.items() if name not in ("length_penalty", "early_stopping")}
     if body.get("prompt") and body.get("messages"):

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -186,7 +187,8 @@ class EngineProcess:
         """The writer's thread."""
         try:
             while (message := self.outbox.get()) is not None:
-                self.connection.sendall(wire.frame(message))
+                for data in frames(message):
+                    self.connection.sendall(data)
         except OSError:  # the reader's thread ends the process
             log.debug("the server's connection broke", exc_info=True)
         except Exception:  # noqa: BLE001 - an engine that nobody hears is of no use
@@ -207,6 +209,21 @@ class EngineProcess:
                     gc.freeze()  # what lives now lives on: while the collector searches it, each stream stands still
                     is_frozen = True
             time.sleep(BEAT_S)
+
+
+def frames(message: wire.FromEngine) -> Iterator[bytes]:
+    """The message's frame. Outputs that are too large for one come apart, and requests whose own is are refused."""
+    try:
+        yield wire.frame(message)
+    except wire.FrameTooLargeError:
+        if not isinstance(message, wire.Outputs):
+            raise
+        for output in message.outputs:
+            try:
+                yield wire.frame(wire.Outputs([output]))
+            except wire.FrameTooLargeError as error:
+                log.warning("the output of request %s is too large: %s", output.request_id, error)
+                yield wire.frame(wire.Refused(output.request_id, "its output is too large; ask for less at once"))
 
 
 def _command(engine: "Engine", command: EngineCommand) -> bool:

@@ -127,9 +127,14 @@ from_server = msgspec.msgpack.Decoder(FromServer)
 from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
+class FrameTooLargeError(Exception):
+    """A message has more than `MAX_FRAME_BYTES`."""
+
+
 def frame(message: FromServer | FromEngine) -> bytes:
     data = _encoder.encode(message)
-    assert len(data) <= MAX_FRAME_BYTES, f"a frame of {len(data)} bytes"
+    if len(data) > MAX_FRAME_BYTES:
+        raise FrameTooLargeError(f"a frame of {len(data)} bytes")
     return _LENGTH.pack(len(data)) + data
 
 

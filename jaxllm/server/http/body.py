@@ -8,6 +8,7 @@ from jaxllm.server.http.errors import APIError, unavailable
 from jaxllm.server.http.exchange import ClientGone, Receive, Scope
 
 SMALL_BODY_BYTES = 64 << 10
+_IDLE_S = 10.0  # without a byte, after which a body is given up: others may want its memory
 _CLOSE = {"Connection": "close"}  # as the rest of the body is not read
 
 
@@ -79,7 +80,7 @@ async def read_body(scope: Scope, receive: Receive, body: Body, *, max_bytes: in
     try:
         async with asyncio.timeout(timeout_s):
             while True:
-                message = await receive()
+                message = await asyncio.wait_for(receive(), _IDLE_S)
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 part = message.get("body", b"")

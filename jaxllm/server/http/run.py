@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import signal
 import socket
 import time
@@ -24,19 +25,32 @@ from jaxllm.stderr import say
 log = logging.getLogger(__name__)
 
 _LAST_ANSWERS_S = 3  # for error events to be sent when a drain is cut short
+_BACKLOG = 256  # connections that are taken at once, before any is counted
+_OTHER_FILES = 128  # descriptors that are no client's
 _DEAD_S = 2.0  # during which a server with a dead engine still answers with errors
+
+
+def most_connections(wanted: int) -> int:
+    """As many as `wanted`, if this process may have a descriptor for each: it allows itself as many as it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a limit above the kernel's
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if limit == resource.RLIM_INFINITY else max(1, min(wanted, limit - _BACKLOG - _OTHER_FILES))
 
 
 def protocol_of(config: ServerConfig) -> type[H11Protocol]:
     """uvicorn's HTTP/1.1 protocol with bounds that it lacks: on connections, and on the time to send a request head or
     to read the rest of an answer."""
 
+    max_connections = most_connections(config.max_connections)
+
     class Protocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._seen: Any = None  # at the last check: what the client had to do, if anything
             self._look()
-            if len(self.connections) > config.max_connections:
+            if len(self.connections) > max_connections:
                 transport.abort()
 
         def _look(self) -> None:
@@ -131,7 +145,7 @@ def make_web(server: Server) -> uvicorn.Server:
         ws="none",
         timeout_graceful_shutdown=_LAST_ANSWERS_S,
         server_header=False,
-        backlog=1024,
+        backlog=_BACKLOG,
         proxy_headers=False,
         root_path=config.root_path,
         ssl_keyfile=config.ssl_keyfile,

@@ -8,7 +8,15 @@ import msgspec
 
 from jaxllm.server.engine.client import EngineInfo
 from jaxllm.server.http.errors import invalid, refusing
-from jaxllm.server.openai.prepare import GenerationJob, check_job, encode, sampling_params, truncated, unchecked_format
+from jaxllm.server.openai.prepare import (
+    GenerationJob,
+    check_job,
+    check_logprobs,
+    encode,
+    sampling_params,
+    truncated,
+    unchecked_format,
+)
 from jaxllm.server.openai.response_format import ResponseFormat
 from jaxllm.server.openai.schemas import ChatRequest, Message, Tool, plain_tool
 from jaxllm.server.served_model import ServedModel
@@ -101,4 +109,6 @@ def chat_job(
     ids = encode(model, info, text, "messages", add_special_tokens=bool(request.add_special_tokens))
     ids, _ = truncated(ids, text, request, info)
     check_job(model, info, ids, params, "messages")
-    return GenerationJob(ids, params, text, unchecked_format(model, response_format))
+    job = GenerationJob(ids, params, text, unchecked_format(model, response_format))
+    check_logprobs(info, [job], request)
+    return job

@@ -134,7 +134,7 @@ def _check(output: RequestOutput, request_id: str) -> None:
     reasons = {completion.finish_reason for completion in output.outputs}
     if output.error is not None or "error" in reasons:
         is_own = output.error is not None and output.error.startswith(_REQUESTS_OWN)
-        level = logging.WARNING if is_own else logging.ERROR
+        level = logging.INFO if is_own else logging.ERROR
         log.log(level, "request %s ended: %s", request_id, output.error or "the engine does not say why")
         if is_own:
             raise invalid(f"the request can't go on: {output.error}")

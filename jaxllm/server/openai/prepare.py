@@ -3,6 +3,7 @@ synchronous and run in threads, because templates and tokenizers take time."""
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxllm.engine.intake import check_request
@@ -11,7 +12,7 @@ from jaxllm.server.engine.client import EngineInfo
 from jaxllm.server.http.errors import APIError, invalid, refusing, too_long, unsupported
 from jaxllm.server.openai.infilling import infilling_ids, infilling_tokens
 from jaxllm.server.openai.response_format import ResponseFormat, response_format_of
-from jaxllm.server.openai.schemas import MAX_PROMPTS, MAX_SEQUENCES, CompletionRequest, Sampling
+from jaxllm.server.openai.schemas import MAX_LOGPROB_ENTRIES, MAX_PROMPTS, MAX_SEQUENCES, CompletionRequest, Sampling
 from jaxllm.server.served_model import ServedModel
 
 _PASSED = (
@@ -87,6 +88,29 @@ def count_samples(count: int, request: Sampling) -> None:
         )
 
 
+def check_logprobs(info: EngineInfo, jobs: Sequence[GenerationJob], request: Sampling) -> None:
+    """Raises `APIError` if the log-probabilities of an answer are too many, its samples' or beams' together: all are in
+    memory at once."""
+    entries = sum(_num_entries(info, job, request) for job in jobs)
+    if entries > MAX_LOGPROB_ENTRIES:
+        raise invalid(
+            f"this answer may have {entries} log-probabilities, more than {MAX_LOGPROB_ENTRIES}; ask for fewer of a "
+            "token, for fewer tokens or samples, or send several requests",
+            "logprobs",
+        )
+
+
+def _num_entries(info: EngineInfo, job: GenerationJob, request: Sampling) -> int:
+    params, length = job.params, len(job.token_ids)
+    shown, drawn = request.n or 1, max(request.n or 1, request.best_of or 0, request.beam_width or 0)
+    of_prompt = 0 if params.prompt_logprobs is None else shown * length * (params.prompt_logprobs + 1)
+    if drawn == 1 or params.logprobs is None and params.logprob_token_ids is None:
+        return of_prompt  # one sample has no more than its context holds
+    most = info.config.max_model_len - length
+    num_tokens = most if params.max_tokens is None else min(most, params.max_tokens)
+    return of_prompt + drawn * num_tokens * (max(params.logprobs or 0, len(params.logprob_token_ids or ())) + 1)
+
+
 def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionRequest) -> list[GenerationJob]:
     """A job for each prompt. Raises `APIError`."""
     wants_scores = request.echo and request.logprobs is not None
@@ -113,6 +137,7 @@ def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionReq
         if text is None and request.echo:
             text = _decode(model, ids)
         jobs.append(GenerationJob(ids, params, text, unchecked))
+    check_logprobs(info, jobs, request)
     return jobs
 
 
@@ -159,7 +184,9 @@ def infilling_prompts(
         raise unsupported("echo", "echo shows a prompt and what follows it; with suffix, leave it out")
     request.stop_token_ids = [*(request.stop_token_ids or ()), *tokens.ends]
     special = request.add_special_tokens is not False
-    check_chars(info, suffix, "suffix")
+    length = len(encode(model, info, suffix, "suffix", add_special_tokens=False))
+    if length >= info.config.max_model_len:  # before it is encoded for each prompt
+        raise _too_many(length, info, "suffix")
     found: list[tuple[list[int], str | None]] = []
     for one in texts:
         check_chars(info, one, "prompt")

@@ -31,6 +31,7 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Word = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
+MAX_LOGPROB_ENTRIES = 1 << 20  # of an answer whose samples or beams each have their own: some 30 MB of JSON
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LEN)]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
 

@@ -425,6 +425,14 @@ def test_parameters_arrive_as_they_were(given):
     assert wire.unpack_params(message.params) == given and message.priority == -3
 
 
+def test_outputs_that_are_too_large_for_a_frame_end_nobody_elses(monkeypatch):
+    small, large = (RequestOutput(request_id=name, prompt=None, prompt_token_ids=[1] * n) for name, n in ("ab", 3000))
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 2000)
+    told = [wire.from_engine.decode(data[wire.HEAD_BYTES :]) for data in engine_process.frames(wire.Outputs([small, large]))]
+    assert [output.request_id for output in told[0].outputs] == ["a"]
+    assert told[1:] == [wire.Refused("b", "its output is too large; ask for less at once")]
+
+
 def test_frames_have_a_limit():
     with pytest.raises(ConnectionError, match="broken"):
         wire.frame_length(b"\xff\xff\xff\xff")

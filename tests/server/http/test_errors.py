@@ -524,6 +524,7 @@ def test_an_abort_is_no_success():
 )
 def test_a_request_that_ends_with_an_error(error, status, stream, caplog):
     """What its own grammar or parameters lead to is told; the rest is in the log."""
+    caplog.set_level(logging.INFO, "jaxllm")
     client = FakeClient()
 
     async def generate(*_, request_id, **__):

@@ -225,6 +225,23 @@ def test_the_model_that_is_served_need_not_be_named(web, path, body):
     assert answer.status == 200 and answer.json["model"] == "fake"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 128, "echo": True, "logprobs": 20},
+        {"n": 64, "prompt_logprobs": 20, "prompt": [[7] * 100] * 8, "max_tokens": 1},
+        {"n": 32, "beam_width": 32, "logprobs": 1, "logprob_token_ids": list(range(128)), "prompt": [[7]]},
+        {"best_of": 20, "logprobs": 20, "prompt": [[7]] * 100},
+    ],
+    ids=["echo", "prompts", "beams", "samples"],
+)
+def test_more_log_probabilities_than_an_answer_may_have(web, fields):
+    """Those of all samples, or beams, of all prompts; of which each alone is within its own limit."""
+    body = {"prompt": [[7] * 200] * 2, **fields}
+    answer = web.post("/v1/completions", body)
+    assert answer.status == 400 and re.search(r"may have \d{7,} log-probabilities, more than 1048576", answer.error["message"])
+
+
 def test_ids_are_made_here_and_the_clients_is_echoed(web):
     answer = web.send("GET", "/v1/models", headers={"X-Request-Id": "mine-1"}.items())
     assert answer.headers["x-request-id"] != "mine-1" and answer.headers["x-client-request-id"] == "mine-1"

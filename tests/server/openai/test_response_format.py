@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import re
 
 import jsonschema
@@ -290,6 +291,7 @@ def test_responses_from_a_random_model(client):
 def test_a_grammar_that_gives_out(live, stream, caplog):
     """It is sound, and has more ways to go on than the library follows."""
     wide = {"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": "^.{1,9}$"} for i in range(900)}}
+    caplog.set_level(logging.INFO, "jaxllm")
     answer = live.complete(guided_json=wide, max_tokens=50, stream=stream, temperature=0)
     error = json.loads(answer.data[-1])["error"] if stream else answer.error
     assert answer.status == (200 if stream else 400) and error["code"] == "invalid_value"
