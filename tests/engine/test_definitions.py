@@ -1,4 +1,4 @@
-"""A module updates an engine if it is the model that is served: its classes and attributes, in any state of training."""
+"""A module updates an engine if it is the model that is served: its classes and attributes, in training or not."""
 
 import dataclasses
 

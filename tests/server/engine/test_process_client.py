@@ -17,6 +17,7 @@ import pytest
 
 from jaxllm import SamplingParams, StructuredOutputs
 from jaxllm.errors import EngineDeadError, JaxLLMError, RequestEndedError
+from jaxllm.outputs import RequestOutput
 from jaxllm.sampling_params import RequestOutputKind
 from jaxllm.server.engine import engine_process, wire
 from jaxllm.server.engine.client import EngineCommand
@@ -426,9 +427,13 @@ def test_parameters_arrive_as_they_were(given):
 
 
 def test_outputs_that_are_too_large_for_a_frame_end_nobody_elses(monkeypatch):
-    small, large = (RequestOutput(request_id=name, prompt=None, prompt_token_ids=[1] * n) for name, n in ("ab", 3000))
+    small, large = (
+        RequestOutput(request_id=name, prompt=None, prompt_token_ids=[1] * length, outputs=[])
+        for name, length in (("a", 3), ("b", 3000))
+    )
     monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 2000)
-    told = [wire.from_engine.decode(data[wire.HEAD_BYTES :]) for data in engine_process.frames(wire.Outputs([small, large]))]
+    frames = engine_process.frames(wire.Outputs([small, large]))
+    told = [wire.from_engine.decode(data[wire.HEAD_BYTES :]) for data in frames]
     assert [output.request_id for output in told[0].outputs] == ["a"]
     assert told[1:] == [wire.Refused("b", "its output is too large; ask for less at once")]
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxllm.engine.schedule.plan import NO_TOKEN, NO_TOKEN_ERRORS
 from jaxllm.outputs import CompletionOutput, RequestOutput
+from jaxllm.server.http import body as body_module
 from tests.fake_server import CONFIG, VOCAB, FakeClient, read_answer, request, running
 
 LEAKS = re.compile(r"0x[0-9a-f]{6,}|/[a-z]+/[a-z_/]+\.py|Traceback|secret")
@@ -338,6 +339,14 @@ def test_slow_bodies_and_heads_are_given_up():
         with web.connect() as connection:
             connection.sendall(b"GET /health HT")
             assert connection.recv(100) == b"", "closed"
+
+
+def test_a_body_of_which_nothing_comes_is_given_up(monkeypatch):
+    monkeypatch.setattr(body_module, "_IDLE_S", 0.2)
+    with running() as web, web.connect() as connection:
+        connection.sendall(request("POST", "/v1/completions", b"{" * 1000)[:-1000])
+        refused(read_answer(connection), 408)
+        web.wait(lambda: web.server.bodies.num_bytes == 0)
 
 
 def test_connections_have_a_limit():

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.server.config import ServerConfig, model_names
+from jaxllm.server.http import run
 from tests.chat_model import write_model
 from tests.fake_server import Answer, read_answer, request
 from tests.server.engine.test_process_client import is_running
@@ -246,6 +247,17 @@ def test_nothing_can_be_said(stderr):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"), [((1024, 1024), 640), ((200, 4096), 3712), ((64, 64), 1), ((-1, -1), 4096)]
+)
+def test_connections_are_fewer_than_descriptors(limits, most, monkeypatch):
+    """Which the server allows itself as many of as it may."""
+    now = list(limits)
+    monkeypatch.setattr(run.resource, "getrlimit", lambda kind: tuple(now))
+    monkeypatch.setattr(run.resource, "setrlimit", lambda kind, wanted: now.__setitem__(slice(None), wanted))
+    assert run.most_connections(4096) == most and now[0] == limits[1]
 
 
 def test_a_taken_port():
