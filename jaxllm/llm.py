@@ -152,9 +152,10 @@ class LLM(LLMRollout):
         or one for each. Raises `ValueError` before anything runs if any prompt or parameter is unusable. Interrupted,
         it aborts what is left.
 
-        A prompt whose steps fail on the device has an output with finish_reason "error", whose `error` names the
-        cause, and the others go on. `EngineError` is raised if all prompts end so, as every step fails: when a training
-        step was given the parameters to donate, say, and `update_params` is called for.
+        A prompt whose steps fail on the device, or whose logits are not finite, has an output with finish_reason
+        "error", whose `error` names the cause, and the others go on. `EngineError` is raised if all prompts end so, as
+        every step fails: when a training step was given the parameters to donate, say, and `update_params` is called
+        for.
         """
         check_request_arguments("generate", vllm, GENERATE_ARGUMENTS)
         results: dict[int, RequestOutput] = {}

@@ -83,7 +83,7 @@ class LLMScores(LLMControl):
         return found
 
     def _document_ids(self, index: int, document: Any) -> list[int]:
-        ids = document
+        ids: Any = document
         if isinstance(document, str):
             if self.tokenizer is None:
                 raise ValueError("texts need a tokenizer; pass tokenizer=..., or token ids")

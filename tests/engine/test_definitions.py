@@ -1,4 +1,4 @@
-"""A module updates an engine if it is the model that is served: its classes and attributes, in training or not."""
+"""A module updates an engine if it is the model that is served: of its classes and attributes, trained or not."""
 
 import dataclasses
 
