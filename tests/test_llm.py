@@ -1,6 +1,8 @@
 """The engine end to end: the same tokens however a request is served."""
 
 import random
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -147,3 +149,24 @@ def _pure(model):
     from flax import nnx
 
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+WRONG_TYPES = """
+from jaxllm import LLM
+for wrong in (dict(max_num_seqs="8"), dict(max_model_len=8.0), dict(compilation_cache=5), dict(enable_prefix_caching="no")):
+    try:
+        LLM(**wrong)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_arguments_of_another_type():
+    """As users give them, without the types that tests check."""
+    done = subprocess.run([sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == [
+        "max_num_seqs='8' must be an integer in [1, 2147483647]",
+        "max_model_len=8.0 must be an integer in [1, 2147483647]",
+        "compilation_cache is an int; give a folder, or whether there is one: True or False",
+        "enable_prefix_caching='no' must be True or False",
+    ], done.stderr

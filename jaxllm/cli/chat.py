@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-q", "--quick", type=str, metavar="TEXT", help="answer this message, and end")
     add("--system-prompt", type=str, dest="system", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add_remote_arguments(parser, url=None)
-    add_sampling_arguments(parser)
+    add_sampling_arguments(parser, max_tokens=MAX_TOKENS)
     add_engine_arguments(parser)
     return parser
 

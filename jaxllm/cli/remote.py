@@ -90,7 +90,8 @@ class Remote:
             return closing(self._opener.open(request, timeout=_TIMEOUT_S))
         except urllib.error.HTTPError as error:
             with error:
-                raise RemoteError(f"{self._url} answers {error.code}: {_message(error)}") from error
+                advice = "" if error.code != 404 or self._url.endswith("/v1") else f"; did you mean {self._url}/v1?"
+                raise RemoteError(f"{self._url} answers {error.code}: {_message(error)}{advice}") from error
         except urllib.error.URLError as error:
             raise RemoteError(self._unreachable(error.reason)) from error
         except OSError as error:

@@ -52,10 +52,10 @@ _NEGATIONS = (  # of fields that are true by default
 )
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options; those not given are None."""
+def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Adds the options; those not given are None. `defaults` are the command's own, for its help."""
     add = parser.add_argument_group("sampling").add_argument
-    fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | DEFAULTS
+    fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)} | DEFAULTS | defaults
     _add_numbers(add, _NUMBERS, fields)
     for name, kind, metavar, text in _LISTS:
         add(_option(name), type=kind, action="append", metavar=metavar, help=f"{text}; may be given more than once")

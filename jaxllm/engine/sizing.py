@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxllm.argument_checks import check_int
 from jaxllm.engine.batch_invariance import check_arithmetic, check_batch_invariant
 from jaxllm.engine.config import BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, EngineConfig
 from jaxllm.engine.device import device_memory, memory
@@ -52,9 +53,10 @@ def wanted_config(
     platform = platform_of(mesh)
     sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
     sizes |= CPU_SIZES if platform == "cpu" else {}
-    max_num_seqs = _default(max_num_seqs, sizes["max_num_seqs"])
+    max_num_seqs, max_len = _default(max_num_seqs, sizes["max_num_seqs"]), _default(max_model_len, own_len)
+    check_int("max_num_seqs", max_num_seqs, 1, 2**31 - 1)
+    check_int("max_model_len", max_len, 1, 2**31 - 1)
     whole_prompts = not getattr(source.cfg, "causal", True)
-    max_len = _default(max_model_len, own_len)
     least_tokens = max(max_num_seqs, sizes["max_num_batched_tokens"], max_len if whole_prompts else 0)
     wanted = EngineConfig(
         max_model_len=max_len,

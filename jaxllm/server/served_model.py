@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jaxllm.checkpoint.explain import not_a_checkpoint
+from jaxllm.checkpoint.files import local
 from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.default_model import DEFAULT_MODEL
@@ -63,7 +65,10 @@ def read_model(
 ) -> ServedModel:
     """Reads a directory in Hugging Face format or a GGUF file; None: the model of the package. `tokenizer_path` is
     another that has the tokenizer. Raises `ModelFormatError`, and `ValueError` for what `config` has wrong."""
-    checkpoint = open_checkpoint(DEFAULT_MODEL if model is None else model)
+    path = local(DEFAULT_MODEL if model is None else model)
+    if not path.exists():
+        raise not_a_checkpoint(path)
+    checkpoint = open_checkpoint(path)
     tokenizer = (checkpoint if tokenizer_path is None else open_checkpoint(tokenizer_path)).tokenizer()
     return ServedModel(
         names=config.served_model_names,

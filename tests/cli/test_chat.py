@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import types
@@ -122,6 +123,12 @@ def test_two_ctrl_c_leave(llm, monkeypatch, capsys):
     monkeypatch.setattr(LineInput, "read", interrupt)
     assert chat.main([]) == 130
     assert "Ctrl-D" in capsys.readouterr().out
+
+
+def test_help_tells_the_length_of_answers(capsys):
+    with pytest.raises(SystemExit):
+        chat.main(["--help"])
+    assert re.search(r"--max-tokens N\s+maximum number of tokens to generate \(default: 512\)", capsys.readouterr().out)
 
 
 def test_several_lines(llm, monkeypatch):

@@ -124,7 +124,8 @@ def test_what_is_no_url(wrong, capsys):
 
 def test_another_path_has_no_api(web, capsys):
     assert complete.main(["x", "--url", web.url]) == 2
-    assert "answers 404" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "answers 404" in said and f"; did you mean {web.url}/v1?" in said
     _Other("http://127.0.0.1:9/v1", None, "m")
     with pytest.raises(RemoteError, match="lists no model; give --model-name, and check --url"):
         _Other("http://127.0.0.1:9/v1", None, None)

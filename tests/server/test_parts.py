@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxllm.engine.mailbox import Mailbox
+from jaxllm.errors import ModelFormatError
 from jaxllm.outputs import CompletionOutput, RequestOutput
 from jaxllm.server.config import ServerConfig
 from jaxllm.server.served_model import read_model
@@ -25,6 +26,10 @@ def test_what_is_read_of_a_model(tmp_path):
     assert "USER" in model.template_source and model.chat_template == model.template_source
     with pytest.raises(ValueError, match="no-such"):
         read_model(ServerConfig(chat_template="no-such"), str(folder))
+    with pytest.raises(
+        ModelFormatError, match="nowhere is not a directory; give a local directory in Hugging Face format"
+    ):
+        read_model(ServerConfig(), str(folder / "nowhere"))
 
 
 def test_a_suspended_machine_is_no_silence(monkeypatch):

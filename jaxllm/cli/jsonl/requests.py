@@ -83,7 +83,8 @@ def _parse(number: int, raw: bytes, digest: str, settings: Settings) -> JsonlReq
         if isinstance(value, str):
             value = {"prompt": value}
         if not isinstance(value, dict):
-            raise ValueError(f"it holds {a_type(value)}, not a string or an object")
+            kind = "null" if value is None else a_type(value)
+            raise ValueError(f"it holds {kind}, not a string or an object")
         given |= _identity(value)
         return _request(number, value, given, settings)
     except ValueError as error:

@@ -21,6 +21,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
+from jaxllm.argument_checks import a_type
 from jaxllm.engine.device.compat import QUICKLY, Options
 from jaxllm.sharding.mesh import platform_of
 
@@ -142,6 +143,8 @@ class ExecutableStore:
 def open_store(where: bool | str | Path | None, mesh: Mesh) -> Compilers:
     """What compile for devices of `mesh`. `where` is a folder, or whether there is one: None is jaxllm's own unless
     JAX has a cache configured or switched off. ValueError for a folder that is not private, or beside JAX's cache."""
+    if not isinstance(where, bool | str | Path | None):
+        raise ValueError(f"compilation_cache is {a_type(where)}; give a folder, or whether there is one: True or False")
     if where is None:
         options = jax.config.values
         where = not _jax_has_cache() and options["jax_enable_compilation_cache"]

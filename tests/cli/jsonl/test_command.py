@@ -71,6 +71,7 @@ BROKEN = {
     b"{": r"it is not JSON \(Expecting property name enclosed in double quotes at column 2\)",
     b'"a" "b"': r"it is not JSON \(Extra data at column 5\)",
     b"\xff": r"it is not UTF-8 text \(invalid start byte at byte 0\)",
+    b"null": "it holds null, not a string or an object",
     b"3": "it holds an int, not a string or an object",
     b'{"prompt": NaN}': "it holds NaN, which is not JSON",
     b'{"prompt": "a", "x": 1e999}': "not JSON compliant",
