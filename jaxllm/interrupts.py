@@ -2,8 +2,28 @@
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+
+_IMPORT_SYSTEM = "<frozen importlib"  # how the names of its files begin
+_JAX_TIMER = "tpu_client_timer_callback"  # broken off, this function of JAX leaves a timer: Python ends a minute later
+_LATER_S = 0.05
+
+
+def press_later(delay_s: float, press: Callable[[], None] | None = None) -> threading.Timer:
+    """Ctrl-C once more, after a while. Unlike an exception, a signal wakes a sleeping call."""
+    timer = threading.Timer(delay_s, press or _press)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _press() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 class HeldSignals:
@@ -20,11 +40,10 @@ class HeldSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "HeldSignals":
-        if threading.get_ident() == threading.main_thread().ident:
+        if _in_main_thread():
             for number in self._numbers:
                 previous = signal.getsignal(number)
-                is_held = isinstance(getattr(previous, "__self__", None), HeldSignals)
-                if not (is_held or previous is None or previous == signal.SIG_IGN):
+                if not (_owner(previous, HeldSignals) or previous is None or previous == signal.SIG_IGN):
                     self._previous[number] = previous
                     signal.signal(number, self._note)
         return self
@@ -51,3 +70,87 @@ class HeldSignals:
         self.signal = number
         if self._notice:
             os.write(2, self._notice)  # print may be in the middle
+
+
+class WholeImports:
+    """Has Ctrl-C wait while modules are imported: in the middle of that, extension modules crash, or lose it. So it
+    does while JAX looks for TPUs. A second one acts at once.
+
+    As `HeldSignals`, it does nothing in other threads, where Ctrl-C is ignored or not Python's, or where it is held.
+    """
+
+    def __init__(self) -> None:
+        self._previous: Any = None
+        self._timer: threading.Timer | None = None  # of a Ctrl-C that waits
+        self._outer: FrameType | None = None  # which may itself be part of an import
+
+    def __enter__(self) -> "WholeImports":
+        previous = signal.getsignal(signal.SIGINT)
+        if _in_main_thread() and callable(previous) and not _owner(previous, HeldSignals):
+            self._previous, self._outer = previous, sys._getframe(1)
+            signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is None:
+            return
+        try:
+            if self._timer is not None:
+                self._act(None)
+        finally:
+            signal.signal(signal.SIGINT, self._previous)
+            self._outer = None  # which has this object
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Sets the previous handler meanwhile."""
+        ours = signal.signal(signal.SIGINT, self._previous)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, ours)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._timer is None and self._must_end(frame):
+            self._timer = press_later(_LATER_S, self._again)
+        else:
+            self._act(frame)
+
+    def _again(self) -> None:
+        self._timer = None
+        _press()
+
+    def _act(self, frame: FrameType | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._previous(signal.SIGINT, frame)
+
+    def _must_end(self, frame: FrameType | None) -> bool:
+        while frame is not None and frame is not self._outer:
+            if frame.f_code.co_filename.startswith(_IMPORT_SYSTEM) or frame.f_code.co_name == _JAX_TIMER:
+                return True
+            frame = frame.f_back
+        return False
+
+
+@contextmanager
+def asyncios_interrupts() -> Iterator[None]:
+    """For `asyncio.run`: it makes a cancellation of Ctrl-C, which breaks off no import either, but only where the
+    handler is Python's own. So `WholeImports` steps aside."""
+    whole = _owner(signal.getsignal(signal.SIGINT), WholeImports)
+    if whole is None or not _in_main_thread():
+        yield
+        return
+    with whole.aside():
+        yield
+
+
+def _in_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+def _owner(handler: Any, kind: type) -> Any:
+    """The object of class `kind` whose method `handler` is."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, kind) else None

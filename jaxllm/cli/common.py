@@ -3,9 +3,7 @@
 import argparse
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from jaxllm.cli.texts import error_text
 from jaxllm.cli.vllm_flags import add_vllm_flags
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
 from jaxllm.errors import JaxLLMError
+from jaxllm.interrupts import WholeImports, press_later
 from jaxllm.models.tasks import TASKS
 from jaxllm.sampling_params import drawing_fields
 from jaxllm.stderr import say
@@ -184,7 +183,7 @@ def run_command(command: Callable[[], int]) -> int:
     if note is not None:
         say(note)
     try:
-        with _no_lost_interrupt():
+        with WholeImports(), _no_lost_interrupt():
             code = command()
         sys.stdout.flush()
         return code
@@ -194,15 +193,27 @@ def run_command(command: Callable[[], int]) -> int:
         return EXIT_CLOSED_PIPE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except ImportError as error:
-        # Ctrl-C during the import of an extension module raises ImportError.
-        if not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+    except Exception as error:
+        # Where JAX's C++ calls Python it makes a ValueError of Ctrl-C, and an import in two an ImportError.
+        if _comes_from(error, KeyboardInterrupt):
+            return EXIT_INTERRUPTED
+        if not isinstance(error, ValueError | OSError | JaxLLMError):
             raise
-        return EXIT_INTERRUPTED
-    except (ValueError, OSError, JaxLLMError) as error:
         log.debug("the command failed", exc_info=True)
         say(f"error: {error_text(error)}")
         return EXIT_USER_ERROR
+
+
+def _comes_from(error: BaseException, kind: type[BaseException]) -> bool:
+    """Whether such an exception is among the causes and contexts of `error`, and theirs."""
+    chain: dict[int, BaseException] = {}  # by id, as causes may be set to a circle
+    found: list[BaseException | None] = [error]
+    while found:
+        one = found.pop()
+        if one is not None and id(one) not in chain:
+            chain[id(one)] = one
+            found += [one.__cause__, one.__context__]
+    return any(isinstance(one, kind) for one in chain.values())
 
 
 @contextmanager
@@ -211,9 +222,7 @@ def _no_lost_interrupt() -> Iterator[None]:
 
     def hook(dropped: Any) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            # Delayed, so that it does not arrive in this hook. Unlike an exception, a signal wakes a sleeping call.
-            main_thread = threading.main_thread().ident
-            threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+            press_later(0.01)  # so that it does not arrive in this hook
         else:
             previous(dropped)
 

@@ -22,6 +22,7 @@ from jaxllm.cli.parser import CommandParser, Example
 from jaxllm.cli.serve_options import add_answer_arguments, answer_settings
 from jaxllm.cli.vllm_flags import log_notes
 from jaxllm.errors import EngineDeadError
+from jaxllm.interrupts import asyncios_interrupts
 
 if TYPE_CHECKING:
     from jaxllm.server.batch import BatchAnswers
@@ -81,7 +82,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 raise ValueError(f"{output} is there already, and not empty; give another --output-file, or remove it")
             seed = secrets.randbits(63) if arguments.seed is None else arguments.seed
             options = located_kwargs(arguments) | {"seed": seed}
-            return asyncio.run(_answer(config, options, raw_lines(stream), file, quiet=arguments.quiet))
+            with asyncios_interrupts():
+                return asyncio.run(_answer(config, options, raw_lines(stream), file, quiet=arguments.quiet))
         finally:
             file.close()
 

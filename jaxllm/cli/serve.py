@@ -17,6 +17,7 @@ from jaxllm.cli.environment import logging_level
 from jaxllm.cli.parser import CommandParser
 from jaxllm.cli.serve_options import make_parser, server_config
 from jaxllm.cli.vllm_flags import log_notes
+from jaxllm.interrupts import asyncios_interrupts
 from jaxllm.stderr import say
 
 
@@ -45,7 +46,8 @@ def _run(arguments: argparse.Namespace) -> int:
             from jaxllm.cluster.supervisor import supervise
 
             return supervise(options)
-    return asyncio.run(_serve(config, options, arguments.otlp_traces_endpoint))
+    with asyncios_interrupts():
+        return asyncio.run(_serve(config, options, arguments.otlp_traces_endpoint))
 
 
 async def _serve(config: Any, options: dict[str, Any], traces: str | None) -> int:

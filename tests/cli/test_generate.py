@@ -295,9 +295,12 @@ def test_help_does_not_wait_for_jax():
 def test_an_interrupted_import_is_an_interrupt():
     def command():
         try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt as interrupt:
-            raise ImportError("Encountered an error while initializing the extension.") from interrupt
+            try:
+                raise KeyboardInterrupt
+            except KeyboardInterrupt as interrupt:
+                raise ImportError("Encountered an error while initializing the extension.") from interrupt
+        except ImportError:
+            raise ImportError("Unable to import the library") from None
 
     def broken():
         raise ImportError("no module named jaxlib")
