@@ -21,7 +21,7 @@ from jaxllm.llm_engine import LLMEngine, OwnRequests
 from jaxllm.llm_pooling import Prompts
 from jaxllm.llm_rollout import LLMRollout
 from jaxllm.outputs import BeamSearchOutput, RequestOutput
-from jaxllm.progress import progress_bar
+from jaxllm.progress import disabled, progress_bar
 from jaxllm.sampling_params import BeamSearchParams, SamplingParams
 from jaxllm.text.prompts import (
     TokensPrompt,
@@ -290,7 +290,7 @@ class LLM(LLMRollout):
 
     def _wait_first(self) -> None:
         # Without a total: a few are waited for, and the others follow in the background.
-        with tqdm(desc="compiling the first steps", unit=" ready", disable=None, leave=False) as bar:
+        with tqdm(desc="compiling the first steps", unit=" ready", disable=disabled(), leave=False) as bar:
             self.engine.wait_compiled(lambda: bar.update(self.stats().num_compiled - bar.n), first=True)
 
     def close(self) -> None:

@@ -5,6 +5,8 @@ import sys
 
 
 def say(text: str) -> None:
-    """Prints it. If the disk is full or the reader has gone, it is lost, and nothing else: a server goes on."""
+    """Prints it. If the disk is full, the reader has gone or it is closed, it is lost, and nothing else: a server goes
+    on."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        if sys.stderr is not None:  # print would take standard output
+            print(text, file=sys.stderr, flush=True)

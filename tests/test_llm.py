@@ -153,7 +153,9 @@ def _pure(model):
 
 WRONG_TYPES = """
 from jaxllm import LLM
-for wrong in (dict(max_num_seqs="8"), dict(max_model_len=8.0), dict(compilation_cache=5), dict(enable_prefix_caching="no")):
+for wrong in (
+    dict(max_num_seqs="8"), dict(max_model_len=8.0), dict(compilation_cache=5), dict(enable_prefix_caching="no")
+):
     try:
         LLM(**wrong)
     except ValueError as error:

@@ -39,6 +39,7 @@ from jaxllm.models import transformer
 from jaxllm.models.linear import Embedding, Linear
 from jaxllm.models.transformer import Params
 from jaxllm.pallas_kernels.native import huge_pages
+from jaxllm.progress import disabled
 from jaxllm.sharding import rules
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def load_params(
     start = time.perf_counter()
     units = _units(params, plan, quantized, mesh)
     total = sum(unit.num_bytes for unit in units)
-    bar = tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=None, leave=False)
+    bar = tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=disabled(), leave=False)
     with bar, ThreadPoolExecutor(min(16, cpu_count() or 1)) as pool:
         arena, filler, previous = huge_pages.Arena(), Filler(pool), []
         for group in _groups(units):

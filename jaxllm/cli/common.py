@@ -13,6 +13,7 @@ from jaxllm.argument_checks import check_float
 from jaxllm.cli.completion import completes_models
 from jaxllm.cli.environment import unused_note
 from jaxllm.cli.parser import StoreModel, json_object
+from jaxllm.cli.streams import flushed, reader_gone, replace_closed
 from jaxllm.cli.texts import error_text
 from jaxllm.cli.vllm_flags import add_vllm_flags
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
@@ -56,7 +57,7 @@ _KEEP_ALL = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,  # no limit, not even the file system's default
 }
-EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = (2, 130, 141)  # the last two as a shell reports the signals
+EXIT_USER_ERROR, EXIT_INTERRUPTED = (2, 130)  # the latter as a shell reports the signal
 
 
 def program(name: str) -> str:
@@ -177,20 +178,18 @@ def recommended_fields(model: str | None, **places: Any) -> dict[str, Any]:
     return drawing_fields(default_sampling_params(open_checkpoint(path)))
 
 
-def run_command(command: Callable[[], int]) -> int:
-    """Runs `command` and returns its exit code; expected errors print one line instead of a traceback."""
-    note = unused_note()
-    if note is not None:
-        say(note)
+def run_command(command: Callable[[], int], *, prints: bool = True) -> int:
+    """Runs `command` and returns its exit code; expected errors print one line instead of a traceback. `prints`:
+    whether its results go to standard output."""
     try:
+        replace_closed(prints=prints)
+        note = unused_note()
+        if note is not None:
+            say(note)
         with WholeImports(), _no_lost_interrupt():
-            code = command()
-        sys.stdout.flush()
-        return code
+            return flushed(command())
     except BrokenPipeError:
-        # The reader of the output has gone. Without this, Python reports an error when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_CLOSED_PIPE
+        return reader_gone()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:

@@ -29,7 +29,7 @@ from jaxllm.sampling_params import SamplingParams, drawing_fields
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 if a request failed, 2 for bad input, 130 on Ctrl-C, 141 on a closed pipe."""
     arguments = _parser().parse_args(argv)
-    return run_command(lambda: _run(arguments))
+    return run_command(lambda: _run(arguments), prints=arguments.output in (None, "-"))
 
 
 def _parser() -> argparse.ArgumentParser:

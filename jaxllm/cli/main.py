@@ -10,7 +10,9 @@ from pathlib import Path
 import jaxllm
 from jaxllm.checkpoint.files import is_gguf
 from jaxllm.cli.completion import VARIABLE, complete, module_of
+from jaxllm.cli.streams import flushed, reader_gone
 from jaxllm.hub.names import SMOLLM2
+from jaxllm.stderr import say
 
 COMMANDS = {  # modules of this folder
     "serve": "serves OpenAI's API over HTTP, and a chat page",
@@ -30,21 +32,27 @@ _HELP, _VERSION = ("-h", "--help", "help"), ("-V", "--version", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the command's exit code; 2 if there is no such command."""
+    """Returns the command's exit code; 2 if there is no such command, 141 if the reader of a text has gone."""
     if argv is None and VARIABLE in os.environ:
         complete(COMMANDS)
     name, *rest = [*(sys.argv[1:] if argv is None else argv), ""]
     if name in COMMANDS:
         return import_module(module_of(name)).main(rest[:-1])
     if name in _VERSION:
-        print(f"jaxllm {jaxllm.__version__}")
-        return 0
+        return _print(f"jaxllm {jaxllm.__version__}")
     if name in _HELP:
-        print(_usage())
-        return 0
+        return _print(_usage())
     error = f"error: {name!r} is not a command{_suggestion(name, rest[0] if rest else '')}\n\n"
-    print(f"{error if name else ''}{_usage()}", file=sys.stderr)
+    say(f"{error if name else ''}{_usage()}")
     return 2
+
+
+def _print(text: str) -> int:
+    try:
+        print(text)
+        return flushed(0)
+    except BrokenPipeError:
+        return reader_gone()
 
 
 def _suggestion(name: str, argument: str) -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from jaxllm.cli.streams import flushed
 from jaxllm.cli.texts import as_utf8
 
 EXIT_USAGE = 2
@@ -93,6 +94,9 @@ class CommandParser(argparse.ArgumentParser):
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise argparse.ArgumentError(action, f"{value!r} is not one of {', '.join(choices)}{hint}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        super().exit(flushed(status), message)  # of a help text the reader may have gone
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ").replace("expected one argument", "a value is missing")

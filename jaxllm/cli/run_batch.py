@@ -35,7 +35,7 @@ _NO_LIMIT_S = 1e8
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 if a request was not answered, 2 for bad input, 130 on Ctrl-C."""
     arguments = _parser().parse_args(argv)
-    return run_command(lambda: _run(arguments))
+    return run_command(lambda: _run(arguments), prints=arguments.output_file == "-")
 
 
 def _parser() -> CommandParser:

@@ -24,7 +24,7 @@ from jaxllm.stderr import say
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 if the engine died, 2 for bad options or models."""
     arguments = parse_with_config(_parser(), argv)
-    return run_command(lambda: _run(arguments))
+    return run_command(lambda: _run(arguments), prints=False)
 
 
 def _parser() -> CommandParser:

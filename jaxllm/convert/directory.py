@@ -17,6 +17,7 @@ from jaxllm.convert.names import canonical, is_tied
 from jaxllm.convert.process import require, run
 from jaxllm.convert.slow_tokenizer import write_tokenizer
 from jaxllm.errors import ModelFormatError
+from jaxllm.progress import disabled
 
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -113,7 +114,7 @@ def _rewrite(
         "out": str(folder.absolute()),
         "max_shard_bytes": max_shard_bytes,
     }
-    with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=None, leave=False) as bar:
+    with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=disabled(), leave=False) as bar:
         # Tensors that share memory in the source are written and counted more than once.
         result = run(job, lambda count: bar.update(min(count, total - bar.n)))
     num_files = len(result["files"])

@@ -15,6 +15,7 @@ from jaxllm.eval import CONTEXT
 from jaxllm.eval.inputs import EncodedChoice, Question, TextChunk, check_same_tokens, chunks_of, encode_choices
 from jaxllm.eval.results import ChoiceScores, Divergence, Evaluation, ModelScores, QuestionScores, TextScores
 from jaxllm.eval.scorer import Comparison, Scorer
+from jaxllm.progress import disabled
 from jaxllm.sharding.mesh import platform_of
 
 _LEAST_WIDTH = 16  # tokens of a row of choices
@@ -155,4 +156,4 @@ def _check_pair(model: ModelSource, reference: ModelSource, texts: Sequence[str]
 
 
 def _bar(items: Sequence[Any], what: str) -> Iterable[Any]:
-    return tqdm(items, desc=what, unit="chunk", disable=None, leave=False)
+    return tqdm(items, desc=what, unit="chunk", disable=disabled(), leave=False)

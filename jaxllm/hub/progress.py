@@ -27,7 +27,7 @@ class DownloadProgress:
         self._lock = threading.Lock()
         self._num_bytes, self._is_stopped = 0, False
         self._start_s = self._line_s = clock()
-        is_terminal = self._stream.isatty()
+        is_terminal = self._stream is not None and self._stream.isatty()
         self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, file=self._stream) if is_terminal else None
 
     def __enter__(self) -> "DownloadProgress":
@@ -49,7 +49,7 @@ class DownloadProgress:
             self._num_bytes += num_bytes
             if self._bar is not None:
                 self._bar.update(num_bytes)
-            elif self._clock() - self._line_s >= INTERVAL_S:
+            elif self._stream is not None and self._clock() - self._line_s >= INTERVAL_S:
                 self._line_s = self._clock()
                 print(self._line(), file=self._stream, flush=True)
 

@@ -22,6 +22,7 @@ from jaxllm.checkpoint.writing import FileShards
 from jaxllm.errors import ModelFormatError
 from jaxllm.models import transformer
 from jaxllm.models.quantized import QuantizedLinear, WeightForm
+from jaxllm.progress import disabled
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -51,7 +52,7 @@ def write_quantized(src: Path, folder: Path, name: str, *, dtype: str, max_shard
     total = sum(tensor.num_bytes for tensor in stored.values())
     with (
         ThreadPoolExecutor(8) as pool,
-        tqdm(total=total, desc="quantising", unit="B", unit_scale=True, disable=None, leave=False) as bar,
+        tqdm(total=total, desc="quantising", unit="B", unit_scale=True, disable=disabled(), leave=False) as bar,
     ):
         for one, tensor in stored.items():
             values = _values(tensor, pool)
