@@ -286,7 +286,8 @@ def test_python_in_documents_runs(document, tmp_path, monkeypatch):
     make_models(tmp_path, text_of(document))
     module = types.ModuleType("of_the_document")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(registry, "ARCHITECTURES", ARCHITECTURES.copy())
+    ours = {name: file for name, file in ARCHITECTURES.items() if isinstance(file, str)}  # none of other tests'
+    monkeypatch.setattr(registry, "ARCHITECTURES", ours)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for block in python_blocks(document):
             run_block(document, block, vars(module))
