@@ -10,7 +10,16 @@ from types import FrameType
 from typing import Any
 
 _IMPORT_SYSTEM = "<frozen importlib"  # how the names of its files begin
-_JAX_TIMER = "tpu_client_timer_callback"  # broken off, this function of JAX leaves a timer: Python ends a minute later
+_JAX = "/jax/_src/"  # in the names of its files
+_OF_JAX = {  # functions that are not to be broken off
+    "tpu_client_timer_callback",  # leaves a timer, and Python ends a minute later
+    "discover_pjrt_plugins",  # prints a traceback, and goes on
+    "FlatTree.paths",  # this and those below go on
+    "HashableWrapper.__init__",
+    "_is_ref",
+    "broadcast_shapes",
+    "is_constant_dim",
+}
 _LATER_S = 0.05
 
 
@@ -74,7 +83,7 @@ class HeldSignals:
 
 class WholeImports:
     """Has Ctrl-C wait while modules are imported: in the middle of that, extension modules crash, or lose it. So it
-    does while JAX looks for TPUs. A second one acts at once.
+    does in the functions of JAX's that lose it. A second one acts at once.
 
     As `HeldSignals`, it does nothing in other threads, where Ctrl-C is ignored or not Python's, or where it is held.
     """
@@ -128,7 +137,8 @@ class WholeImports:
 
     def _must_end(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._outer:
-            if frame.f_code.co_filename.startswith(_IMPORT_SYSTEM) or frame.f_code.co_name == _JAX_TIMER:
+            code = frame.f_code
+            if code.co_filename.startswith(_IMPORT_SYSTEM) or code.co_qualname in _OF_JAX and _JAX in code.co_filename:
                 return True
             frame = frame.f_back
         return False
