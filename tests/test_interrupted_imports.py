@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 
@@ -13,6 +14,7 @@ from jaxllm.cli.common import run_command
 from jaxllm.interrupts import HeldSignals, WholeImports, asyncios_interrupts
 from tests.test_interrupts import press_ctrl_c
 
+FLAT_TREES = "jax._src.flattree" if find_spec("jax._src.flattree") else "jax._src.tree_util"
 noted: list[str] = []  # by modules that are imported here
 
 
@@ -61,7 +63,7 @@ def test_jax_has_the_functions_that_are_not_broken_off():
     found = [
         xla_bridge.tpu_client_timer_callback,
         xla_bridge.discover_pjrt_plugins,
-        import_module("jax._src.tree_util").FlatTree.paths.func,
+        import_module(FLAT_TREES).FlatTree.paths.func,
         import_module("jax._src.util").HashableWrapper.__init__,
         import_module("jax._src.api")._is_ref,
         import_module("jax._src.lax.lax").broadcast_shapes,
