@@ -87,6 +87,13 @@ def _children(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
+def flag(name: str, value: Any, *, default: bool = False) -> bool:
+    """`value`, NumPy's too; None: the default."""
+    if not isinstance(value, bool | None) and not _is_bool(value):
+        raise ValueError(f"{name}={value!r:.100} must be True or False")
+    return default if value is None else bool(value)
+
+
 def check_int(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name}={value!r:.100} must be an integer in [{low}, {high}]")

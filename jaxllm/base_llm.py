@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxllm.argument_checks import flag
 from jaxllm.checkpoint.formats import open_checkpoint
 from jaxllm.checkpoint.generation_config import default_sampling_params
 from jaxllm.cluster.follow import lead_or_follow
@@ -91,17 +92,17 @@ class BaseLLM(MissingMethods):
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_bytes=kv_cache_bytes,
-            enable_prefix_caching=_flag("enable_prefix_caching", enable_prefix_caching, default=True),
+            enable_prefix_caching=flag("enable_prefix_caching", enable_prefix_caching, default=True),
             mesh=mesh if axes is None else map_axes(mesh, axes),
             tensor_parallel_size=tensor_parallel_size,
             gpu_memory_utilization=gpu_memory_utilization,
             preemption=preemption,
             swap_space=float(swap_space) if type(swap_space) is int else swap_space,
             kv_cache_dtype=kv_dtype_name(kv_cache_dtype),
-            calculate_kv_scales=_flag("calculate_kv_scales", calculate_kv_scales),
+            calculate_kv_scales=flag("calculate_kv_scales", calculate_kv_scales),
             max_logprobs=max_logprobs,
             logprobs_mode="raw" if logprobs_mode is None else logprobs_mode,
-            batch_invariant=_flag("batch_invariant", batch_invariant),
+            batch_invariant=flag("batch_invariant", batch_invariant),
             seed=random.SystemRandom().getrandbits(63) if seed is None else seed,
             record=record,
             compilation_cache=compilation_cache,
@@ -187,9 +188,3 @@ class BaseLLM(MissingMethods):
     def get_metrics(self) -> list[Metric]:
         """`stats` as vLLM's `Counter`, `Gauge` and `Histogram`: by vLLM's names what it has too, the rest by ours."""
         return read_metrics(self.stats(), self._engine.config, {"model_name": self.model_config.model, "engine": "0"})
-
-
-def _flag(name: str, given: Any, *, default: bool = False) -> bool:
-    if given is not None and not isinstance(given, bool | np.bool_):
-        raise ValueError(f"{name}={given!r:.100} must be True or False")
-    return default if given is None else bool(given)

@@ -12,18 +12,20 @@ from typing import Any
 _IMPORT_SYSTEM = "<frozen importlib"  # how the names of its files begin
 _JAX = "/jax/_src/"  # in the names of its files
 _OF_JAX = {  # functions that are not to be broken off
-    "tpu_client_timer_callback",  # leaves a timer, and Python ends a minute later
+    "_init_backend",  # hangs at Python's end, or leaves a timer by which that comes a minute later
     "discover_pjrt_plugins",  # prints a traceback, and goes on
-    "FlatTree.paths",  # this and those below go on
+    "_xla_gc_callback",  # this and those below go on
+    "FlatTree.paths",
     "HashableWrapper.__init__",
     "_is_ref",
     "broadcast_shapes",
     "is_constant_dim",
 }
+_HOOK = "no_lost_interrupt.<locals>.hook"  # which would lose it once more
 _LATER_S = 0.05
 
 
-def press_later(delay_s: float, press: Callable[[], None] | None = None) -> threading.Timer:
+def _press_later(delay_s: float, press: Callable[[], None] | None = None) -> threading.Timer:
     """Ctrl-C once more, after a while. Unlike an exception, a signal wakes a sleeping call."""
     timer = threading.Timer(delay_s, press or _press)
     timer.daemon = True
@@ -83,7 +85,7 @@ class HeldSignals:
 
 class WholeImports:
     """Has Ctrl-C wait while modules are imported: in the middle of that, extension modules crash, or lose it. So it
-    does in the functions of JAX's that lose it. A second one acts at once.
+    does in functions of JAX's that lose it, or hang. A second one acts at once.
 
     As `HeldSignals`, it does nothing in other threads, where Ctrl-C is ignored or not Python's, or where it is held.
     """
@@ -121,7 +123,7 @@ class WholeImports:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._timer is None and self._must_end(frame):
-            self._timer = press_later(_LATER_S, self._again)
+            self._timer = _press_later(_LATER_S, self._again)
         else:
             self._act(frame)
 
@@ -137,11 +139,28 @@ class WholeImports:
 
     def _must_end(self, frame: FrameType | None) -> bool:
         while frame is not None and frame is not self._outer:
-            code = frame.f_code
-            if code.co_filename.startswith(_IMPORT_SYSTEM) or code.co_qualname in _OF_JAX and _JAX in code.co_filename:
+            name, file = frame.f_code.co_qualname, frame.f_code.co_filename
+            if file.startswith(_IMPORT_SYSTEM) or (name in _OF_JAX and _JAX in file) or name == _HOOK:
                 return True
             frame = frame.f_back
         return False
+
+
+@contextmanager
+def no_lost_interrupt() -> Iterator[None]:
+    """Repeats a Ctrl-C that Python drops because it arrives in a finalizer."""
+
+    def hook(dropped: Any) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            _press_later(0.01)  # so that it does not arrive in this hook, as a rule
+        else:
+            previous(dropped)
+
+    previous, sys.unraisablehook = sys.unraisablehook, hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = previous
 
 
 @contextmanager

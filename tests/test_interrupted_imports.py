@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 import time
+import types
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -45,24 +46,54 @@ def test_an_import_is_finished_first(load):
         assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_timer_of_jax_is_not_left_behind():
-    """With which the end of Python would wait a minute."""
+def test_a_backend_of_jax_is_not_left_half_made(monkeypatch):
+    """With which the end of Python would hang, or wait a minute."""
     xla_bridge = import_module("jax._src.xla_bridge")
+    made = types.SimpleNamespace(device_count=lambda: 1, platform="fake", process_index=lambda: 0)
+    made.local_devices = made.devices = lambda: []
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt), WholeImports():
-        patch.setattr(xla_bridge, "get_tpu_library_path", press_ctrl_c)
-        patch.setattr(xla_bridge, "make_tpu_client", lambda *_: noted.append("whole"))
-        noted.clear()
-        xla_bridge.tpu_client_timer_callback(60.0)
-        assert noted == ["whole"]
+    def factory():
+        press_ctrl_c()
+        noted.append("whole")
+        return made
+
+    registration = types.SimpleNamespace(experimental=False, factory=factory)
+    monkeypatch.setitem(xla_bridge._backend_factories, "fake", registration)
+    noted.clear()
+    with pytest.raises(KeyboardInterrupt), WholeImports():
+        xla_bridge._init_backend("fake")
         time.sleep(10)
+    assert noted == ["whole"]
+
+
+def test_the_repetition_of_one_that_was_dropped_is_not_dropped(monkeypatch):
+    """It comes while the hook still starts the thread that repeats it."""
+
+    class Finalized:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    later = interrupts._press_later
+
+    def at_once(delay_s, press=None):
+        return press_ctrl_c() if press is None else later(delay_s, press)
+
+    monkeypatch.setattr(interrupts, "_press_later", at_once)
+
+    def command():
+        Finalized()
+        time.sleep(10)
+
+    start = time.monotonic()
+    assert run_command(command) == 130 and time.monotonic() - start < 5
 
 
 def test_jax_has_the_functions_that_are_not_broken_off():
     xla_bridge = import_module("jax._src.xla_bridge")
     found = [
-        xla_bridge.tpu_client_timer_callback,
+        xla_bridge._init_backend,
         xla_bridge.discover_pjrt_plugins,
+        import_module("jax._src.lib")._xla_gc_callback,
         import_module(FLAT_TREES).FlatTree.paths.func,
         import_module("jax._src.util").HashableWrapper.__init__,
         import_module("jax._src.api")._is_ref,

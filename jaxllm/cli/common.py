@@ -4,8 +4,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from jaxllm.cli.texts import error_text
 from jaxllm.cli.vllm_flags import add_vllm_flags
 from jaxllm.engine.config import GPU_MEMORY_UTILIZATION, MEM_FRACTION_VARIABLES, PREEMPTIONS
 from jaxllm.errors import JaxLLMError
-from jaxllm.interrupts import WholeImports, press_later
+from jaxllm.interrupts import WholeImports, no_lost_interrupt
 from jaxllm.models.tasks import TASKS
 from jaxllm.sampling_params import drawing_fields
 from jaxllm.stderr import say
@@ -186,19 +185,19 @@ def run_command(command: Callable[[], int], *, prints: bool = True) -> int:
         note = unused_note()
         if note is not None:
             say(note)
-        with WholeImports(), _no_lost_interrupt():
+        with WholeImports(), no_lost_interrupt():
             return flushed(command())
     except BrokenPipeError:
         return reader_gone()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:
-        # Where JAX's C++ calls Python it makes a ValueError of Ctrl-C, and an import in two an ImportError.
+        log.debug("the command failed", exc_info=True)
+        # Of a Ctrl-C in Python that C++ called JAX's makes a ValueError, and of one in an import Python an ImportError.
         if _comes_from(error, KeyboardInterrupt):
             return EXIT_INTERRUPTED
         if not isinstance(error, ValueError | OSError | JaxLLMError):
             raise
-        log.debug("the command failed", exc_info=True)
         say(f"error: {error_text(error)}")
         return EXIT_USER_ERROR
 
@@ -213,23 +212,6 @@ def _comes_from(error: BaseException, kind: type[BaseException]) -> bool:
             chain[id(one)] = one
             found += [one.__cause__, one.__context__]
     return any(isinstance(one, kind) for one in chain.values())
-
-
-@contextmanager
-def _no_lost_interrupt() -> Iterator[None]:
-    """Repeats a Ctrl-C that Python drops because it arrives in a finalizer or in jax's garbage-collection hook."""
-
-    def hook(dropped: Any) -> None:
-        if issubclass(dropped.exc_type, KeyboardInterrupt):
-            press_later(0.01)  # so that it does not arrive in this hook
-        else:
-            previous(dropped)
-
-    previous, sys.unraisablehook = sys.unraisablehook, hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = previous
 
 
 def setup_device_memory(gpu_memory_utilization: float | None) -> None:

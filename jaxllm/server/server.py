@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
 from functools import partial
@@ -22,6 +22,7 @@ from jaxllm.server.observe.metrics import Metrics
 from jaxllm.server.openai.decoding import Request, decode
 from jaxllm.server.openai.generation import Update, run
 from jaxllm.server.openai.prepare import GenerationJob
+from jaxllm.server.openai.schemas import MAX_LOGPROB_ENTRIES
 from jaxllm.server.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _TEXT_THREADS = 2
 _TICK_S = 0.2
+_MOST_LOGPROBS = 4 * MAX_LOGPROB_ENTRIES  # of answers that are being made, for more than one text each
 Result = TypeVar("Result")
 
 
@@ -44,6 +46,7 @@ class Server:
         self._tracing = tracing
         self.bodies = BodyBudget(config.max_body_memory_bytes)
         self.limit = RequestLimit(config.max_queued_requests)
+        self._num_logprobs = 0  # of the answers that are being made
         self.metrics = Metrics(model.name, client, vllm_names=config.vllm_metric_names)
         self.arrivals = ArrivalQueue()
         self.grammars = GrammarChecks(model, self.metrics, several_keys=len(config.api_keys) > 1)
@@ -172,6 +175,20 @@ class Server:
     def _num_waiting(self) -> int:
         stats = self.client.stats()
         return 0 if stats is None else stats.num_waiting
+
+    @contextmanager
+    def hold_logprobs(self, jobs: Sequence[GenerationJob]) -> Iterator[None]:
+        """Counts those that the jobs' answer may have while it is made: engine and server hold them. Raises `APIError`
+        503 if those of all answers together would be too many."""
+        count = sum(job.num_logprobs for job in jobs)
+        if self._num_logprobs + count > _MOST_LOGPROBS:
+            self.metrics.rejected("max_logprobs")
+            raise unavailable("the answers that are being made have too many log-probabilities; try again later")
+        self._num_logprobs += count
+        try:
+            yield
+        finally:
+            self._num_logprobs -= count
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:

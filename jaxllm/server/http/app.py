@@ -189,8 +189,9 @@ async def _completions(server: Server, request: CompletionRequest, exchange: Exc
             priority=request.priority,
             reports_position=schemas.wants_queue_position(request),
         )
-        async with aclosing(run) as updates:
-            await (answer.stream if request.stream else answer.unary)(exchange, updates)
+        with server.hold_logprobs(jobs):
+            async with aclosing(run) as updates:
+                await (answer.stream if request.stream else answer.unary)(exchange, updates)
 
 
 async def _tokenize(server: Server, request: TokenizeRequest, exchange: Exchange) -> None:

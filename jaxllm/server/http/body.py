@@ -90,7 +90,8 @@ async def read_body(scope: Scope, receive: Receive, body: Body, *, max_bytes: in
                 if not message.get("more_body"):
                     return
     except TimeoutError as error:
-        raise APIError(408, f"the body did not come within {timeout_s:g} s", headers=_CLOSE) from error
+        told = f"the body did not come within {timeout_s:g} s, or nothing of it for {_IDLE_S:g}"
+        raise APIError(408, told, headers=_CLOSE) from error
 
 
 def _check_type(scope: Scope) -> None:

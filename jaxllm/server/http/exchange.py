@@ -45,6 +45,10 @@ class Exchange:
         body = answer if isinstance(answer, bytes) else _encode(answer)
         await send_body(self._send, status, body, headers=headers)
 
+    async def json_of(self, make: Callable[[], Any], *, is_large: bool) -> None:
+        """Sends what `make` returns; where it may be large it is made and encoded outside the event loop."""
+        await self.json(await asyncio.to_thread(lambda: _encode(make())) if is_large else make())
+
     @contextlib.asynccontextmanager
     async def events(self) -> AsyncIterator[None]:
         """Opens a stream of server-sent events for the duration of the context; comments keep it alive while idle."""

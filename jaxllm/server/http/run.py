@@ -39,11 +39,9 @@ def most_connections(wanted: int) -> int:
     return wanted if limit == resource.RLIM_INFINITY else max(1, min(wanted, limit - _BACKLOG - _OTHER_FILES))
 
 
-def protocol_of(config: ServerConfig) -> type[H11Protocol]:
+def protocol_of(config: ServerConfig, max_connections: int) -> type[H11Protocol]:
     """uvicorn's HTTP/1.1 protocol with bounds that it lacks: on connections, and on the time to send a request head or
     to read the rest of an answer."""
-
-    max_connections = most_connections(config.max_connections)
 
     class Protocol(H11Protocol):
         def connection_made(self, transport: Any) -> None:
@@ -135,7 +133,7 @@ def make_web(server: Server) -> uvicorn.Server:
         logging.getLogger(name).addFilter(_UNLOGGED)
     web = uvicorn.Config(
         create_app(server),
-        http=protocol_of(config),
+        http=protocol_of(config, most_connections(config.max_connections)),
         lifespan="off",
         access_log=False,
         log_level=config.uvicorn_log_level,

@@ -69,7 +69,7 @@ _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240
 _N = (1, 2, 5, 10, 20)
 FINISHED = ("stop", "length", "abort", "error")
 SOURCES = ("local_compute", "local_cache_hit")
-REJECTED = ("max_num_queued_reqs", "max_body_memory", "max_waiting_grammars")
+REJECTED = ("max_num_queued_reqs", "max_body_memory", "max_waiting_grammars", "max_logprobs")
 
 
 def _token_buckets(most: int) -> list[int]:

@@ -12,7 +12,7 @@ from jaxllm.server.http.exchange import DONE, Exchange
 from jaxllm.server.openai import prepare
 from jaxllm.server.openai.chat_job import chat_job
 from jaxllm.server.openai.generation import MergedOutput, TokenUsage, Update
-from jaxllm.server.openai.logprobs import LogprobsFormat, chat_logprobs, prompt_logprobs
+from jaxllm.server.openai.logprobs import LogprobsFormat, chat_logprobs, has_logprobs, prompt_logprobs
 from jaxllm.server.openai.parsing.choose import MARKED_BY_TOKENS, make_parser, thought_format, tool_format
 from jaxllm.server.openai.parsing.events import CallArguments, CallStart, Content, Event, Parser, Reasoning
 from jaxllm.server.openai.parsing.tagged import TAGS, reduced
@@ -61,8 +61,9 @@ async def answer(server: Server, request: ChatRequest, exchange: Exchange) -> No
             priority=request.priority,
             reports_position=wants_queue_position(request),
         )
-        async with aclosing(run) as updates:
-            await (result.stream if request.stream else result.unary)(exchange, updates)
+        with server.hold_logprobs([prepared.job]):
+            async with aclosing(run) as updates:
+                await (result.stream if request.stream else result.unary)(exchange, updates)
 
 
 def check_chat(request: ChatRequest) -> None:
@@ -204,13 +205,16 @@ class ChatAnswer:
         async for update in updates:
             self.usage.add(update)
             merged.add(update.output)
+        await exchange.json_of(lambda: self._whole(merged), is_large=has_logprobs(self.request))
+
+    def _whole(self, merged: MergedOutput) -> dict[str, Any]:
         choices = [self._message(completion) for completion in merged.completions]
         answer = self._base | {"object": "chat.completion", "choices": choices, "usage": self._usage()}
         if self.request.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(merged.prompt_logprobs)
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = self._prepared.job.token_ids
-        await exchange.json(answer)
+        return answer
 
     def _message(self, completion: CompletionOutput) -> dict[str, Any]:
         choice, _ = self._choice(completion.index)

@@ -11,11 +11,11 @@ from jaxllm.server.http.errors import invalid, refusing
 from jaxllm.server.openai.prepare import (
     GenerationJob,
     check_job,
-    check_logprobs,
     encode,
     sampling_params,
     truncated,
     unchecked_format,
+    with_logprobs_counted,
 )
 from jaxllm.server.openai.response_format import ResponseFormat
 from jaxllm.server.openai.schemas import ChatRequest, Message, Tool, plain_tool
@@ -109,6 +109,7 @@ def chat_job(
     ids = encode(model, info, text, "messages", add_special_tokens=bool(request.add_special_tokens))
     ids, _ = truncated(ids, text, request, info)
     check_job(model, info, ids, params, "messages")
-    job = GenerationJob(ids, params, text, unchecked_format(model, response_format))
-    check_logprobs(info, [job], request)
+    (job,) = with_logprobs_counted(
+        info, [GenerationJob(ids, params, text, unchecked_format(model, response_format))], request
+    )
     return job

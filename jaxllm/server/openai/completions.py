@@ -7,7 +7,7 @@ from typing import Any
 from jaxllm.outputs import CompletionOutput
 from jaxllm.server.http.exchange import DONE, Exchange
 from jaxllm.server.openai.generation import MergedOutput, TokenUsage, Update
-from jaxllm.server.openai.logprobs import CompletionLogprobs, LogprobsFormat, joined, prompt_logprobs
+from jaxllm.server.openai.logprobs import CompletionLogprobs, LogprobsFormat, has_logprobs, joined, prompt_logprobs
 from jaxllm.server.openai.prepare import GenerationJob
 from jaxllm.server.openai.schemas import CompletionRequest
 from jaxllm.server.served_model import ServedModel
@@ -34,12 +34,16 @@ class CompletionAnswer:
         async for update in updates:
             self.usage.add(update)
             merged_outputs[update.index].add(update.output)
-        choices = [
-            self._choice(index, completion, merged.prompt_logprobs, is_last=True)
-            for index, merged in enumerate(merged_outputs)
-            for completion in merged.completions
-        ]
-        await exchange.json(self._base | {"choices": choices, "usage": self.usage.answer()})
+
+        def answer() -> dict[str, Any]:
+            choices = [
+                self._choice(index, completion, merged.prompt_logprobs, is_last=True)
+                for index, merged in enumerate(merged_outputs)
+                for completion in merged.completions
+            ]
+            return self._base | {"choices": choices, "usage": self.usage.answer()}
+
+        await exchange.json_of(answer, is_large=has_logprobs(self.request))
 
     async def stream(self, exchange: Exchange, updates: AsyncIterator[Update]) -> None:
         options = self.request.stream_options

@@ -4,11 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxllm.outputs import Logprob, Logprobs
-from jaxllm.server.openai.schemas import Sampling
+from jaxllm.server.openai.schemas import ChatRequest, CompletionRequest, Sampling
 
 
 def token_text(token: int, entry: Logprob) -> str:
     return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
+
+
+def has_logprobs(request: CompletionRequest | ChatRequest) -> bool:
+    """Whether the answer has log-probabilities, which may make it large."""
+    return request.prompt_logprobs is not None or request.logprobs not in (None, False)
 
 
 class LogprobsFormat(NamedTuple):

@@ -3,7 +3,6 @@ synchronous and run in threads, because templates and tokenizers take time."""
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxllm.engine.intake import check_request
@@ -55,6 +54,7 @@ class GenerationJob(NamedTuple):
     params: SamplingParams
     text: str | None = None  # to echo
     unchecked: ResponseFormat | None = None  # its format, unless that is known to be sound
+    num_logprobs: int = 0  # that its answer may have at most, where they are counted
 
     def salted(self, tenant: bytes) -> "GenerationJob":
         """The same job in a part of the prefix cache that only this tenant uses, because cache hits are measurable and
@@ -88,27 +88,31 @@ def count_samples(count: int, request: Sampling) -> None:
         )
 
 
-def check_logprobs(info: EngineInfo, jobs: Sequence[GenerationJob], request: Sampling) -> None:
-    """Raises `APIError` if the log-probabilities of an answer are too many, its samples' or beams' together: all are in
-    memory at once."""
-    entries = sum(_num_entries(info, job, request) for job in jobs)
+def with_logprobs_counted(info: EngineInfo, jobs: list[GenerationJob], request: Sampling) -> list[GenerationJob]:
+    """The jobs, with the log-probabilities that their answer may have: it is in memory as a whole. One text alone has
+    no more than its context holds, and is not counted. Raises `APIError` for too many."""
+    drawn = max(request.n or 1, request.best_of or 0, request.beam_width or 0)
+    if len(jobs) == drawn == 1:
+        return jobs
+    counted = [job._replace(num_logprobs=_num_logprobs(info, job, request.n or 1, drawn)) for job in jobs]
+    entries = sum(job.num_logprobs for job in counted)
     if entries > MAX_LOGPROB_ENTRIES:
         raise invalid(
             f"this answer may have {entries} log-probabilities, more than {MAX_LOGPROB_ENTRIES}; ask for fewer of a "
             "token, for fewer tokens or samples, or send several requests",
             "logprobs",
         )
+    return counted
 
 
-def _num_entries(info: EngineInfo, job: GenerationJob, request: Sampling) -> int:
+def _num_logprobs(info: EngineInfo, job: GenerationJob, shown: int, drawn: int) -> int:
     params, length = job.params, len(job.token_ids)
-    shown, drawn = request.n or 1, max(request.n or 1, request.best_of or 0, request.beam_width or 0)
-    of_prompt = 0 if params.prompt_logprobs is None else shown * length * (params.prompt_logprobs + 1)
-    if drawn == 1 or params.logprobs is None and params.logprob_token_ids is None:
-        return of_prompt  # one sample has no more than its context holds
-    most = info.config.max_model_len - length
-    num_tokens = most if params.max_tokens is None else min(most, params.max_tokens)
-    return of_prompt + drawn * num_tokens * (max(params.logprobs or 0, len(params.logprob_token_ids or ())) + 1)
+    count = 0 if params.prompt_logprobs is None else shown * length * (params.prompt_logprobs + 1)
+    if params.logprobs is not None or params.logprob_token_ids is not None:
+        most = info.config.max_model_len - length
+        num_tokens = most if params.max_tokens is None else min(most, params.max_tokens)
+        count += drawn * num_tokens * (max(params.logprobs or 0, len(params.logprob_token_ids or ())) + 1)
+    return count
 
 
 def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionRequest) -> list[GenerationJob]:
@@ -137,8 +141,7 @@ def completion_jobs(model: ServedModel, info: EngineInfo, request: CompletionReq
         if text is None and request.echo:
             text = _decode(model, ids)
         jobs.append(GenerationJob(ids, params, text, unchecked))
-    check_logprobs(info, jobs, request)
-    return jobs
+    return with_logprobs_counted(info, jobs, request)
 
 
 def truncated(ids: list[int], text: str | None, request: Sampling, info: EngineInfo) -> tuple[list[int], str | None]:

@@ -15,6 +15,7 @@ MAX_DEPTH = 64  # of JSON inside JSON
 MAX_BEST_OF = 20
 MAX_PROMPTS = 2048
 MAX_SEQUENCES = 2048  # of one HTTP request: prompts times samples
+MAX_LOGPROB_ENTRIES = 1 << 20  # of an HTTP request for more than one text: some 30 MB of JSON
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_NAME_LEN = 256
@@ -31,7 +32,6 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 Word = Annotated[str, Meta(max_length=MAX_STOP_CHARS)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
-MAX_LOGPROB_ENTRIES = 1 << 20  # of an answer whose samples or beams each have their own: some 30 MB of JSON
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_LEN)]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_.-]+$")]
 

@@ -1,12 +1,15 @@
 """/v1/completions and the routes that need no model, over sockets, with an engine that is scripted."""
 
 import re
+import threading
 
 import pytest
 
 from jaxllm.outputs import CompletionOutput, Logprob, RequestOutput
-from tests.fake_server import FakeClient, running
-from tests.server.http.test_errors import refused
+from jaxllm.server import server as server_module
+from jaxllm.server.http import exchange
+from tests.fake_server import FakeClient, read_answer, running
+from tests.server.http.test_errors import refused, retryable
 
 
 @pytest.fixture(scope="module")
@@ -241,14 +244,46 @@ def test_the_model_that_is_served_need_not_be_named(web, path, body):
             "max_tokens": 110,
         },
         {"best_of": 20, "logprobs": 20, "prompt": [[7]] * 10, "max_tokens": None},
+        {"logprobs": 20, "prompt": [[7]] * 200, "max_tokens": None},
     ],
-    ids=["echo", "prompts", "beams", "samples"],
+    ids=["echo", "prompts", "beams", "samples", "single samples"],
 )
 def test_more_log_probabilities_than_an_answer_may_have(web, fields):
     """Those of all samples, or beams, of all prompts; of which each alone is within its own limit."""
     body = {"prompt": [[7] * 200] * 2, **fields}
     message = refused(web.post("/v1/completions", body), 400, code="invalid_value", param="logprobs")
     assert re.search(r"may have \d{7,} log-probabilities, more than 1048576", message)
+
+
+def test_answers_that_are_made_share_a_limit_of_log_probabilities(monkeypatch):
+    monkeypatch.setattr(server_module, "_MOST_LOGPROBS", 50)
+    client, many = FakeClient(), {"n": 2, "logprobs": 2, "max_tokens": 5}  # 2 samples of 5 tokens with 3 each
+    with running(client) as web:
+        client.gate.clear()
+        with web.open_stream(**many) as held:
+            web.wait(lambda: client.running)
+            retryable(web.complete(**many), "server_is_overloaded")
+            with web.open_stream(logprobs=2) as one:  # which is not counted
+                web.wait(lambda: len(client.running) > 1)
+                client.gate.set()
+                assert read_answer(one).chunks and read_answer(held).chunks
+        assert web.complete(**many).status == 200, "its share is back"
+        text = web.send("GET", "/metrics").body.decode()
+    assert 'admission_rejections_total{engine="0",model_name="fake",reason="max_logprobs"} 1.0' in text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_answers_with_log_probabilities_are_made_beside_the_event_loop(web, path, monkeypatch):
+    threads, encode = [], exchange._encode
+    monkeypatch.setattr(exchange, "_encode", lambda x: [threads.append(threading.current_thread().name), encode(x)][1])
+    message = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    loop = {False: None, True: None}
+    for wanted in loop:
+        threads.clear()
+        asked = {"logprobs": (1 if "prompt" in message else True)} if wanted else {}
+        assert web.post(path, message | asked | {"max_tokens": 2}).status == 200
+        (loop[wanted],) = set(threads)
+    assert loop[False] != loop[True]
 
 
 def test_ids_are_made_here_and_the_clients_is_echoed(web):
