@@ -57,6 +57,8 @@ class Executor:
         check = partial(_check_memory, ("step", config.max_num_batched_tokens), self.temp_bound)
         jobs, compilers = lowering.jobs(), open_store(compilation_cache, mesh)
         is_cpu = lowering.placement.platform == "cpu"
+        starts_quickly &= is_cpu
+        first = list(jobs)[: lowering.num_first]
 
         def compile_quickly(lowered: Any) -> tuple[Any, bool]:
             compiled, is_same = compilers.compile_quickly(lowered)
@@ -65,8 +67,9 @@ class Executor:
         self.compile_plan = CompilePlan(
             *(jobs, check),
             compile=lambda lowered: takes_four_bits(compilers.compile(lowered)),
-            compile_quickly=compile_quickly if starts_quickly and is_cpu else None,
-            first=list(jobs)[: lowering.num_first],
+            compile_quickly=compile_quickly if starts_quickly else None,
+            first=first,
+            ahead=[*first, *lowering.names_of_many] if starts_quickly else (),
             share=_COMPILE_SHARE if is_cpu else 1.0,
         )
         self.page_bytes = host_bytes(lowering.state().pools)  # of a page in host memory

@@ -93,6 +93,15 @@ class Lowering:
         """Executables that suffice to serve a request: the first ones of the plan."""
         return NUM_FIRST + self.config.measures_kv_scales
 
+    @property
+    def names_of_many(self) -> list[Hashable]:
+        """Executables that suffice to serve as many requests at once as there may be: the largest step, and that in
+        which all decode, with their samplers."""
+        decodes = pick_bucket(self.token_buckets, min(self.config.max_num_seqs, self.token_buckets[-1]))
+        steps = self.token_buckets[-1], decodes
+        samplers = (name for tokens in steps for name in self._samplers_of(tokens) if name[0] == "sample")
+        return list(dict.fromkeys([("step", steps[0]), *samplers, ("step", decodes)]))
+
     def _step_job(self, tokens: int) -> Callable[[], jax.stages.Lowered]:
         return partial(self.lower_step, self.step_layout(tokens))
 
