@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxllm.pallas_kernels.addition import add
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.rounding import rounded
 
@@ -79,6 +80,10 @@ class StepContext:
         if not self.placement.batch_invariant:
             return fn(*arrays)
         return rounded(fn(*(x.astype(jnp.float32) for x in arrays)), arrays[0].dtype)
+
+    def add(self, x: Float[Array, "*t d"], h: Float[Array, "*t d"]) -> Float[Array, "*t d"]:
+        """`x + h`, as by `rounded_once`; of padding, anything."""
+        return add(x, h, num_tokens=self.num_tokens, placement=self.placement)
 
     def finish(self, rest: Callable[..., Array], *arrays: Float[Array, "*t _"]) -> Float[Array, "*t _"]:
         """`rest(*arrays, ctx)`, which computes each token by itself: in the last layer only for the tokens that are

@@ -51,7 +51,7 @@ class DecoderLayer(transformer.DecoderLayer):
 
         def rest(x: Array, h: Array, ctx: StepContext) -> Array:
             x, h = self.mlp_norm.add(x, self.attn_out_norm(h, ctx), ctx)
-            return ctx.rounded_once(jnp.add, x, self.mlp_out_norm(self.mlp(h, ctx), ctx))
+            return ctx.add(x, self.mlp_out_norm(self.mlp(h, ctx), ctx))
 
         return ctx.finish(rest, x, h), cache
 

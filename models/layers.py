@@ -33,7 +33,7 @@ class Norm(nnx.Module):
         self, x: Float[Array, "*t d"], h: Float[Array, "*t d"], ctx: StepContext | None = None
     ) -> tuple[Float[Array, "*t d"], Float[Array, "*t d"]]:
         """`x + h`, and that normalised."""
-        x = x + h if ctx is None else ctx.rounded_once(jnp.add, x, h)
+        x = x + h if ctx is None else ctx.add(x, h)
         return x, self(x, ctx)
 
     def __call__(self, x: Float[Array, "*t d"], ctx: StepContext | None = None) -> Float[Array, "*t d"]:

@@ -96,7 +96,7 @@ class Model(transformer.Decoder):
         x = super().embed_tokens(tokens, ctx)
         if self.project_in is not None:
             x = self.project_in(x, ctx)
-        return ctx.rounded_once(jnp.add, x, self.positions(ctx.positions + OFFSET))
+        return ctx.add(x, self.positions(ctx.positions + OFFSET))
 
     def logits(self, hidden: Float[Array, "*t embed"], ctx: StepContext) -> Float[Array, "*t vocab"]:
         if self.project_out is not None:

@@ -189,7 +189,7 @@ class DecoderLayer(nnx.Module):
 
         def rest(x: Array, h: Array, ctx: StepContext) -> Array:
             x, h = self.mlp_norm.add(x, h, ctx)
-            return ctx.rounded_once(jnp.add, x, self.mlp(h, ctx))
+            return ctx.add(x, self.mlp(h, ctx))
 
         return ctx.finish(rest, x, h), cache
 

@@ -10,6 +10,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 TARGETS = (
+    "jaxllm_add",
     "jaxllm_copy_blocks",
     "jaxllm_grouped_matmul",
     "jaxllm_matmul",

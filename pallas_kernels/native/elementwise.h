@@ -93,14 +93,24 @@ static inline Floats rounded(Floats v) {
   return load(some);
 }
 
+template <class T>
+static void add_row(const Sum& s, int64_t row) {
+  const int64_t first = row * s.width;
+  each_vector(s.width, static_cast<T*>(s.y) + first, [](Floats a, Floats b) { return a + b; },
+              static_cast<const T*>(s.x) + first, static_cast<const T*>(s.added) + first);
+}
+
+static void add(const Sum& s, int64_t row) {
+  (s.dtype == DType::kF32 ? add_row<float> : add_row<Bf16>)(s, row);
+}
+
 template <class T, class S>
 static void rms_norm_row(const RmsNorm& r, int64_t row) {
   const int64_t first = row * r.width;
   const T* x = static_cast<const T*>(r.x) + first;
   if (r.added) {
-    T* const sum = static_cast<T*>(r.sum) + first;
-    each_vector(r.width, sum, [](Floats a, Floats b) { return a + b; }, x, static_cast<const T*>(r.added) + first);
-    x = sum;
+    add_row<T>({r.x, r.added, r.sum, r.width, r.dtype}, row);
+    x = static_cast<const T*>(r.sum) + first;
   }
   constexpr int kSums = 4;  // side by side, as one has to wait for each addition
   Floats squares[kSums] = {};

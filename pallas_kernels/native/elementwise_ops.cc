@@ -92,6 +92,19 @@ ffi::Error gated(ffi::ThreadPool pool, ffi::AnyBuffer x, NumRows num_rows, ffi::
   return ffi::Error::Success();
 }
 
+ffi::Error add(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added, NumRows num_rows,
+               ffi::Result<ffi::AnyBuffer> y) {
+  const auto xs = x.dimensions();
+  Sum s{x.untyped_data(), added.untyped_data(), y->untyped_data()};
+  if (xs.size() != 2 || added.element_count() != x.element_count() || y->element_count() != x.element_count() ||
+      added.element_type() != x.element_type() || y->element_type() != x.element_type() ||
+      !find(x.element_type(), s.dtype) || !is_one_or_none(num_rows))
+    return ffi::Error::InvalidArgument("jaxllm_add: shapes or dtypes don't go together");
+  s.width = xs[1];
+  each_token(pool, used_rows(num_rows, xs[0]), xs[1], [&](int64_t row) { kernels().add(s, row); });
+  return ffi::Error::Success();
+}
+
 // Without `added`, which is empty then, `sum` is, too.
 ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer added, ffi::AnyBuffer scale, NumRows num_rows,
                     ffi::Result<ffi::AnyBuffer> sum, ffi::Result<ffi::AnyBuffer> y, float eps, bool unit_offset,
@@ -144,6 +157,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_gated, jaxllm::gated,
                                   .Arg<jaxllm::NumRows>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("is_gelu"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_add, jaxllm::add,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<jaxllm::NumRows>()
+                                  .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_rms_norm, jaxllm::rms_norm,
                               ffi::Ffi::Bind()

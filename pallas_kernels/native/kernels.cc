@@ -14,7 +14,7 @@ const Kernels JAXLLM_TABLE = {
     JAXLLM_ISA::round_row, JAXLLM_ISA::panel_gemm,
     JAXLLM_ISA::write_kv, JAXLLM_ISA::attend, JAXLLM_ISA::scratch_floats,
     JAXLLM_ISA::normalize, JAXLLM_ISA::draw, JAXLLM_ISA::best, JAXLLM_ISA::draw_floats, JAXLLM_ISA::best_floats,
-    JAXLLM_ISA::rotate, JAXLLM_ISA::gate, JAXLLM_ISA::rms_norm,
+    JAXLLM_ISA::rotate, JAXLLM_ISA::gate, JAXLLM_ISA::add, JAXLLM_ISA::rms_norm,
 };
 
 }  // namespace jaxllm

@@ -164,6 +164,14 @@ struct Gated {
   DType from, dtype;  // of them and of the result
 };
 
+// y[rows, width]: x + added.
+struct Sum {
+  const void *x, *added;
+  void* y;
+  int64_t width;
+  DType dtype;
+};
+
 // y[rows, width]: rows of x, or of x + added, over their root mean square, times scale; and `sum` the rows of x + added.
 struct RmsNorm {
   const void *x, *added;  // [rows, width]; added may be null
@@ -206,6 +214,7 @@ struct Kernels {
   void (*rotate)(const Rotation&, int64_t token, const void* x, void* y, int64_t heads);
   void (*gate)(const Gated&, const void* gate, const void* up, void* y);
   // Of one row.
+  void (*add)(const Sum&, int64_t row);
   void (*rms_norm)(const RmsNorm&, int64_t row);
 };
 

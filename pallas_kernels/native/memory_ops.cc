@@ -5,6 +5,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 #include "xla/ffi/api/ffi.h"
@@ -14,8 +15,15 @@ namespace ffi = xla::ffi;
 namespace jaxllm {
 namespace {
 
-constexpr uintptr_t kPage = 2 << 20;      // bytes; of a huge page, hence a multiple of a small one
-constexpr int64_t kLeast = 2 * kPage;     // bytes from which it is worth a system call
+constexpr int64_t kLeast = 4 << 20;  // bytes from which it is worth a system call
+
+uintptr_t page_bytes() {
+#if defined(__linux__)
+  return static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+#else
+  return 1;
+#endif
+}
 
 // Gives whole pages back, so that the next touch of each finds zeros, in huge pages if the system has them. False where
 // that is not what happened.
@@ -24,7 +32,7 @@ bool drop(char* first, char* last) {
   *first = 1;
   *(last - 1) = 1;
   if (madvise(first, last - first, MADV_DONTNEED) != 0) return false;
-  madvise(first, last - first, MADV_HUGEPAGE);  // or small ones
+  madvise(first, last - first, MADV_HUGEPAGE);  // where one fits, or small ones
   return *first == 0 && *(last - 1) == 0;       // memory that others share too would keep what it held
 #else
   return false;
@@ -36,9 +44,9 @@ ffi::Error zeros(ffi::Result<ffi::AnyBuffer> result) {
   const int64_t bytes = static_cast<int64_t>(result->size_bytes());
   char *first = begin, *last = begin;
   if (bytes >= kLeast) {
-    const auto up = [](uintptr_t at) { return (at + kPage - 1) / kPage * kPage; };
-    first = begin + (up(reinterpret_cast<uintptr_t>(begin)) - reinterpret_cast<uintptr_t>(begin));
-    last = first + (begin + bytes - first) / kPage * kPage;
+    const uintptr_t page = page_bytes(), beyond = reinterpret_cast<uintptr_t>(begin) % page;
+    first = begin + (beyond ? page - beyond : 0);
+    last = first + (begin + bytes - first) / page * page;
     if (first == last || !drop(first, last)) first = last = begin;
   }
   std::memset(begin, 0, first - begin);

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxllm.engine.device.packing import pick_bucket
 
 _FIXED_TOKENS = 64  # of a CPU, whose steps take about as long for reading and laying out weights
-_SLOW_PADDING = 1 / 3  # of what padding takes elsewhere, it takes code that was compiled quickly for a CPU
+_SLOW_PADDING = 1 / 8  # of what padding takes elsewhere, it takes code that was compiled quickly for a CPU
 
 
 class Demand:

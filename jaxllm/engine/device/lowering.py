@@ -173,10 +173,13 @@ class Lowering:
     def small_state(self) -> tuple[Slots, Any, LogitRules, Any, Any]:
         """Shapes of the state that does not grow with the pool."""
         shape, config = self.model_shape, self.config
-        tables = jax.eval_shape(self._empty_tables)
         hidden = self._like((config.max_num_batched_tokens, *shape.hidden.shape), shape.hidden.dtype)
         sums = self._like((config.max_num_seqs, *shape.hidden.shape), jnp.float32)
-        return *jax.tree.map(lambda x: self._like(x.shape, x.dtype), tables), hidden, sums
+        return *self._like_tables, hidden, sums
+
+    @cached_property
+    def _like_tables(self) -> tuple[Slots, Any, LogitRules]:
+        return jax.tree.map(lambda x: self._like(x.shape, x.dtype), jax.eval_shape(self._empty_tables))
 
     def _empty_tables(self) -> tuple[Slots, Any, LogitRules]:
         num_slots = self.config.max_num_seqs

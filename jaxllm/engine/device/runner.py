@@ -248,8 +248,9 @@ class Runner:
                 self._expected = [] if plan.num_samples else names
 
     def _names_of_decodes(self, plan: StepPlan, most: int) -> list[Hashable]:
-        """The executables of a step, of at most `most` tokens, in which all that run or wait decode."""
-        if not self.config.generates:
+        """The executables of a step, of at most `most` tokens, in which all that run or wait decode; none where that of
+        `most` takes little longer for them."""
+        if not self.config.generates or self.config.free_padding:
             return []
         num_tokens = min(most, plan.num_sequences, self.config.max_num_seqs)
         return self._encoder.names(pick_bucket(self._encoder.all.tokens, num_tokens), full=plan.full_sampler)
