@@ -44,9 +44,9 @@ class CompilePlan:
     """Compiles `jobs` (name -> a function that lowers), in three threads, each one job at a time.
 
     One compiles at once what is `first`, what someone waits for, and what `want` names. Another helps it with what
-    someone waits for, as the engine stands still then, and until the first step with what is `ahead`, `first` among it.
-    The third, at low priority, goes through the rest in the order of `jobs` while the others have nothing to do: when
-    the engine idles, and while it steps for no more than `share` of the time.
+    someone waits for, as the engine stands still then. Until the first step both compile what is `ahead`. The third, at
+    low priority, goes through the rest in the order of `jobs` while the others have nothing to do: when the engine
+    idles, and while it steps for no more than `share` of the time.
 
     `compile` makes an executable of what is lowered. `compile_quickly` makes one sooner, and tells whether it is the
     same: one that is not is in its place until the third thread has made that, or until `wait_all`.
@@ -66,7 +66,7 @@ class CompilePlan:
         compile: Callable[[Any], Any] = lambda lowered: lowered.compile(),
         compile_quickly: Callable[[Any], tuple[Any, bool]] | None = None,
         first: Collection[Hashable] = (),
-        ahead: Sequence[Hashable] = (),
+        ahead: Collection[Hashable] = (),
         share: float = 1.0,
     ):
         self._check, self._share = check, share
@@ -84,7 +84,8 @@ class CompilePlan:
         self._awaited_elsewhere: set[Hashable] = set()
         self._awaited: list[Collection[Hashable]] = [self._awaited_elsewhere]  # by those who wait
         self._wanted = dict.fromkeys(first)
-        self._ahead = ahead  # until the first step
+        self._ahead = ahead
+        self._has_stepped = False
         self._compiling: set[Hashable] = set()
         self._is_trimmed = True  # whether what compiling took, and is free, went back to the system
         self._is_stepping, self._active_at = True, time.monotonic()  # until the parameters are there
@@ -194,8 +195,7 @@ class CompilePlan:
     def stepped(self, *, is_stepping: bool) -> None:
         """Notes that the engine did something just now, and whether a step is still in flight."""
         self._is_stepping, self._active_at = is_stepping, time.monotonic()
-        if is_stepping:
-            self._ahead = ()
+        self._has_stepped |= is_stepping
 
     def close(self) -> None:
         """Stops after the executables being compiled, which can't be interrupted."""
@@ -291,16 +291,20 @@ class CompilePlan:
         """What someone waits for, or else what is wanted; a wanted one that failed before is left for later."""
         free = self._jobs.keys() - self._compiling
         awaited = (name for names in self._awaited for name in names if name in free)
-        wanted = (name for name in (*self._wanted, *self._ahead) if name in free - self._retries)
+        wanted = (name for name in (*self._wanted, *self._still_ahead) if name in free - self._retries)
         passing = (name for name in self._passing if name not in self._compiling) if self._awaits_all else ()
         return next(itertools.chain(awaited, wanted, passing), None)
 
     def _next_helped(self) -> Hashable | None:
-        """What someone waits for, or else what comes before the first step."""
+        """What someone waits for, or else what is ahead."""
         free = self._jobs.keys() - self._compiling
         awaited = (name for names in self._awaited for name in names if name in free)
-        ahead = (name for name in self._ahead if name in free - self._retries)
+        ahead = (name for name in self._still_ahead if name in free - self._retries)
         return next(itertools.chain(awaited, ahead), None)
+
+    @property
+    def _still_ahead(self) -> Collection[Hashable]:
+        return () if self._has_stepped else self._ahead
 
     def _next_of_rest(self) -> Hashable | None:
         """The first of the rest if now is the time for it; before all what takes another's place, of what was wanted
