@@ -4,9 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels.dispatch import UNPLACED, Op, Placement
 
-OP = Op(
-    package=__package__ or "", name="add", implementations=("reference", "native"), preferred={"cpu": ("native",)}
-)
+OP = Op(package=__package__ or "", name="add", implementations=("reference", "native"), preferred={"cpu": ("native",)})
 
 
 def add(

@@ -1,11 +1,16 @@
 """What layers do between their products, in C++, against its definition."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.addition.api import OP as ADDITION
+from jaxllm.pallas_kernels.addition.api import add
+from jaxllm.pallas_kernels.dispatch import UNPLACED, Placement
 from jaxllm.pallas_kernels.gated import gated, gated_product
 from jaxllm.pallas_kernels.gated.native import KINDS
 from jaxllm.pallas_kernels.rotary import rotate, rotate_qkv
@@ -91,3 +96,23 @@ def test_gated_activations(activation, width, dtype):
         assert got.dtype == dtype and got.shape == want.shape
         sizes = 1e-6 + np.abs(np.asarray(both[:, 0], np.float32) * np.asarray(both[:, 1], np.float32))
         assert (np.abs(np.asarray(got, np.float32) - np.asarray(want)) <= TOLERANCE[dtype] * sizes).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_sums_of_a_step_equal_their_definition_to_the_bit(dtype, batch_invariant):
+    rng = np.random.default_rng(0)
+    x, h = (jnp.asarray(rng.normal(size=(7, 40)), dtype) for _ in range(2))
+    placement = replace(Placement.default(), batch_invariant=batch_invariant)
+    used = jnp.int32(5)
+    got = jax.jit(lambda x, h: add(x, h, num_tokens=used, placement=placement))(x, h)
+    want = add(x, h)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(*(np.asarray(each[:5], np.float32) for each in (got, want)))
+
+
+def test_sums_are_in_c_where_rows_pad_and_xla_elsewhere():
+    x, y, used = jnp.zeros((3, 4)), jnp.zeros((3, 4), jnp.bfloat16), jnp.int32(2)
+    here = Placement.default()
+    calls = [(here, x, x, used), (here, x, x, None), (UNPLACED, x, x, used), (here, x, y, used)]
+    assert [ADDITION.preferred_at(*call) for call in calls] == ["native", *["reference"] * 3]

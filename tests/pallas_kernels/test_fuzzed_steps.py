@@ -204,6 +204,21 @@ def test_gated_activations(tokens, width, is_gelu, dtype, threads, seed):
 
 
 @fuzzed
+@given(st.integers(0, 200), st.integers(1, 300), dtypes, threads, seeds)
+def test_sums(rows, width, dtype, threads, seed):
+    rng = np.random.default_rng(seed)
+    x, added = (rng.normal(size=(rows, width)).astype(dtype) for _ in range(2))
+    used, count = some_rows(x, rng)
+    want = (x.astype(np.float32) + added.astype(np.float32)).astype(dtype)
+
+    def of_one_set():
+        (got,) = call("jaxllm_add", [x, added, count], [(x.shape, dtype)], threads=threads)
+        np.testing.assert_array_equal(*(each[:used].astype(np.float32) for each in (got, want)))
+
+    with_each_set(of_one_set)
+
+
+@fuzzed
 @given(
     st.integers(0, 200),
     st.integers(1, 300),

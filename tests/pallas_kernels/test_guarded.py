@@ -97,6 +97,7 @@ CALLS = {  # arguments, results, options, and aliases if there are some
         {"batch_invariant": False, "is_gelu": False},
     ),
     "jaxllm_gated": ([zeros(3, 2, 5), COUNT], [zeros(3, 5)], {"is_gelu": False}),
+    "jaxllm_add": ([zeros(3, 5), zeros(3, 5), COUNT], [zeros(3, 5)], {}),
     "jaxllm_rms_norm": (
         [zeros(3, 5), zeros(3, 5), zeros(5), COUNT],
         [zeros(3, 5), zeros(3, 5)],

@@ -41,12 +41,12 @@ class Elsewhere(Protocol):
 
 
 class CompilePlan:
-    """Compiles `jobs` (name -> a function that lowers), in three threads, each one job at a time.
+    """Compiles `jobs` (name -> a function that lowers), in a few threads, each one job at a time.
 
     One compiles at once what is `first`, what someone waits for, and what `want` names. Another helps it with what
-    someone waits for, as the engine stands still then. Until the first step both compile what is `ahead`. The third, at
-    low priority, goes through the rest in the order of `jobs` while the others have nothing to do: when the engine
-    idles, and while it steps for no more than `share` of the time.
+    someone waits for, as the engine stands still then. The third, at low priority, goes through the rest in the order
+    of `jobs` while the others have nothing to do: when the engine idles, and while it steps for no more than `share` of
+    the time. A fourth compiles what is `ahead` until the first step, and goes on with what it has at low priority.
 
     `compile` makes an executable of what is lowered. `compile_quickly` makes one sooner, and tells whether it is the
     same: one that is not is in its place until the third thread has made that, or until `wait_all`.
@@ -92,12 +92,13 @@ class CompilePlan:
         self._rest_at = 0.0  # time.monotonic() from which the rest may go on beside steps
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        threads = [
-            threading.Thread(target=self._run, args=(take, nice), name=f"jaxllm-compile{name}", daemon=True)
-            for name, take, nice in (
-                ("", self._next_wanted, 0),
-                ("-help", self._next_helped, 0),
-                ("-rest", self._next_of_rest, _NICE),
+        *_, self._thread_ahead = threads = [
+            threading.Thread(target=target, args=args, name=f"jaxllm-compile{name}", daemon=True)
+            for name, target, args in (
+                ("", self._run, (self._next_wanted, 0)),
+                ("-help", self._run, (self._next_awaited, 0)),
+                ("-rest", self._run, (self._next_of_rest, _NICE)),
+                ("-ahead", self._run_ahead, ()),
             )
         ]
         # At the latest when Python exits.
@@ -195,7 +196,10 @@ class CompilePlan:
     def stepped(self, *, is_stepping: bool) -> None:
         """Notes that the engine did something just now, and whether a step is still in flight."""
         self._is_stepping, self._active_at = is_stepping, time.monotonic()
-        self._has_stepped |= is_stepping
+        if is_stepping and not self._has_stepped:
+            self._has_stepped = True
+            if self._thread_ahead.is_alive():
+                _lower_priority(_NICE, self._thread_ahead)
 
     def close(self) -> None:
         """Stops after the executables being compiled, which can't be interrupted."""
@@ -233,22 +237,36 @@ class CompilePlan:
         tick()
 
     def _run(self, take: Callable[[], Hashable | None], nice: int) -> None:
-        _lower_priority(nice)
+        if nice:
+            _lower_priority(nice, threading.current_thread())
         while (name := self._take(take)) is not None:
-            self._is_trimmed = False
-            start = time.perf_counter()
-            compiled, passing, error = None, None, None
-            try:
-                with own_settings():
-                    compiled, passing = self._make(name)
-                self._check(name, compiled)
-            except Exception as raised:  # noqa: BLE001 - whatever the compiler raises is told to those who wait
-                error = raised
+            self._do(name)
+
+    def _run_ahead(self) -> None:
+        for name in self._ahead:
             with self._changed:
-                self._finish(name, compiled, passing, error, time.perf_counter() - start)
-                self._changed.notify_all()
-            if not self._is_left or self._is_idle:
-                self._trim()
+                if self._has_stepped or self._stop.is_set():
+                    return
+                if name not in self._jobs or name in self._compiling:
+                    continue
+                self._compiling.add(name)
+            self._do(name)
+
+    def _do(self, name: Hashable) -> None:
+        self._is_trimmed = False
+        start = time.perf_counter()
+        compiled, passing, error = None, None, None
+        try:
+            with own_settings():
+                compiled, passing = self._make(name)
+            self._check(name, compiled)
+        except Exception as raised:  # noqa: BLE001 - whatever the compiler raises is told to those who wait
+            error = raised
+        with self._changed:
+            self._finish(name, compiled, passing, error, time.perf_counter() - start)
+            self._changed.notify_all()
+        if not self._is_left or self._is_idle:
+            self._trim()
 
     def _make(self, name: Hashable) -> tuple[Any, Any]:
         """The executable, and what it was lowered to if that is to be compiled once more."""
@@ -289,22 +307,16 @@ class CompilePlan:
 
     def _next_wanted(self) -> Hashable | None:
         """What someone waits for, or else what is wanted; a wanted one that failed before is left for later."""
+        if (awaited := self._next_awaited()) is not None:
+            return awaited
         free = self._jobs.keys() - self._compiling
-        awaited = (name for names in self._awaited for name in names if name in free)
-        wanted = (name for name in (*self._wanted, *self._still_ahead) if name in free - self._retries)
+        wanted = (name for name in self._wanted if name in free - self._retries)
         passing = (name for name in self._passing if name not in self._compiling) if self._awaits_all else ()
-        return next(itertools.chain(awaited, wanted, passing), None)
+        return next(itertools.chain(wanted, passing), None)
 
-    def _next_helped(self) -> Hashable | None:
-        """What someone waits for, or else what is ahead."""
+    def _next_awaited(self) -> Hashable | None:
         free = self._jobs.keys() - self._compiling
-        awaited = (name for names in self._awaited for name in names if name in free)
-        ahead = (name for name in self._still_ahead if name in free - self._retries)
-        return next(itertools.chain(awaited, ahead), None)
-
-    @property
-    def _still_ahead(self) -> Collection[Hashable]:
-        return () if self._has_stepped else self._ahead
+        return next((name for names in self._awaited for name in names if name in free), None)
 
     def _next_of_rest(self) -> Hashable | None:
         """The first of the rest if now is the time for it; before all what takes another's place, of what was wanted
@@ -354,10 +366,10 @@ def _stop_and_join(stop: threading.Event, changed: threading.Condition, threads:
             thread.join()
 
 
-def _lower_priority(nice: int) -> None:
-    """Of this thread, where threads have one of their own: a step's threads go before it."""
-    if nice and sys.platform == "linux":
+def _lower_priority(nice: int, thread: threading.Thread) -> None:
+    """Of a thread that runs, where threads have one of their own: a step's threads go before it."""
+    if sys.platform == "linux" and thread.native_id is not None:
         try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+            os.setpriority(os.PRIO_PROCESS, thread.native_id, nice)
         except OSError as error:  # a sandbox may forbid it
             log.info("executables are compiled at the process's priority: %s", error)

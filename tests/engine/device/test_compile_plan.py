@@ -211,6 +211,39 @@ def test_the_rest_is_compiled_at_low_priority(made):
     assert seen[0] == own and seen[1] == (19 if sys.platform == "linux" else own)
 
 
+def test_what_is_ahead_is_compiled_beside_what_is_first_until_the_engine_steps(made):
+    order, gates = [], {name: threading.Event() for name in ("first", "ahead", "behind")}
+    jobs = [Fake(name, lambda name=name: order.append(name) or gates[name].wait(10)) for name in gates]
+    plan = made(*jobs, first=["first"], ahead=["first", "ahead", "behind"], share=1e-9, compile_quickly=quickly)
+    wait_until(lambda: len(order) == 2)
+    assert {*order} == {"first", "ahead"}
+    (thread,) = (each for each in threading.enumerate() if each.name == "jaxllm-compile-ahead" and each.is_alive())
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == own
+    gates["first"].set()
+    plan.wait(["first"])
+    plan.stepped(is_stepping=False)
+    assert plan.is_passing("first") and os.getpriority(os.PRIO_PROCESS, thread.native_id) == own, "no step yet"
+    plan.stepped(is_stepping=True)
+    assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == (19 if sys.platform == "linux" else own)
+    gates["ahead"].set()
+    plan.wait(["ahead"])
+    thread.join(10)
+    assert plan.is_passing("ahead") and not thread.is_alive() and "behind" not in order
+    gates["behind"].set()
+    plan.wait(["behind"])
+
+
+def test_what_is_ahead_is_compiled_once_and_gone_by_the_first_step(made):
+    order = []
+    jobs = [Fake(i, lambda i=i: order.append(i)) for i in range(6)]
+    plan = made(*jobs, first=[0, 1], ahead=[0, 1, 5, 3], share=1e-9)
+    wait_until(lambda: plan.num_done == 4)
+    wait_until(lambda: not any(each.name == "jaxllm-compile-ahead" for each in threading.enumerate()))
+    plan.stepped(is_stepping=True)
+    assert sorted(order) == [0, 1, 3, 5] and order.index(5) < order.index(3)
+
+
 def test_what_someone_waits_for_passes_what_is_compiled_for_nobody(made):
     gate, started = threading.Event(), threading.Event()
     plan = made(Fake("slow", lambda: started.set() or gate.wait(10)), Fake("awaited"), Fake("later"))

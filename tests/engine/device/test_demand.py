@@ -49,7 +49,7 @@ def test_small_steps_cost_little_where_padding_is_free():
 
 def test_padding_of_what_was_compiled_quickly_is_not_free():
     demand = Demand((64, 256, 2048), free_padding=True)
-    told = [demand.observe(5, 256, 0.4, patience=0.25, is_quick=True) for _ in range(4)]  # a third of 3/4 each time
+    told = [demand.observe(5, 256, 0.4, patience=0.1, is_quick=True) for _ in range(4)]  # an eighth of 3/4 each time
     assert told == [None, None, 64, None]
     small = Demand((64, 256, 2048), free_padding=True)
     assert small.observe(2048, 256, 0.1, patience=0.02, is_quick=True) == 2048, "as of others"

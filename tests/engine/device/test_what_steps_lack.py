@@ -2,6 +2,7 @@
 
 import time
 import types
+from dataclasses import replace
 
 import pytest
 
@@ -40,11 +41,11 @@ class SlowExecutor(FakeExecutor):
         return super().apply_one(command)
 
 
-@pytest.fixture
-def served():
-    order = []
-    executor = SlowExecutor(CONFIG, order)
-    engine = Engine(Runner(executor, CONFIG, 32), vocab=32, eos_ids=(), pooler=pooler())
+@pytest.fixture(params=[CONFIG])
+def served(request):
+    config, order = request.param, []
+    executor = SlowExecutor(config, order)
+    engine = Engine(Runner(executor, config, 32), vocab=32, eos_ids=(), pooler=pooler())
     yield engine, executor, order
     engine.close()
 
@@ -85,6 +86,15 @@ def test_many_long_prompts_get_a_bucket_for_all_and_one_for_what_comes_after_the
     finish(engine)
     assert {*order[4:6]} == {("step", 128), ("sample", 8)} and order[6] == ("step", 8)
     assert executor.buckets.count(1) < 5 and executor.buckets.count(8) > 20
+
+
+@pytest.mark.parametrize("served", [replace(CONFIG, free_padding=True)], indirect=True)
+def test_where_padding_is_free_the_step_of_prompts_serves_what_comes_after_them(served):
+    engine, executor, order = served
+    for i in range(6):
+        engine.add([1 + i] * 90, SamplingParams(max_tokens=40, ignore_eos=True), request_id=str(i))
+    finish(engine)
+    assert {*order[4:]} == {("step", 128), ("sample", 8)} and executor.buckets.count(128) > 40
 
 
 def test_tokens_that_are_left_are_counted(served):
