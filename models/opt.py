@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
