@@ -17,7 +17,7 @@ class OnDemand(CompilePlan):
     """Steps find every executable there, as if all were compiled, though one is compiled when it is first asked for:
     most are never asked for by a test, and nothing is compiled twice."""
 
-    def __init__(self, *given: Any, compile_quickly: Any = None, **options: Any):
+    def __init__(self, *given: Any, compile_quickly: Any = None, ahead: Any = (), **options: Any):
         super().__init__(*given, **options)
 
     def ready(self, name: Hashable) -> bool:

@@ -74,3 +74,13 @@ def test_first_executables_are_replaced_and_tokens_stay(tiny, is_fixed, monkeypa
         after = {name: plan[name] for name in first}
         assert all((first[name] is after[name]) == is_fixed for name in first)
         assert tokens(llm.generate(prompts, greedy(6))) == before
+
+
+@pytest.mark.skipif(not native.is_built(), reason="what XLA computes itself is optimised at once")
+def test_what_many_at_once_need_comes_before_anything_is_asked_for(tiny):
+    """On a CPU: the largest step, and the one in which all decode; and nothing else."""
+    with as_for_users(), LLM(tiny.model, compilation_cache=False, **SIZES | {"max_num_batched_tokens": 64}) as llm:
+        plan = llm.engine.runner.compile_plan
+        ahead = ["init", ("admit", 1), ("step", 1), ("sample", 1), ("step", 64), ("sample", 4), ("step", 8)]
+        plan.wait(ahead)
+        assert {*plan.compiled[:7]} == {*ahead}
