@@ -46,7 +46,8 @@ class CompilePlan:
     One compiles at once what is `first`, what someone waits for, and what `want` names. Another helps it with what
     someone waits for, as the engine stands still then. The third, at low priority, goes through the rest in the order
     of `jobs` while the others have nothing to do: when the engine idles, and while it steps for no more than `share` of
-    the time. A fourth compiles what is `ahead` until the first step, and goes on with what it has at low priority.
+    the time. A fourth compiles what is `ahead` until the first step, and goes on with what it has at low priority; it
+    leaves that where executables are not compiled, but at hand.
 
     `compile` makes an executable of what is lowered. `compile_quickly` makes one sooner, and tells whether it is the
     same: one that is not is in its place until the third thread has made that, or until `wait_all`.
@@ -251,6 +252,8 @@ class CompilePlan:
                     continue
                 self._compiling.add(name)
             self._do(name)
+            if self.ready(name) and not self.is_passing(name):
+                return  # executables are at hand, and soon there once they are asked for
 
     def _do(self, name: Hashable) -> None:
         self._is_trimmed = False

@@ -237,11 +237,20 @@ def test_what_is_ahead_is_compiled_beside_what_is_first_until_the_engine_steps(m
 def test_what_is_ahead_is_compiled_once_and_gone_by_the_first_step(made):
     order = []
     jobs = [Fake(i, lambda i=i: order.append(i)) for i in range(6)]
-    plan = made(*jobs, first=[0, 1], ahead=[0, 1, 5, 3], share=1e-9)
+    plan = made(*jobs, first=[0, 1], ahead=[0, 1, 5, 3], share=1e-9, compile_quickly=quickly)
     wait_until(lambda: plan.num_done == 4)
     wait_until(lambda: not any(each.name == "jaxllm-compile-ahead" for each in threading.enumerate()))
     plan.stepped(is_stepping=True)
     assert sorted(order) == [0, 1, 3, 5] and order.index(5) < order.index(3)
+
+
+def test_nothing_is_ahead_where_executables_are_at_hand(made):
+    order = []
+    jobs = [Fake(name, lambda name=name: order.append(name)) for name in ("first", "kept", "later")]
+    plan = made(*jobs, first=["first"], ahead=["kept", "later"], share=1e-9, compile_quickly=quickly)
+    wait_until(lambda: plan.num_done == 2)
+    wait_until(lambda: not any(each.name == "jaxllm-compile-ahead" for each in threading.enumerate()))
+    assert {*order} == {"first", "kept"} and not plan.ready("later")
 
 
 def test_what_someone_waits_for_passes_what_is_compiled_for_nobody(made):
