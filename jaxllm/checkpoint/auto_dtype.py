@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.checkpoint.formats import Checkpoint
 from jaxllm.checkpoint.gguf.blocks import BLOCKS
-from jaxllm.checkpoint.tensors import FLOATS
+from jaxllm.checkpoint.quantized.gguf import is_kept
 from jaxllm.default_model import DEFAULT_MODEL
 from jaxllm.pallas_kernels import native
 
@@ -33,18 +33,21 @@ def dtype_for_cpu(checkpoint: Checkpoint, hf: Mapping[str, Any], *, has_files: b
     return "bfloat16"
 
 
-def holds_bfloat16(checkpoint: Checkpoint) -> bool:
-    """Whether one CPU that computes in float32 can hold the dense weights as they are stored: all are bfloat16."""
-    tensors = checkpoint.tensors().values()
-    dtypes = {tensor.dtype for tensor in tensors if len(tensor.shape) >= 2 and tensor.dtype in FLOATS}
-    is_held = dtypes == {"BF16"} and checkpoint.path != DEFAULT_MODEL
-    if is_held:
+def held_on_cpu(checkpoint: Checkpoint, *, keeps_blocks: bool) -> str | None:
+    """The name of the dtype of 16 bits in which one CPU that computes in float32 can hold the dense weights, as all of
+    them are stored in it; else None. Blocks are none of them if they are served as they are, as `keeps_blocks` says of
+    those that can be."""
+    tensors = [tensor for tensor in checkpoint.tensors().values() if len(tensor.shape) >= 2 and tensor.dtype in BLOCKS]
+    kinds = {tensor.dtype for tensor in tensors if not (keeps_blocks and is_kept(tensor))}
+    held = _HALVES.get(kinds.pop()) if len(kinds) == 1 and checkpoint.path != DEFAULT_MODEL else None
+    if held is not None:
         log.info(
-            "%s is held in bfloat16, as it is stored, and computed in float32; dtype='float32' (--dtype float32) holds "
-            "it in that, too, as parameters that are updated may want",
+            "%s is held in %s, as it is stored, and computed in float32; dtype='float32' (--dtype float32) holds it in "
+            "that, too, as parameters that are updated may want",
             checkpoint.path,
+            held,
         )
-    return is_held
+    return held
 
 
 def _stored_kind(checkpoint: Checkpoint) -> str | None:

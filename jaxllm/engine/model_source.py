@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxllm.argument_checks import a_type
-from jaxllm.checkpoint.auto_dtype import dtype_for_cpu, holds_bfloat16
+from jaxllm.checkpoint.auto_dtype import dtype_for_cpu, held_on_cpu
 from jaxllm.checkpoint.config import DTYPES, ModelSpec, read_spec, resolve_dtype
 from jaxllm.checkpoint.formats import Checkpoint, open_checkpoint
 from jaxllm.checkpoint.forms import give_forms, hold_in
@@ -209,8 +209,10 @@ def _of_checkpoint(
     if rounds_rows:
         round_rows(abstract)
     is_float32 = dtype == "auto" and platform == "cpu" and spec.cfg.dtype == jnp.float32
-    if is_float32 and reading.suits_processor and has_files and native.is_built() and holds_bfloat16(checkpoint):
-        hold_in(abstract, jnp.bfloat16)
+    if is_float32 and reading.suits_processor and has_files and native.is_built():
+        held = held_on_cpu(checkpoint, keeps_blocks=reading.quantization == "gguf")
+        if held is not None:
+            hold_in(abstract, DTYPES[held])
     pooling = read_pooling(checkpoint, spec, reading.hf_overrides)
     source = ModelSource(
         *(spec.cfg, abstract, load, spec.eos_token_ids, tokenizer, checkpoint, pooling), definition=definition

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxllm.pallas_kernels import native
+from jaxllm.pallas_kernels.matmul.native import DTYPES as OF_DENSE
 from jaxllm.pallas_kernels.quantized_matmul import QuantizedWeight, stored_bytes
 from jaxllm.pallas_kernels.quantized_matmul.native import DTYPES, operands
 
@@ -19,14 +20,14 @@ def supports(
     """Whether the kernel is built and supports these operands: of dtypes that it has, no expert's codes of 4 bits that
     begin within a byte."""
     del offsets, num_inputs
-    dtypes = [x.dtype, jnp.dtype(out_dtype or x.dtype)]
+    has_dtypes = all(dtype.name in DTYPES for dtype in (x.dtype, jnp.dtype(out_dtype or x.dtype)))
     begins_within = False
     if isinstance(weight, QuantizedWeight):
         size, codes = math.prod(weight.codes.shape[1:]), weight.codes.dtype
         begins_within = stored_bytes((2, size), codes) != 2 * stored_bytes((size,), codes)
     else:
-        dtypes.append(weight.dtype)
-    return all(dtype.name in DTYPES for dtype in dtypes) and not begins_within and native.is_built()
+        has_dtypes = has_dtypes and (x.dtype.name, weight.dtype.name) in OF_DENSE
+    return has_dtypes and not begins_within and native.is_built()
 
 
 def product(

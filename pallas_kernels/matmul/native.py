@@ -12,7 +12,8 @@ from jaxllm.pallas_kernels.gradients import with_gradient_of
 from jaxllm.pallas_kernels.matmul import reference
 from jaxllm.pallas_kernels.matmul.reference import as_matrices
 
-DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16"))  # of rows, and of the weight
+_WEIGHTS_OF_FLOAT32 = ("float32", "bfloat16", "float16")
+DTYPES = (*(("float32", weight) for weight in _WEIGHTS_OF_FLOAT32), ("bfloat16", "bfloat16"))  # of rows, of a weight
 
 
 def supports(equation: str, x: Array, weight: Array) -> bool:

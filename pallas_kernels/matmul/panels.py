@@ -17,7 +17,7 @@ from jaxllm.pallas_kernels.matmul import reference
 
 PANEL = 32  # outputs
 _MOST_THREADS = 16
-_TOGETHER = {"float32": 1, "bfloat16": 2}  # inputs of an output that lie side by side: 4 bytes
+_TOGETHER = {"float32": 1, "float16": 1, "bfloat16": 2}  # inputs of an output that lie side by side
 
 
 def fits(inputs: int, outputs: int, dtype: Any) -> bool:
@@ -27,7 +27,7 @@ def fits(inputs: int, outputs: int, dtype: Any) -> bool:
 
 
 def panels_shape(inputs: int, outputs: int, dtype: Any) -> tuple[int, ...]:
-    """Of the panels of a matrix: `[panels, inputs, 32]` in float32, `[panels, pairs of inputs, 32, 2]` in bfloat16."""
+    """Of the panels of a matrix: `[panels, inputs, 32]`, but in bfloat16 `[panels, pairs of inputs, 32, 2]`."""
     together = _TOGETHER[jnp.dtype(dtype).name]
     return outputs // PANEL, inputs // together, PANEL, *(() if together == 1 else (together,))
 
@@ -39,7 +39,8 @@ def put_in_panels(weight: np.ndarray, panels: np.ndarray) -> None:
     weight = np.ascontiguousarray(weight)
     addresses = (ctypes.c_void_p(array.ctypes.data) for array in (weight, panels))
     sizes = (ctypes.c_int64(size) for size in (math.prod(lead), inputs, outputs))
-    counts = ctypes.c_int32(weight.itemsize), ctypes.c_int32(min(_MOST_THREADS, os.cpu_count() or 1))
+    by_pairs, threads = _TOGETHER[weight.dtype.name] > 1, min(_MOST_THREADS, os.cpu_count() or 1)
+    counts = (ctypes.c_int32(count) for count in (weight.itemsize, by_pairs, threads))
     native.load().jaxllm_put_in_panels(*addresses, *sizes, *counts)
 
 

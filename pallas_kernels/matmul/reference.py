@@ -12,11 +12,11 @@ def einsum(
 ) -> Float[Array, "..."]:
     """`jnp.einsum`, of equations "...C,CO->...O" or "...C,OC->...O": C and O stand for some letters each.
 
-    The result is rounded to the dtype of x; with `out_dtype` float32 it is the float32 sums as they are. A bfloat16
-    weight may be multiplied with float32.
+    The result is rounded to the dtype of x; with `out_dtype` float32 it is the float32 sums as they are. A weight
+    of 16 bits may be multiplied with float32.
     """
     del num_tokens  # XLA multiplies padding, too
-    if x.dtype == jnp.float32 and weight.dtype == jnp.bfloat16:
+    if x.dtype == jnp.float32 and weight.dtype in (jnp.bfloat16, jnp.float16):
         weight = weight.astype(jnp.float32)
     contracted, outputs, transposed = split(equation)
     # One axis to sum over: XLA transposes, for a GPU and at each call, a weight that has several. (The others stay: a

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"]
-_AVX2, _BF16 = ["-mavx2", "-mfma"], [*_AVX512, "-mavx512bf16", "-mavx512vnni"]
+_AVX2, _BF16 = ["-mavx2", "-mfma", "-mf16c"], [*_AVX512, "-mavx512bf16", "-mavx512vnni"]
 AMX = [*_BF16, "-mamx-tile", "-mamx-bf16"]
 # Instruction set -> its table of kernels, and the compiler's flags; one object each, chosen from at run time. The
 # portable one has NEON on Arm.

@@ -35,7 +35,7 @@ static void gemm_by_panels(const Gemm& g, int64_t begin, int64_t end) {
   const int64_t most_units = g.groups == 1 ? g.units() : has_many ? kManyDepth : kBlockDepth;
   const int64_t most_depth = most_units * U::kRows, most_columns = std::max<int64_t>(kBlock / most_units / kColumns, 1) * kColumns;
   const auto at = [&](int64_t k, int64_t n) {
-    const int64_t bytes = (n / kDensePanel * g.k + k) * kDensePanel * sizeof(Value<U>) + n % kDensePanel * sizeof(float);
+    const int64_t bytes = (n / kDensePanel * g.k + k) * kDensePanel * sizeof(Value<U>) + n % kDensePanel * U::kColumn;
     return static_cast<const char*>(g.w) + bytes;
   };
   for (int64_t first = begin; first < end; first += most_columns)

@@ -322,7 +322,9 @@ static void gemm_of(const Gemm& g, int64_t begin, int64_t end) {
 }
 
 static void gemm(const Gemm& g, int64_t begin, int64_t end) {
-  (g.dtype == DType::kF32 ? gemm_of<Single<float>> : g.pairs ? gemm_of<Pair> : gemm_of<Single<Bf16>>)(g, begin, end);
+  if (g.dtype == DType::kF32) return gemm_of<Single<float>>(g, begin, end);
+  if (g.dtype == DType::kF16) return gemm_of<Single<Half>>(g, begin, end);
+  (g.pairs ? gemm_of<Pair> : gemm_of<Single<Bf16>>)(g, begin, end);
 }
 
 }  // namespace jaxllm::JAXLLM_ISA

@@ -29,12 +29,13 @@ template <class T>
 struct Single {
   typedef T Value;
   static constexpr int kRows = 1;
+  static constexpr int64_t kColumn = std::is_same_v<T, Bf16> ? 4 : sizeof(T);  // bytes from a panel's column to the next
   static inline Floats read(const T* w, int64_t) { return load(w); }
   static inline Floats read_last(const T* w) { return load(w); }
   static inline Floats read_along(const T* w) { return load(w); }  // neighbours are of one column
   static inline Floats read_panel(const void* panel, int64_t k, int64_t column) {
-    if constexpr (std::is_same_v<T, float>) {
-      return load(static_cast<const float*>(panel) + k * kDensePanel + column);
+    if constexpr (!std::is_same_v<T, Bf16>) {
+      return load(static_cast<const T*>(panel) + k * kDensePanel + column);
     } else {
       const Words both = (Words)load(static_cast<const float*>(panel) + k / 2 * kDensePanel + column);
       return (Floats)(k % 2 ? both & 0xffff0000u : both << 16);
@@ -49,6 +50,7 @@ constexpr bool kHasPairs = true;
 struct Pair {
   typedef Bf16 Value;
   static constexpr int kRows = 2;
+  static constexpr int64_t kColumn = 4;
   static inline Words widened(const Bf16* w) { return load_words(&w->bits); }
   static inline Floats read(const Bf16* w, int64_t ldw) { return (Floats)(widened(w) | widened(w + ldw) << 16); }
   static inline Floats read_last(const Bf16* w) { return (Floats)widened(w); }  // x has a zero for the second

@@ -5,9 +5,13 @@
 
 namespace jaxllm {
 
-enum class DType { kF32, kBf16, kInt8, kFloat8 };
+enum class DType { kF32, kBf16, kF16, kInt8, kFloat8 };
 
 struct Bf16 {
+  uint16_t bits;
+};
+
+struct Half {  // float16, which only weights are
   uint16_t bits;
 };
 

@@ -16,19 +16,20 @@ constexpr int64_t kStripPanels = 32;  // that are written at once: of each row o
 constexpr int64_t kStripRows = 256;   // for so many rows
 
 // Rows `begin` to `end` of w[k, n], each row a number's bits, to those of panels from `first` to `last`.
-void place(const uint32_t* w, int64_t k, int64_t n, int64_t begin, int64_t end, int64_t first, int64_t last, uint32_t* to) {
+template <class T>
+void place(const T* w, int64_t k, int64_t n, int64_t begin, int64_t end, int64_t first, int64_t last, T* to) {
   for (int64_t row = begin; row < end; row++)
     for (int64_t panel = first; panel < last; panel++)
-      std::memcpy(to + (panel * k + row) * kDensePanel, w + row * n + panel * kDensePanel, kDensePanel * 4);
+      std::memcpy(to + (panel * k + row) * kDensePanel, w + row * n + panel * kDensePanel, kDensePanel * sizeof(T));
 }
 
 // Likewise, by pairs of rows.
-void place(const uint16_t* w, int64_t k, int64_t n, int64_t begin, int64_t end, int64_t first, int64_t last, uint16_t* to) {
+void place(const Bf16* w, int64_t k, int64_t n, int64_t begin, int64_t end, int64_t first, int64_t last, Bf16* to) {
   for (int64_t row = begin; row < end; row += 2)
     for (int64_t panel = first; panel < last; panel++) {
-      const uint16_t* const even = w + row * n + panel * kDensePanel;
-      const uint16_t* const odd = even + n;
-      uint16_t* const at = to + (panel * k + row) * kDensePanel;
+      const Bf16* const even = w + row * n + panel * kDensePanel;
+      const Bf16* const odd = even + n;
+      Bf16* const at = to + (panel * k + row) * kDensePanel;
       for (int64_t c = 0; c < kDensePanel; c++) at[2 * c] = even[c], at[2 * c + 1] = odd[c];
     }
 }
@@ -54,12 +55,18 @@ void to_panels(const T* from, T* to, int64_t matrices, int64_t k, int64_t n, int
 }  // namespace
 }  // namespace jaxllm
 
-// `matrices` of [k, n], of numbers of 4 bytes or of 2, in panels (see Matrix). n is a multiple of kDensePanel, and k one of 2
-// if numbers have 2 bytes.
+// `matrices` of [k, n], of numbers of 4 bytes or of 2, in panels (see Matrix): by pairs if they are bfloat16. n is a multiple
+// of kDensePanel, and k one of 2 by pairs.
 extern "C" void jaxllm_put_in_panels(const void* from, void* to, int64_t matrices, int64_t k, int64_t n, int32_t bytes,
-                                     int32_t num_threads) {
-  if (bytes == 4)
-    jaxllm::to_panels(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), matrices, k, n, num_threads);
+                                     int32_t by_pairs, int32_t num_threads) {
+  const auto put = [&](auto number) {
+    using T = decltype(number);
+    jaxllm::to_panels(static_cast<const T*>(from), static_cast<T*>(to), matrices, k, n, num_threads);
+  };
+  if (by_pairs)
+    put(jaxllm::Bf16{});
+  else if (bytes == 4)
+    put(uint32_t{});
   else
-    jaxllm::to_panels(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), matrices, k, n, num_threads);
+    put(uint16_t{});
 }

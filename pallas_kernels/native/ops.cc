@@ -6,6 +6,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "arm.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -23,6 +27,14 @@ namespace jaxllm {
 
 namespace {
 
+#if defined(__x86_64__)
+// Older compilers don't know it by name.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 // Those that this CPU runs, the best first.
 std::vector<const Kernels*> all_kernels() {
   std::vector<const Kernels*> all;
@@ -36,7 +48,7 @@ std::vector<const Kernels*> all_kernels() {
     if (const Kernels* const vnni = avx512_vnni_kernels()) all.push_back(vnni);
     all.push_back(&kAvx512);
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
     if (const Kernels* const vnni = avx2_vnni_kernels()) all.push_back(vnni);
     all.push_back(&kAvx2);
   }
@@ -140,7 +152,7 @@ ffi::Error multiply_all(ffi::ThreadPool& pool, ffi::AnyBuffer& x, ffi::AnyBuffer
       matrix.n != ys[1] * (out.is_gated ? 2 : 1) || (matrix.in_panels && ys[1] % kDensePanel) || !is_one_or_none(num_rows) ||
       !find(y.element_type(), out.dtype) || (!is_f32 && x.element_type() != ffi::BF16) ||
       (out.dtype != DType::kF32 && is_f32) ||
-      (w.element_type() != x.element_type() && (!is_f32 || batch_invariant)))  // float32 rows may have a bfloat16 weight
+      (w.element_type() != x.element_type() && (!is_f32 || batch_invariant)))  // float32 rows may have one of 16 bits
     return ffi::Error::InvalidArgument(std::string(name) + ": shapes or dtypes don't go together");
   const int64_t rows = used_rows(num_rows, xs[0]), k = xs[1], n = matrix.n;
   if (rows == 0) return ffi::Error::Success();

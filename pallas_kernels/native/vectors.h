@@ -167,10 +167,14 @@ static inline Floats load_half(const uint16_t* p) {
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__aarch64__)
   return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+#elif defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
   return small_floats<16, 10>(load_words(p));
 #endif
 }
+
+static inline Floats load(const Half* p) { return load_half(&p->bits); }
 
 static inline Floats load_float8(const uint8_t* p) {
 #if defined(__AVX512F__)  // by way of float16, which has the same numbers, 2^8 times smaller

@@ -36,7 +36,13 @@ inline bool find(xla::ffi::DataType dtype, Scale& scale) {
   }
 }
 
-// A dense weight: [k, n], [n, k] if it is transposed, or in panels, [panels, k, kDensePanel] in float32 and
+inline bool find_of_weight(xla::ffi::DataType dtype, DType& found) {
+  if (dtype != xla::ffi::F16) return find(dtype, found);
+  found = DType::kF16;
+  return true;
+}
+
+// A dense weight: [k, n], [n, k] if it is transposed, or in panels, [panels, k, kDensePanel] in float32 and float16, and
 // [panels, k / 2, kDensePanel, 2] in bfloat16.
 struct Matrix {
   int64_t k, n;
@@ -47,7 +53,7 @@ struct Matrix {
 // Whether `w` is one, or several if it has so many axes before, which `to` then tells of.
 inline bool read_matrix(const xla::ffi::AnyBuffer& w, bool transposed, size_t lead, Matrix& to) {
   const auto dims = w.dimensions();
-  if (dims.size() < lead + 2 || !find(w.element_type(), to.dtype)) return false;
+  if (dims.size() < lead + 2 || !find_of_weight(w.element_type(), to.dtype)) return false;
   const auto* const ws = dims.begin() + lead;
   const size_t rank = dims.size() - lead;
   to.in_panels = rank > 2;
@@ -55,9 +61,9 @@ inline bool read_matrix(const xla::ffi::AnyBuffer& w, bool transposed, size_t le
     to.k = ws[transposed ? 1 : 0], to.n = ws[transposed ? 0 : 1];
     return true;
   }
-  const bool is_f32 = to.dtype == DType::kF32;
-  to.k = ws[1] * (is_f32 ? 1 : 2), to.n = ws[0] * kDensePanel;
-  return !transposed && rank == (is_f32 ? 3 : 4) && ws[2] == kDensePanel && (is_f32 || ws[3] == 2);
+  const bool by_pairs = to.dtype == DType::kBf16;
+  to.k = ws[1] * (by_pairs ? 2 : 1), to.n = ws[0] * kDensePanel;
+  return !transposed && rank == (by_pairs ? 4 : 3) && ws[2] == kDensePanel && (!by_pairs || ws[3] == 2);
 }
 
 // Of experts that lie one after the other; without experts, of one.

@@ -17,7 +17,7 @@ from tests.pallas_kernels.guarded import call, fuzzed, with_each_set
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
 
 BF16 = ml_dtypes.bfloat16
-KINDS = [(np.float32, np.float32), (np.float32, BF16), (BF16, BF16)]  # of rows, and of the weight
+KINDS = [(np.float32, np.float32), (np.float32, BF16), (np.float32, np.float16), (BF16, BF16)]  # of rows, and of the weight
 ALL, NOTHING = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 rows_of_x = st.integers(1, 30) | st.integers(31, 300)
@@ -108,6 +108,7 @@ def test_products_of_experts(lengths, pairs, panels, kinds, threads, seed):
         ((2, 8, 32, 2), np.float32, {}),  # one of bfloat16
         ((2, 8, 32), BF16, {}),  # one of float32
         ((2, 4, 32, 1), BF16, {}),
+        ((2, 4, 32, 2), np.float16, {}),
         ((2, 8, 32), np.float32, {"transposed": True}),
         ((3, 8, 32), np.float32, {}),  # outputs
     ],
@@ -126,7 +127,7 @@ def test_a_gate_that_ends_within_a_panel_is_refused():
 
 
 @pytest.mark.parametrize("lead", [(), (3,)])
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16])
 def test_there_and_back(lead, dtype):
     weight = np.random.default_rng(0).normal(size=(*lead, 600, 96)).astype(dtype)
     panels = jnp.asarray(laid_out(weight))
@@ -139,7 +140,7 @@ def test_there_and_back(lead, dtype):
 def test_what_fits():
     assert in_panels.fits(7, 64, np.float32) and in_panels.fits(8, 64, BF16)
     assert not in_panels.fits(7, 64, BF16) and not in_panels.fits(8, 48, np.float32)
-    assert not in_panels.fits(8, 64, np.float16) and not in_panels.fits(8, 64, np.int8)
+    assert in_panels.fits(7, 64, np.float16) and not in_panels.fits(8, 64, np.int8)
 
 
 def test_gradients():

@@ -186,9 +186,9 @@ def test_cpus_multiply_natively_on_one_device_and_on_a_mesh():
     quantised = experts_of([weight_of("int4", (64,), (64,), 32)] * 3)
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
     for placement in (Placement.default(), Placement(mesh)):
-        for weight in (quantised, jnp.ones((3, 64, 8)), jnp.ones((3, 64, 8), jnp.bfloat16)):
+        for weight in (quantised, *(jnp.ones((3, 64, 8), dtype) for dtype in ("float32", "bfloat16", "float16"))):
             assert OP.preferred_at(placement, x, weight, offsets, num_inputs=1) == "native"
     within_a_byte = experts_of([weight_of("int4", (3,), (5,))] * 3)
-    others = ((x.astype(jnp.float16), quantised), (x, jnp.ones((3, 64, 8), jnp.float16)), (x[:, :3], within_a_byte))
+    others = ((x.astype(jnp.float16), quantised), (x, jnp.ones((3, 64, 8), jnp.int8)), (x[:, :3], within_a_byte))
     for operands in others:
         assert OP.preferred_at(Placement.default(), *operands, offsets, num_inputs=1) == "reference"
