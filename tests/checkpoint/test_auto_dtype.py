@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm import LLM, SamplingParams
-from jaxllm.checkpoint.auto_dtype import dtype_for_cpu
+from jaxllm.checkpoint.auto_dtype import dtype_for_cpu, held_on_cpu
 from jaxllm.checkpoint.formats import HuggingFaceDirectory, open_checkpoint
 from jaxllm.checkpoint.placement import named
 from jaxllm.checkpoint.tensors import StoredTensor
@@ -111,7 +111,7 @@ def answer(path, **options):
 
 
 def same(ours, theirs):
-    """To the bit: a bfloat16 number is a float32 number."""
+    """To the bit: a number of 16 bits is a float32 number."""
     one, other = ([{t: each.logprob for t, each in row.items()} for row in out.logprobs] for out in (ours, theirs))
     assert one == other and list(ours.token_ids) == list(theirs.token_ids) and len(one) == 12
 
@@ -119,22 +119,47 @@ def same(ours, theirs):
 @needs_library
 @NO_PAIRS
 @pytest.mark.parametrize(
-    ("family", "more"),
-    [("Llama", {"tie_word_embeddings": True}), ("Qwen2", {}), ("Gemma2", {}), ("Mixtral", {}), ("OPT", {})],
+    ("family", "more", "stored_in"),
+    [
+        *(("Llama", {"tie_word_embeddings": True}, dtype) for dtype in (HALF, np.float16)),
+        *((family, {}, HALF) for family in ("Qwen2", "Gemma2", "OPT")),
+        *(("Mixtral", {}, dtype) for dtype in (HALF, np.float16)),
+    ],
 )
-def test_without_pairs_weights_are_held_as_they_are_stored(family, more, tmp_path, caplog):
+def test_without_pairs_weights_are_held_as_they_are_stored(family, more, stored_in, tmp_path, caplog):
     """And computed in float32, with the results of weights in float32."""
     caplog.set_level(logging.INFO)
     hf_models.checkpoint(tmp_path, family, **more)
     file = tmp_path / "model.safetensors"
-    save_file({name: value.astype(HALF) for name, value in load_file(file).items()}, file)
+    save_file({name: value.astype(stored_in) for name, value in load_file(file).items()}, file)
     ours, held = answer(tmp_path)
-    assert any("held in bfloat16, as it is stored" in message for message in caplog.messages)
-    assert {"bfloat16"} <= {*held.values()} and held["embed.weight"] == "bfloat16"
-    assert all(dtype == "bfloat16" for name, dtype in held.items() if name.endswith(".weight") and "norm" not in name)
+    wanted = np.dtype(stored_in).name
+    assert any(f"held in {wanted}, as it is stored" in message for message in caplog.messages)
+    assert {wanted} <= {*held.values()} and held["embed.weight"] == wanted
+    assert all(dtype == wanted for name, dtype in held.items() if name.endswith(".weight") and "norm" not in name)
     theirs, whole = answer(tmp_path, dtype="float32")
     assert {*whole.values()} == {"float32"}
     same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "served", "as_read"),
+    [
+        (("F16", "Q4_K"), "float16", None),
+        (("F16",), "float16", "float16"),
+        (("BF16", "Q8_0"), "bfloat16", None),
+        (("F16", "BF16"), None, None),
+        (("F16", "Q2_K"), None, None),
+        (("Q4_0",), None, None),
+    ],
+)
+def test_what_is_read_from_blocks_is_not_held_in_16_bits(kinds, served, as_read):
+    """Unless they are `served` as they are: their numbers would be rounded."""
+    tensors = {kind: StoredTensor(Path(), kind, kind, (256, 256), 0) for kind in kinds}
+    tensors["norm"] = StoredTensor(Path(), "norm", "F32", (256,), 0)
+    file = HuggingFaceDirectory(Path("model"))
+    file.tensors = lambda: tensors
+    assert [held_on_cpu(file, keeps_blocks=keeps) for keeps in (True, False)] == [served, as_read]
 
 
 @needs_library
