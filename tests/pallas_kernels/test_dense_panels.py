@@ -17,7 +17,7 @@ from tests.pallas_kernels.guarded import call, fuzzed, with_each_set
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build")
 
 BF16 = ml_dtypes.bfloat16
-KINDS = [(np.float32, np.float32), (np.float32, BF16), (np.float32, np.float16), (BF16, BF16)]  # of rows, and of the weight
+KINDS = [*((np.float32, held) for held in (np.float32, BF16, np.float16)), (BF16, BF16)]  # of rows, and of the weight
 ALL, NOTHING = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 rows_of_x = st.integers(1, 30) | st.integers(31, 300)
