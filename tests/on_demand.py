@@ -21,15 +21,15 @@ class OnDemand(CompilePlan):
         super().__init__(*given, **options)
 
     def ready(self, name: Hashable) -> bool:
-        if name in self._jobs:
+        if name in self._queue.jobs:
             self.settle([name])
-        if self._elsewhere is not None and name in self._done and name not in self._elsewhere.compiled:
+        if self._elsewhere is not None and name in self._queue.done and name not in self._elsewhere.compiled:
             self._elsewhere.want([name], is_awaited=True)  # as nobody else retries what has failed there once
             self._elsewhere.wait_compiled([name], lambda: None)
         return super().ready(name)
 
     def __getitem__(self, name: Hashable) -> Any:
-        if name in self._jobs:
+        if name in self._queue.jobs:
             self.settle([name])
         return super().__getitem__(name)
 

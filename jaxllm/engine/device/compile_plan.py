@@ -1,6 +1,5 @@
 """The compile plan: every executable the engine will ever run, known before the start, compiled in the background."""
 
-import itertools
 import logging
 import os
 import sys
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from jaxllm.engine.device.compile_queue import CompileQueue, Job
 from jaxllm.engine.device.own_settings import own_settings
 from jaxllm.engine.host_memory import give_back
 from jaxllm.errors import EngineDeadError
@@ -22,8 +22,6 @@ _NICE = 19  # priority of the thread that compiles what nobody waits for
 _IDLE_S = 0.3  # without a step, after which nobody's request is under way
 _POLL_S = 0.1
 _QUICKER = 3  # times as fast is what is compiled quickly
-
-Job = Callable[[], Any]  # returns a `jax.stages.Lowered`
 
 
 @runtime_checkable
@@ -55,8 +53,7 @@ class CompilePlan:
     An executable accepts only the shapes, dtypes and shardings it was compiled for: anything else raises a TypeError
     that names the argument, so nothing ever compiles behind the engine's back.
 
-    A job that fails is tried once more, after all others or as soon as someone waits for it. The engine goes on
-    without an executable that failed twice.
+    A job that fails is tried once more (see `CompileQueue`); the engine goes on without what failed twice.
     """
 
     def __init__(
@@ -72,22 +69,11 @@ class CompilePlan:
     ):
         self._check, self._share = check, share
         self._compile, self._compile_quickly = compile, compile_quickly
-        self.names = tuple(jobs)
+        self._queue = CompileQueue(jobs, first, ahead)
         self.seconds = self.longest_s = 0.0  # of all executables, and of the one that took longest
         self.waited_at = 0.0  # time.monotonic() when someone last waited for an executable: no hang, but work
         self._elsewhere: Elsewhere | None = None
-        self._jobs = dict(jobs)  # left to do
-        self._done: dict[Hashable, Any] = {}
-        self._passing: dict[Hashable, Any] = {}  # of those, what was compiled quickly, as it was lowered
-        self._awaits_all = False
-        self._retries: set[Hashable] = set()  # failed once
-        self._failures: dict[Hashable, Exception] = {}  # failed twice
-        self._awaited_elsewhere: set[Hashable] = set()
-        self._awaited: list[Collection[Hashable]] = [self._awaited_elsewhere]  # by those who wait
-        self._wanted = dict.fromkeys(first)
-        self._ahead = ahead
         self._has_stepped = False
-        self._compiling: set[Hashable] = set()
         self._is_trimmed = True  # whether what compiling took, and is free, went back to the system
         self._is_stepping, self._active_at = True, time.monotonic()  # until the parameters are there
         self._rest_at = 0.0  # time.monotonic() from which the rest may go on beside steps
@@ -96,8 +82,8 @@ class CompilePlan:
         *_, self._thread_ahead = threads = [
             threading.Thread(target=target, args=args, name=f"jaxllm-compile{name}", daemon=True)
             for name, target, args in (
-                ("", self._run, (self._next_wanted, 0)),
-                ("-help", self._run, (self._next_awaited, 0)),
+                ("", self._run, (self._queue.next_wanted, 0)),
+                ("-help", self._run, (self._queue.next_awaited, 0)),
                 ("-rest", self._run, (self._next_of_rest, _NICE)),
                 ("-ahead", self._run_ahead, ()),
             )
@@ -106,6 +92,10 @@ class CompilePlan:
         self._close = weakref.finalize(self, _stop_and_join, self._stop, self._changed, threads)
         for thread in threads:
             thread.start()
+
+    @property
+    def names(self) -> tuple[Hashable, ...]:
+        return self._queue.names
 
     @property
     def total(self) -> int:
@@ -117,29 +107,30 @@ class CompilePlan:
 
     @property
     def num_done(self) -> int:
-        return len(self._done if self._elsewhere is None else self._done.keys() & self._elsewhere.compiled)
+        done = self._queue.done
+        return len(done if self._elsewhere is None else done.keys() & self._elsewhere.compiled)
 
     @property
     def num_failed(self) -> int:
         """Executables that failed twice: the engine has to do without them."""
-        return len(self._failures)
+        return len(self._queue.failures)
 
     @property
     def compiled(self) -> list[Hashable]:
         """What this process has, in the order that it came."""
-        return list(self._done)
+        return list(self._queue.done)
 
     @property
     def failures(self) -> dict[Hashable, Exception]:
         """What this process has to do without, and why."""
-        return dict(self._failures)
+        return dict(self._queue.failures)
 
     def ready(self, name: Hashable) -> bool:
-        return name in self._done and (self._elsewhere is None or name in self._elsewhere.compiled)
+        return name in self._queue.done and (self._elsewhere is None or name in self._elsewhere.compiled)
 
     def is_passing(self, name: Hashable) -> bool:
         """Whether it was compiled quickly, and another one will take its place."""
-        return name in self._passing
+        return name in self._queue.passing
 
     def awaited(self, name: Hashable) -> Callable:
         """The executable, once it is compiled."""
@@ -147,7 +138,7 @@ class CompilePlan:
         return self[name]
 
     def __getitem__(self, name: Hashable) -> Any:
-        return self._done[name]
+        return self._queue.done[name]
 
     def wait(self, names: Sequence[Hashable], tick: Callable[[], None] = lambda: None) -> None:
         """Blocks until all `names` are there, calling `tick` now and then. Raises `EngineDeadError`, its cause the
@@ -157,8 +148,8 @@ class CompilePlan:
         if self._elsewhere is not None:
             self._elsewhere.want(names, is_awaited=True)
         with self._changed, self._wait_for(names):
-            while not all(name in self._done for name in names):
-                self._raise_failures(names)
+            while not all(name in self._queue.done for name in names):
+                self._queue.raise_failures(names)
                 self._sleep(tick)
         if self._elsewhere is not None:
             self._elsewhere.wait_compiled(names, partial(self._waiting, tick))
@@ -169,18 +160,18 @@ class CompilePlan:
         if self._elsewhere is not None:
             self._elsewhere.want(names, is_awaited=True)
         with self._changed, self._wait_for(names):
-            while not self._jobs.keys().isdisjoint(names) and not self._stop.is_set():
+            while not self._queue.jobs.keys().isdisjoint(names) and not self._stop.is_set():
                 self._changed.wait(_POLL_S)
                 self.waited_at = time.monotonic()
 
     def wait_all(self) -> None:
         """Blocks until nothing is left to compile. Raises like `wait`."""
-        self._awaits_all = True
+        self._queue.awaits_all = True
         self.want(self.names)
         with self._changed:
-            while len(self._done) + self.num_failed < self.total or self._passing:
+            while not self._queue.is_over:
                 self._sleep(lambda: None)
-            self._raise_failures(self.names)
+            self._queue.raise_failures(self.names)
         if self._elsewhere is not None:
             self._elsewhere.wait_compiled(self.names, self._waiting)
 
@@ -189,9 +180,7 @@ class CompilePlan:
         if self._elsewhere is not None:
             self._elsewhere.want(names, is_awaited=is_awaited)
         with self._changed:
-            if is_awaited:
-                self._awaited_elsewhere |= set(names)
-            self._wanted |= dict.fromkeys(names)
+            self._queue.want(names, is_awaited=is_awaited)
             self._changed.notify_all()
 
     def stepped(self, *, is_stepping: bool) -> None:
@@ -212,20 +201,9 @@ class CompilePlan:
 
     @contextmanager
     def _wait_for(self, names: Collection[Hashable]) -> Iterator[None]:
-        self._awaited.append(names)
-        self._changed.notify_all()
-        try:
+        with self._queue.wait_for(names):
+            self._changed.notify_all()
             yield
-        finally:
-            self._awaited.remove(names)
-
-    def _raise_failures(self, names: Sequence[Hashable]) -> None:
-        for name in names:
-            if name not in self.names:
-                raise ValueError(f"there is no executable {name!r}")
-            if name in self._failures:
-                error = self._failures[name]
-                raise EngineDeadError(f"compiling {name} failed twice: {error}") from error
 
     def _sleep(self, tick: Callable[[], None]) -> None:
         if self._stop.is_set():
@@ -244,13 +222,12 @@ class CompilePlan:
             self._do(name)
 
     def _run_ahead(self) -> None:
-        for name in self._ahead:
+        while not self._has_stepped:
             with self._changed:
-                if self._has_stepped or self._stop.is_set():
+                name = None if self._stop.is_set() else self._queue.next_ahead()
+                if name is None:
                     return
-                if name not in self._jobs or name in self._compiling:
-                    continue
-                self._compiling.add(name)
+                self._queue.compiling.add(name)
             self._do(name)
             if self.ready(name) and not self.is_passing(name):
                 return  # executables are at hand, and soon there once they are asked for
@@ -268,26 +245,20 @@ class CompilePlan:
         with self._changed:
             self._finish(name, compiled, passing, error, time.perf_counter() - start)
             self._changed.notify_all()
-        if not self._is_left or self._is_idle:
+        if not self._queue.is_left or self._is_idle:
             self._trim()
 
     def _make(self, name: Hashable) -> tuple[Any, Any]:
         """The executable, and what it was lowered to if that is to be compiled once more."""
-        if (lowered := self._passing.get(name)) is not None:
+        if (lowered := self._queue.passing.get(name)) is not None:
             return self._compile(lowered), None
         with self._changed:
-            is_wanted = any(name in names for names in (self._wanted, self._ahead, *self._awaited))
-            is_urgent = is_wanted and not self._awaits_all and name not in self._retries
-        lowered = self._jobs[name]()
+            is_urgent = self._queue.is_urgent(name)
+        lowered = self._queue.jobs[name]()
         if self._compile_quickly is None or not is_urgent:
             return self._compile(lowered), None
         compiled, is_same = self._compile_quickly(lowered)
         return compiled, None if is_same else lowered
-
-    @property
-    def _is_left(self) -> bool:
-        """Whether anything is left to compile."""
-        return bool(self._jobs or self._passing)
 
     @property
     def _is_idle(self) -> bool:
@@ -301,63 +272,26 @@ class CompilePlan:
     def _take(self, take: Callable[[], Hashable | None]) -> Hashable | None:
         """The next job of a thread, once there is one; None when all are done, or the plan is closed."""
         with self._changed:
-            while self._is_left and not self._stop.is_set():
+            while self._queue.is_left and not self._stop.is_set():
                 if (name := take()) is not None:
-                    self._compiling.add(name)
+                    self._queue.compiling.add(name)
                     return name
                 self._changed.wait(_POLL_S)
         return None
 
-    def _next_wanted(self) -> Hashable | None:
-        """What someone waits for, or else what is wanted; a wanted one that failed before is left for later."""
-        if (awaited := self._next_awaited()) is not None:
-            return awaited
-        free = self._jobs.keys() - self._compiling
-        wanted = (name for name in self._wanted if name in free - self._retries)
-        passing = (name for name in self._passing if name not in self._compiling) if self._awaits_all else ()
-        return next(itertools.chain(wanted, passing), None)
-
-    def _next_awaited(self) -> Hashable | None:
-        free = self._jobs.keys() - self._compiling
-        return next((name for names in self._awaited for name in names if name in free), None)
-
     def _next_of_rest(self) -> Hashable | None:
-        """The first of the rest if now is the time for it; before all what takes another's place, of what was wanted
-        last, and last one that failed before."""
+        """One of the rest if now is the time for it."""
         is_time = self._is_idle or time.monotonic() >= self._rest_at
-        if self._compiling or self._next_wanted() is not None or not is_time:
-            return None
-        rest = (name for name in self._jobs if name not in self._retries)
-        return next(itertools.chain(reversed(self._passing), rest, self._jobs), None)
+        return self._queue.next_of_rest() if is_time else None
 
     def _finish(self, name: Hashable, compiled: Any, passing: Any, error: Exception | None, seconds: float) -> None:
         self.seconds += seconds
         self.longest_s = max(self.longest_s, seconds)
         whole = seconds if passing is None else _QUICKER * seconds
         self._rest_at = time.monotonic() + whole * (1 / self._share - 1)
-        self._compiling.remove(name)
-        if any(name in names for names in self._awaited):
+        if self._queue.is_awaited(name):
             self._active_at = time.monotonic()  # whoever waits is about to step
-        if error is None:
-            self._done[name] = compiled
-        if self._passing.pop(name, None) is not None:
-            if error is not None:
-                log.warning("compiling %s once more failed; it stays as it is: %s", name, error)
-            return
-        if passing is not None:
-            self._passing[name] = passing
-        if error is not None:
-            self._note(name, error)
-        if error is None or name in self._failures:
-            del self._jobs[name]
-
-    def _note(self, name: Hashable, error: Exception) -> None:
-        if name not in self._retries:
-            self._retries.add(name)
-            log.warning("compiling %s failed and is tried once more after the others: %s", name, error)
-        else:
-            self._failures[name] = error
-            log.error("compiling %s failed twice; the engine goes on without it: %s", name, error)
+        self._queue.finish(name, compiled, passing, error)
 
 
 def _stop_and_join(stop: threading.Event, changed: threading.Condition, threads: Sequence[threading.Thread]) -> None:
