@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -15,6 +16,7 @@ from jaxllm.models.context import StepContext
 from jaxllm.models.linear import Linear, of_every_expert
 from jaxllm.pallas_kernels.gated import native as of_gates
 from jaxllm.pallas_kernels.matmul import panels
+from jaxllm.pallas_kernels.matmul.native import DTYPES
 from jaxllm.sharding.expand import Empty, Expansion
 from jaxllm.sharding.rules import Axes
 
@@ -114,18 +116,20 @@ class PanelLinear(Linear):
         return tuple(dict(self.shape.outputs).values())
 
 
-def put_in_panels(model: nnx.Module) -> None:
-    """Puts the weights of dense products of the abstract `model` in panels, in place, where they fit."""
+def put_in_panels(model: nnx.Module, dtype: Any) -> None:
+    """Puts the weights of dense products of the abstract `model`, which computes in `dtype`, in panels, in place, where
+    they fit."""
     for _, node in list(nnx.iter_graph(model)):
         for key, child in list(vars(node).items()) if isinstance(node, nnx.Module) else ():
-            if type(child) is Linear and fits(child):
+            if type(child) is Linear and fits(child, dtype):
                 setattr(node, key, PanelLinear.of(child))
 
 
-def fits(linear: Linear) -> bool:
-    """Whether its weight can lie in panels."""
-    shape, dtype = linear.shape, linear.weight.get_value().dtype
-    return panels.fits(_size(shape.inputs), _size(shape.outputs), dtype)
+def fits(linear: Linear, dtype: Any) -> bool:
+    """Whether its weight can lie in panels, and rows of `dtype` be multiplied with it there."""
+    shape, held = linear.shape, linear.weight.get_value().dtype
+    can_multiply = (jnp.dtype(dtype).name, held.name) in DTYPES
+    return can_multiply and panels.fits(_size(shape.inputs), _size(shape.outputs), held)
 
 
 def _size(axes: Sequence[tuple[str, int]]) -> int:

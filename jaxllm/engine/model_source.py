@@ -101,7 +101,7 @@ class ModelSource(NamedTuple):
         brings their arrays."""
         if platform_of(mesh) != "cpu" or mesh.size > 1 or not callable(self.params) or not native.is_built():
             return self
-        panel_linear.put_in_panels(self.model)
+        panel_linear.put_in_panels(self.model, self.cfg.dtype)
         graph, abstract = nnx.split(self.model)
         if not put_in_panels(self.model):
             return self

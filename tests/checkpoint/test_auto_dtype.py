@@ -93,6 +93,14 @@ def test_an_engine_is_in_it(tmp_path):
             assert {pool.dtype for pool in pools} == {jnp.dtype(dtype)}
 
 
+def test_float16_that_is_asked_for(tmp_path):
+    """No kernel of a CPU's multiplies rows of it."""
+    with LLM(stored(tmp_path, np.float16), **SIZES, dtype="float16") as llm:
+        assert {leaf.dtype for leaf in jax.tree.leaves(llm.params)} == {jnp.dtype(jnp.float16)}
+        (out,) = llm.generate(ids([1, 2, 3]), greedy(4))
+        assert len(out.outputs[0].token_ids) == 4
+
+
 NO_PAIRS = pytest.mark.parametrize("processor", [False], indirect=True, ids=["no pairs"])
 needs_library = pytest.mark.skipif(
     not native.is_built(), reason="not built: python -m jaxllm.pallas_kernels.native.build"
