@@ -26,13 +26,13 @@ struct Along {
 };
 
 // Columns begin to end, which are those of whole tiles. One group of rows goes through a panel at once; several through a
-// part of it each, and through as many columns' parts as let the second cache hold their x and y.
+// part of it each, and through as many columns' parts as let the second cache hold their x and y. Tiles of a part bring in the
+// part that comes next, each of those side by side some of its rows.
 template <class U>
 static void gemm_by_panels(const Gemm& g, int64_t begin, int64_t end) {
-  constexpr int64_t kColumns = kVectors * kWidth;
+  constexpr int64_t kColumns = kVectors * kWidth, kAcross = kDensePanel / kColumns;
   static_assert(kDensePanel % kColumns == 0);
-  const bool has_many = g.groups >= kManyGroups;
-  const int64_t most_units = g.groups == 1 ? g.units() : has_many ? kManyDepth : kBlockDepth;
+  const int64_t most_units = g.groups == 1 ? g.units() : kManyDepth;
   const int64_t most_depth = most_units * U::kRows, most_columns = std::max<int64_t>(kBlock / most_units / kColumns, 1) * kColumns;
   const auto at = [&](int64_t k, int64_t n) {
     const int64_t bytes = (n / kDensePanel * g.k + k) * kDensePanel * sizeof(Value<U>) + n % kDensePanel * U::kColumn;
@@ -40,10 +40,16 @@ static void gemm_by_panels(const Gemm& g, int64_t begin, int64_t end) {
   };
   for (int64_t first = begin; first < end; first += most_columns)
     for (int64_t k = 0; k < g.k; k += most_depth)
-      for (int64_t n = first; n < std::min(first + most_columns, end); n += kColumns) {
-        const int64_t depth = std::min(most_depth, g.k - k);
-        Along<U> ahead{g.groups == 1 ? at(k, n) + kBytesAhead : at(k, n) + depth / U::kRows * Along<U>::kUnitBytes,
-                       depth / U::kRows, has_many};
+      for (int64_t n = first, last = std::min(first + most_columns, end); n < last; n += kColumns) {
+        const int64_t depth = std::min(most_depth, g.k - k), units = depth / U::kRows;
+        Along<U> ahead{at(k, n) + kBytesAhead, units, false};
+        if (g.groups > 1) {
+          const int64_t across = n % kDensePanel / kColumns, next = n - across * kColumns + kDensePanel;
+          const char* const part = next < last ? at(k, next) : k + depth < g.k ? at(k + depth, first) : at(0, last);
+          const bool has_next = next < last || k + depth < g.k || last < end;
+          ahead = {part + units / kAcross * across * Along<U>::kUnitBytes, has_next ? units / kAcross : 0,
+                   g.groups >= kManyGroups};
+        }
         for (int64_t i = 0; i < g.groups; i++) {
           const int64_t row = g.first_row(i), height = g.first_row(i + 1) - row;
           const float* const x = g.x + row * g.units() + k / U::kRows * height;
