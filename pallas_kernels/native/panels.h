@@ -224,6 +224,25 @@ static void panel_gemm(const PanelGemm& g, int64_t begin, int64_t end) {
   }
 }
 
+static inline int32_t sum_of(Ints v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+  int32_t sum = 0;
+  for (int lane = 0; lane < kWidth; lane++) sum += v[lane];
+  return sum;
+#endif
+}
+
+static inline void store_low_bytes(int8_t* to, Ints v) {
+#if defined(__AVX512F__)  // GCC 12 makes one instruction of this, and a loop over lanes of the conversion below
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)v));
+#else
+  const Bytes bytes = __builtin_convertvector(v, Bytes);
+  std::memcpy(to, &bytes, sizeof bytes);
+#endif
+}
+
 // Rounds `count` numbers to integers times `scale`, and returns the sum of those integers.
 static inline int32_t round_part(const float* x, int64_t count, int8_t* to, float* scale) {
   Floats most{};
@@ -239,12 +258,11 @@ static inline int32_t round_part(const float* x, int64_t count, int8_t* to, floa
   const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
   Ints sums{};
   for (i = 0; i + kWidth <= count; i += kWidth) {
-    const Bytes codes = __builtin_convertvector((Ints)(load(x + i) * inverse + shifter), Bytes);
-    std::memcpy(to + i, &codes, sizeof codes);
-    sums += __builtin_convertvector(codes, Ints);
+    const Ints shifted = (Ints)(load(x + i) * inverse + shifter);
+    store_low_bytes(to + i, shifted);
+    sums += (shifted << 24) >> 24;
   }
-  int32_t sum = 0;
-  for (int lane = 0; lane < kWidth; lane++) sum += sums[lane];
+  int32_t sum = sum_of(sums);
   for (; i < count; i++) {
     const float shifted = x[i] * inverse + shifter;
     int32_t bits;
