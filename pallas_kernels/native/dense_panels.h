@@ -27,7 +27,8 @@ struct Along {
 
 // Columns begin to end, which are those of whole tiles. One group of rows goes through a panel at once; several through a
 // part of it each, and through as many columns' parts as let the second cache hold their x and y. Tiles of a part bring in the
-// part that comes next, each of those side by side some of its rows.
+// part that comes next, each of those side by side some of its rows: as it is there by then, parts may be longer than the first
+// cache, and sums are stored more seldom.
 template <class U>
 static void gemm_by_panels(const Gemm& g, int64_t begin, int64_t end) {
   constexpr int64_t kColumns = kVectors * kWidth, kAcross = kDensePanel / kColumns;
