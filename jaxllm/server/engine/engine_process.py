@@ -254,6 +254,7 @@ def main(path: str) -> int:
     if first is None:  # the server was stopped before it began
         return 1
     start = wire.from_server.decode(first)
+    assert isinstance(start, wire.Start), start
     process = EngineProcess(connection)
     writer, *others = (threading.Thread(target=run, daemon=True) for run in (process.write, process.read, process.beat))
     for thread in (writer, *others):
