@@ -16,8 +16,8 @@ constexpr int kPanelVectors = kPanel / kWidth;
 constexpr bool kIsWide = kPanelVectors == 1;
 constexpr int kPanelRows = kRegisters < 32 ? 2 : kIsWide ? 6 : 4;  // of x that share codes once they are read,
 constexpr int kPanels = kIsWide ? 2 : 1;                           // and panels that share rows
-constexpr int64_t kPanelBytesAhead = 1280;            // that are brought in before they are read
-constexpr int64_t kRowBytes = 256 << 10;              // of x that stay in the second cache for all panels
+constexpr int64_t kPanelBytesAhead = 5120;  // from what is read to what is brought into the second cache
+constexpr int64_t kRowBytes = 256 << 10;    // of x that stay in the second cache for all panels
 
 static inline Quads load_quads(const uint8_t* p) {
   Quads v;
@@ -119,6 +119,13 @@ static inline void add_part(const int8_t* x, int64_t ldx, const uint8_t* codes, 
   }
 }
 
+// Brings in what `kCount` panels, each `panel` bytes long, have at `at` of the first one and at the same place of the others.
+template <int kCount>
+static inline void bring_in(const uint8_t* at, int64_t panel, int64_t bytes) {
+  for (int i = 0; i < kCount; i++)
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + i * panel + line, 0, 2);
+}
+
 // kRows rows of neighbouring panels; `y` gets [rows, kVectors * kWidth].
 template <Code kCode, class Parts, int kVectors, int kRows>
 static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, float* y) {
@@ -128,8 +135,12 @@ static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, f
   const int8_t* x = g.rows.x + row * g.k;
   const float* scales = g.rows.scales + row * parts;
   const int32_t* starts = g.rows.starts + row * parts;
+  constexpr int kCount = kVectors / kPanelVectors;
+  const int64_t before_next = groups - kPanelBytesAhead / bytes;  // groups; what is brought in then is of the next panels
   Floats total[kRows][kVectors] = {};
   for (int64_t group = 0; group < groups; group++, record += bytes) {
+    const int64_t ahead = kPanelBytesAhead + (group < before_next ? 0 : (kCount - 1) * panel);
+    bring_in<kCount>(record + ahead, panel, head);
     // In memory, as few registers are left until they are needed.
     alignas(64) float own_scales[kVectors * kWidth], own_offsets[kVectors * kWidth];
     for (int v = 0; v < kVectors; v++) {
@@ -141,9 +152,7 @@ static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, f
     Floats sums[kRows][kVectors] = {};
     const uint8_t *codes = record + head, *const end = record + bytes;
     do {
-      for (int v = 0; v < kVectors; v += kPanelVectors)
-        for (int64_t line = 0; line < code_bytes; line += 64)
-          __builtin_prefetch(codes + v / kPanelVectors * panel + kPanelBytesAhead + line);
+      bring_in<kCount>(codes + ahead, panel, code_bytes);
       Ints acc[kRows][kVectors];
       for (int r = 0; r < kRows; r++)
         for (int v = 0; v < kVectors; v++) acc[r][v] = Ints{} + starts[r * parts];
