@@ -136,10 +136,10 @@ static void panel_rows(const PanelGemm& g, const uint8_t* record, int64_t row, f
   const float* scales = g.rows.scales + row * parts;
   const int32_t* starts = g.rows.starts + row * parts;
   constexpr int kCount = kVectors / kPanelVectors;
-  const int64_t before_next = groups - kPanelBytesAhead / bytes;  // groups; what is brought in then is of the next panels
+  const int64_t first_of_next = groups - kPanelBytesAhead / bytes;  // group with which those of the next panels come
   Floats total[kRows][kVectors] = {};
   for (int64_t group = 0; group < groups; group++, record += bytes) {
-    const int64_t ahead = kPanelBytesAhead + (group < before_next ? 0 : (kCount - 1) * panel);
+    const int64_t ahead = kPanelBytesAhead + (group < first_of_next ? 0 : (kCount - 1) * panel);
     bring_in<kCount>(record + ahead, panel, head);
     // In memory, as few registers are left until they are needed.
     alignas(64) float own_scales[kVectors * kWidth], own_offsets[kVectors * kWidth];
